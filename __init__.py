@@ -1,7 +1,35 @@
 """pilotflame: serverless inference. Functions start when they are called, and cost nothing until then."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .errors import PilotflameError
 from .handlers.contract import Context, batch
 
-__all__ = ["Context", "PilotflameError", "__version__", "batch"]
+if TYPE_CHECKING:
+    from .handlers.language_model.contract import Delta, GenerationRequest
+    from .handlers.language_model.model import LanguageModel
+    from .snapshot.handle import Snapshot
+
+__all__ = [
+    "Context", "Delta", "GenerationRequest", "PilotflameError", "__version__", "batch", "language_model",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Return what only language models need: it takes time to import."""
+    if name in ("Delta", "GenerationRequest"):
+        from .handlers.language_model import contract  # noqa: PLC0415
+
+        return getattr(contract, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def language_model(snapshot: Snapshot, *, rows: int = 16, window: int = 65_536) -> LanguageModel:
+    """Return a language model of a snapshot, for the hook `build`. See `LanguageModel`. It needs transformers."""
+    # transformers takes seconds to import, and few functions need it.
+    from .handlers.language_model.model import LanguageModel  # noqa: PLC0415
+
+    return LanguageModel(snapshot, rows=rows, window=window)

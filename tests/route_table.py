@@ -28,7 +28,13 @@ from pilotflame.runtime.http.routes import based
 def described() -> OpenApi:
     missing: Any = None
     backend: Any = SimpleNamespace(
-        functions=None, jobs=None, metrics=None, body_limit=None, state=Path(), origins=None
+        functions=None,
+        jobs=None,
+        metrics=None,
+        body_limit=None,
+        state=Path(),
+        origins=None,
+        disk=SimpleNamespace(check=None),
     )
     apis = (
         Gateway(backend),

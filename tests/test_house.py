@@ -71,7 +71,7 @@ def test_the_figures_are_within_their_limits() -> None:
     assert found.loose_modules == ["runtime.cli", "runtime.main"]
     assert found.package_cycles == []
     assert found.repeated_classes == {}
-    assert len(found.small_modules) <= 10
+    assert len(found.small_modules) <= 12
     assert found.function_lines_median <= 7
     assert found.function_lines_p90 <= 20
 
@@ -114,7 +114,16 @@ def test_a_worker_loads_nothing_heavy() -> None:
 
 
 def test_the_face_is_short_and_sorted() -> None:
-    assert pilotflame.__all__ == sorted(["Context", "PilotflameError", "__version__", "batch"])
+    names = [
+        "Context",
+        "Delta",
+        "GenerationRequest",
+        "PilotflameError",
+        "__version__",
+        "batch",
+        "language_model",
+    ]
+    assert pilotflame.__all__ == sorted(names)
     assert all(hasattr(pilotflame, name) for name in pilotflame.__all__)
 
 

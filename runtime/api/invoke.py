@@ -116,19 +116,25 @@ class Gateway:
 
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled.
         """
+        revision, invocation = self.started(request, name, body, number)
+        try:
+            return await invocation.output
+        except asyncio.CancelledError:
+            revision.cancel(invocation)
+            raise
+
+    def started(
+        self, request: web.Request, name: str, body: bytes, number: int
+    ) -> tuple[Revision, Invocation]:
+        """Submit an invocation with the JSON text `body`. Return what `begin` returns. `number`: see `call`."""
         request_id = request_id_of(request.headers)
         try:
-            revision, invocation = self.begin(
+            return self.begin(
                 name, request.headers, f"{request_id}-{number}" if number else request_id, body, time.monotonic(),
                 caller_of(request), content_type=JSON_TYPE,
             )  # fmt: skip
         except PilotflameError as error:
             self._functions.note_refused(name, error)
-            raise
-        try:
-            return await invocation.output
-        except asyncio.CancelledError:
-            revision.cancel(invocation)
             raise
 
     def begin(

@@ -25,6 +25,8 @@ class ApiPlugin:
 
     base: ClassVar[str] = ""
     """The prefix of the paths of its routes, such as "/cog". The paths without the prefix exist only with `bare_paths`."""
+    always_bare: ClassVar[bool] = False
+    """True if the paths without the prefix exist in any case, except paths that another plugin has."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -97,10 +99,15 @@ class Plugins:
 
     def rows(self) -> dict[str, list[Route]]:
         """Return the rows of each plugin by its name."""
-        return {
-            name: based(plugin.base, plugin.routes(), bare=self._bare)
+        found = {
+            name: based(plugin.base, plugin.routes(), bare=self._bare and not plugin.always_bare)
             for name, plugin in self._by_name.items()
         }
+        taken = {(row.method, row.path) for rows in found.values() for row in rows}
+        for name, plugin in self._by_name.items():
+            if plugin.always_bare:
+                found[name] += [row for row in plugin.routes() if (row.method, row.path) not in taken]
+        return found
 
     @property
     def root(self) -> dict[str, str]:

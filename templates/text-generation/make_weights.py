@@ -17,7 +17,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE({text: number for number, text in enumerate([*alphabet, END])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END)
+    chat = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, chat_template=chat)
 
 
 def train(ids: list[int], end: int) -> LlamaForCausalLM:

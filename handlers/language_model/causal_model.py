@@ -1,0 +1,76 @@
+"""Calls an unmodified causal model of transformers with rows of keys and values."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from .rows import Alone, Rows
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# These take the largest position of a batch, so a long row would change the others.
+ROPES_OF_A_BATCH = {"dynamic", "longrope"}
+OWN_CACHES = {"deepseek_v4", "minimax"}
+
+
+class CausalModel:
+    """A model and the way to call it. All its methods run on the model's device, and none is called by two threads at once."""
+
+    def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
+        self.module = model
+        self._config = config
+        self._text: PretrainedConfig = config.get_text_config(decoder=True)
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        # transformers 5.24 has renamed the argument.
+        self._cache = (
+            "cache" if "cache" in self._takes and "past_key_values" not in self._takes else "past_key_values"
+        )
+        self.why_alone = why_alone(self._text, self._takes)
+        """Why its sequences run one at a time; "" if they run together."""
+        self.most_tokens = int(getattr(self._text, "max_position_embeddings", 0) or 1 << 20)
+        """The tokens of the longest sequence."""
+
+    def new_rows(self, columns: int = 0) -> Rows:
+        """Return rows without a sequence, with room for `columns` tokens."""
+        if self.why_alone:
+            return Alone(self._text)
+        layers = int(self._text.num_hidden_layers)
+        return Rows(layers, columns) if columns else Rows(layers)
+
+    def forward(self, rows: Rows, ids: list[list[int]]) -> Tensor:
+        """Append the tokens `ids` (rows, tokens) to the rows. Return the logits after the last tokens: (rows, vocabulary)."""
+        tokens, device = len(ids[0]), next(self.module.parameters()).device
+        mask = rows.extend(tokens)
+        arguments: dict[str, Any] = {
+            "input_ids": torch.tensor(ids, device=device),
+            "attention_mask": mask.to(device),
+            "position_ids": rows.positions(tokens).to(device),
+            self._cache: rows.cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        with torch.inference_mode():
+            found = self.module(**{name: value for name, value in arguments.items() if name in self._takes})
+            logits: Tensor = found.logits[:, -1]
+        return logits
+
+
+def why_alone(config: PretrainedConfig, takes: frozenset[str]) -> str:
+    """Return why the sequences of a model cannot share a forward pass; "" if they can."""
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if others:
+        return f"its layers of type {min(others)} keep a state"
+    if config.model_type in OWN_CACHES or "cache_params" in takes:
+        return "it keeps a cache of its own kind"
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None) or {}
+        kind = rope.get("rope_type", rope.get("type", "")) if isinstance(rope, dict) else ""
+        if kind in ROPES_OF_A_BATCH:
+            return f"its positions of type {kind} depend on the longest sequence"
+    if not takes & {"past_key_values", "cache"}:
+        return "its forward pass takes no cache"
+    return ""

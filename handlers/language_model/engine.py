@@ -1,0 +1,224 @@
+"""Runs the steps of a causal model in a thread: each reads a chunk of one prompt, and continues all rows by a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .causal_model import CausalModel
+from .rows import Rows
+from .sampling import Logprobs, Sampler
+from .schedule import Chunk, StepSchedule, chunk_tokens
+from .schedule import Sequence as Place
+
+LOG = logging.getLogger(__name__)
+SMOOTHING = 0.2
+"""The weight of the latest measurement in the averages of the times of steps."""
+
+
+class Token(NamedTuple):
+    """A token that was made. `ends` is True if it is one of the tokens that end a sequence."""
+
+    id: int
+    logprobs: Logprobs | None
+    ends: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One sequence, and where its tokens go."""
+
+    place: Place
+    ids: list[int]
+    sampler: Sampler
+    ends: Collection[int]
+    loop: asyncio.AbstractEventLoop
+    out: asyncio.Queue[Token | Exception]
+    over: bool = False
+
+    def put(self, item: Token | Exception) -> None:
+        self.loop.call_soon_threadsafe(self.out.put_nowait, item)
+
+
+@dataclass(eq=False)
+class Engine:
+    """A model, its rows and its thread, which begins with the first sequence.
+
+    `window` limits the number of rows times the tokens of the longest.
+    """
+
+    model: CausalModel
+    most_rows: int
+    window: int
+    _commands: queue.SimpleQueue[tuple[bool, _Run]] = field(default_factory=queue.SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _arrived: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.model.why_alone:
+            self.most_rows = 1
+        self._schedule = StepSchedule(self.most_rows, self.window)
+        self._rows = self.model.new_rows()
+        self._members: list[_Run] = []
+        """The runs of the rows, by the number of the row."""
+        self._runs: dict[Place, _Run] = {}
+        self._reading: Rows | None = None
+        self._step_s = self._token_s = 0.0
+
+    async def generate(
+        self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0
+    ) -> AsyncGenerator[Token]:
+        """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
+
+        The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
+        leaves the engine with the next step. Raise what a step has raised.
+        """
+        self._arrived += 1
+        place = Place(self._arrived, len(ids), len(ids) + most_new, priority)
+        run = _Run(place, list(ids), sampler, ends, asyncio.get_running_loop(), asyncio.Queue())
+        self._begin(run)
+        try:
+            for left in range(most_new - 1, -1, -1):
+                item = await run.out.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item.ends or not left:
+                    run.over = True
+                yield item
+                if run.over:
+                    return
+        finally:
+            if not run.over:
+                self._commands.put((False, run))
+
+    def rehearse(self) -> None:
+        """Read a prompt of a few tokens and make two, in this thread, so that later steps find all kernels loaded."""
+        rows, one = self.model.new_rows(), self._new_row(4)
+        self.model.forward(one, [[1, 1, 1, 1]])
+        rows.join(one)
+        for _ in range(2):
+            self.model.forward(rows, [[1]])
+
+    def _begin(self, run: _Run) -> None:
+        self._commands.put((True, run))
+        if self._thread is None:
+            # A daemon: the worker's end does not wait for it.
+            self._thread = threading.Thread(target=self._work, name="language-model", daemon=True)
+            self._thread.start()
+
+    # -- in the thread
+
+    def _work(self) -> None:
+        while True:
+            self._take_commands()
+            step = self._schedule.step(chunk_tokens(self._step_s if self._members else 0.0, self._token_s))
+            for place in step.dropped:
+                self._leave(self._runs[place])
+            try:
+                made = [*self._continue(), *(self._read(step.chunk) if step.chunk is not None else ())]
+            except Exception as error:
+                LOG.exception("a step of the language model failed")
+                self._fail(error)
+                continue
+            self._schedule.done(step)
+            for run, token in made:
+                run.ids.append(token.id)
+                run.put(token)
+                if token.ends or len(run.ids) >= run.place.most_tokens:
+                    self._end(run)
+
+    def _take_commands(self) -> None:
+        """Add and remove sequences. Wait for one if there is nothing to do."""
+        idle = not self._members and self._schedule.reading is None and not self._schedule.waiting
+        while idle or not self._commands.empty():
+            begins, run = self._commands.get()
+            idle = False
+            if begins:
+                self._runs[run.place] = run
+                self._schedule.add(run.place)
+            elif run.place in self._runs:
+                self._end(run)
+
+    def _continue(self) -> list[tuple[_Run, Token]]:
+        """Make the next token of each row."""
+        if not (members := self._members):
+            return []
+        began_s = time.perf_counter()
+        logits = self.model.forward(self._rows, [[run.ids[-1]] for run in members])
+        made = _choose(members, logits)
+        self._step_s = _average(self._step_s, time.perf_counter() - began_s)
+        return made
+
+    def _read(self, chunk: Chunk) -> list[tuple[_Run, Token]]:
+        """Read a part of a prompt. After the last part, the sequence joins the rows with its next token."""
+        run, began_s = self._runs[chunk.sequence], time.perf_counter()
+        if chunk.begin == 0 or self._reading is None:
+            self._reading = self._new_row(chunk.sequence.tokens)
+        logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]])
+        made: list[tuple[_Run, Token]] = []
+        if chunk.last:
+            made = _choose([run], logits)
+            self._rows.join(self._reading)
+            self._members.append(run)
+            self._reading = None
+        taken_s = time.perf_counter() - began_s
+        self._token_s = _average(self._token_s, taken_s / (chunk.end - chunk.begin))
+        return made
+
+    def _new_row(self, columns: int) -> Rows:
+        rows = self.model.new_rows(columns)
+        rows.lengths = [0]
+        return rows
+
+    def _end(self, run: _Run) -> None:
+        self._schedule.remove(run.place)
+        self._leave(run)
+        del self._runs[run.place]
+
+    def _leave(self, run: _Run) -> None:
+        """Take a run out of the rows, or stop to read its prompt."""
+        if run in self._members:
+            row = self._members.index(run)
+            self._rows.leave(row)
+            # The last row has the number of this one now.
+            last = self._members.pop()
+            if last is not run:
+                self._members[row] = last
+        elif self._schedule.reading is None:
+            self._reading = None
+
+    def _fail(self, error: Exception) -> None:
+        """Fail the sequences of a step. The sequences that wait are not affected."""
+        reading = self._schedule.reading
+        for run in [*self._members, *([self._runs[reading]] if reading is not None else [])]:
+            run.put(error)
+            self._schedule.remove(run.place)
+            del self._runs[run.place]
+        self._members, self._rows, self._reading = [], self.model.new_rows(), None
+
+
+def _choose(runs: Sequence[_Run], logits: Tensor) -> list[tuple[_Run, Token]]:
+    """Choose the next token of each run from the logits: (runs, vocabulary)."""
+    likeliest = logits.argmax(-1).tolist() if any(run.sampler.greedy for run in runs) else []
+    made = []
+    for row, run in enumerate(runs):
+        logprobs = None
+        if run.sampler.greedy:
+            token = likeliest[row]
+            run.sampler.note(token)
+        else:
+            token, logprobs = run.sampler.choose(logits[row])
+        made.append((run, Token(token, logprobs, token in run.ends)))
+    return made
+
+
+def _average(before: float, latest: float) -> float:
+    return before + SMOOTHING * (latest - before) if before else latest

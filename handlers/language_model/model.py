@@ -1,0 +1,223 @@
+"""Makes a language model from a snapshot, and answers requests with it. Handlers call `pilotflame.language_model`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# The tokenizer's threads would not survive the fork of a worker.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ...errors import InputInvalid
+from .causal_model import CausalModel
+from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
+from .engine import Engine, Token
+from .sampling import Sampler
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from ...snapshot.handle import Snapshot
+
+ROWS = 16
+WINDOW = 65_536
+# The names of the sampling defaults that a model's authors may set.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class LanguageModel:
+    """A causal model of transformers, its tokenizer, and the engine that runs many requests at once.
+
+    It has no weights until a worker opens the snapshot.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, rows: int = ROWS, window: int = WINDOW) -> None:
+        """The snapshot is the folder of a model: config.json, tokenizer files, safetensors.
+
+        At most `rows` sequences run together. `window` limits their number times the tokens of the longest one, and so the memory of their
+        keys and values.
+        """
+        folder = Path(snapshot.path)
+        with snapshot.skeleton():
+            config = AutoConfig.from_pretrained(folder)
+            module = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
+        snapshot.restore(module, device="auto")
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        causal = CausalModel(module, config)
+        self.engine = Engine(causal, rows, max(window, causal.most_tokens))
+        self.most_tokens = min(causal.most_tokens, self.engine.window)
+        settings = _generation_settings(folder)
+        self._defaults = {name: settings[name] for name in _DEFAULTS if settings.get(name) is not None}
+        if settings.get("do_sample") is False:
+            self._defaults["temperature"] = 0.0
+        self._ends = _ends(settings.get("eos_token_id"), config.eos_token_id, self.tokenizer.eos_token_id)
+
+    @property
+    def why_alone(self) -> str:
+        """Why requests run one at a time; "" if they run together."""
+        return self.engine.model.why_alone
+
+    def rehearse(self) -> None:
+        """Make a few tokens, so that the first request finds all kernels loaded. Call it in the hook `rehearse`."""
+        self.engine.rehearse()
+        self.tokenizer.decode(self.tokenizer.encode("Hello"))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
+        """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.
+
+        Raises InputInvalid if the request does not fit the model.
+        """
+        ids = await asyncio.to_thread(self.tokens_of, request)
+        most_new = self._most_new(request, len(ids))
+        usage = TokenUsage(prompt_tokens=len(ids))
+        if request.n == 1:
+            answer = self._answer(request, ids, most_new, 0, usage)
+            async with aclosing(answer):
+                async for delta in answer:
+                    yield delta
+            return
+        async with aclosing(self._answers(request, ids, most_new, usage)) as answers:
+            async for delta in answers:
+                yield delta
+
+    def tokens_of(self, request: GenerationRequest) -> list[int]:
+        """Return the tokens of a request's prompt. Raise InputInvalid."""
+        if isinstance(request.prompt, list):
+            known = len(self.tokenizer)
+            if any(not 0 <= token < known for token in request.prompt):
+                raise InputInvalid(
+                    f"The prompt has a token that is none of the model's {known}.", remedy="Send text."
+                )
+            return request.prompt
+        if request.prompt is not None:
+            ids: list[int] = self.tokenizer.encode(request.prompt)
+        else:
+            ids = self._templated(request)
+        return ids or _ends(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)[:1]
+
+    def _templated(self, request: GenerationRequest) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise InputInvalid(
+                "This model has no chat template, so it takes no messages.",
+                remedy="Send a prompt, or add chat_template.jinja to the model's folder.",
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                request.messages, tokenize=False, add_generation_prompt=not request.continue_final_message,
+                continue_final_message=request.continue_final_message, **request.chat_template_kwargs,
+            )  # fmt: skip
+        except Exception as error:
+            # The template is a program of the model's authors, and raises what it likes.
+            raise InputInvalid(
+                f"The model's chat template does not take these messages: {error}",
+                remedy="Change the messages.",
+            ) from error
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    def _most_new(self, request: GenerationRequest, prompt: int) -> int:
+        room = self.most_tokens - prompt
+        wanted = request.max_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = f" and max_tokens is {wanted}" if wanted is not None else ""
+            raise InputInvalid(
+                f"The prompt has {prompt} tokens{asked}: the model takes {self.most_tokens} in all.",
+                remedy="Shorten the prompt, or lower max_tokens.",
+            )
+        return room if wanted is None else wanted
+
+    async def _answers(
+        self, request: GenerationRequest, ids: list[int], most_new: int, usage: TokenUsage
+    ) -> AsyncGenerator[Delta]:
+        """Yield the pieces of several answers as they come."""
+        pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+        async def run(index: int) -> None:
+            try:
+                async with aclosing(self._answer(request, ids, most_new, index, usage)) as answer:
+                    async for delta in answer:
+                        pieces.put_nowait(delta)
+            finally:
+                pieces.put_nowait(None)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(index)) for index in range(request.n)]
+            try:
+                left = len(running)
+                while left:
+                    if (delta := await pieces.get()) is None:
+                        left -= 1
+                    else:
+                        yield delta
+            finally:
+                for task in running:
+                    task.cancel()
+
+    async def _answer(
+        self, request: GenerationRequest, ids: list[int], most_new: int, index: int, usage: TokenUsage
+    ) -> AsyncGenerator[Delta]:
+        sampling = self._sampling(request.sampling, index)
+        ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
+        stream = TextStream(self._decode, request.stop, with_stop=request.include_stop_str_in_output)
+        if request.echo:
+            yield Delta(index=index, text=self._decode(ids))
+        tokens = self.engine.generate(ids, Sampler(sampling, ids, ends), ends, most_new, request.priority)
+        made = 0
+        async with aclosing(tokens):
+            async for token in tokens:
+                made += 1
+                usage.completion_tokens += 1
+                delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token))
+                if not token.ends:
+                    delta.text = stream.push(token.id)
+                reason: FinishReason | None = "stop" if token.ends or stream.stopped is not None else None
+                if reason is None and made == most_new:
+                    reason = "length"
+                if reason is not None:
+                    delta.text += stream.finish()
+                    delta.finish_reason, delta.usage = reason, usage
+                    delta.stop_reason = stream.stopped
+                    if token.ends and token.id in sampling.stop_token_ids:
+                        delta.stop_reason = token.id
+                yield delta
+                if reason is not None:
+                    return
+
+    def _sampling(self, asked: Sampling, index: int) -> Sampling:
+        """Return the request's sampling over the defaults of the model's authors."""
+        fields = self._defaults | asked.model_dump(exclude_unset=True)
+        if index and fields.get("seed") is not None:
+            fields["seed"] += index
+        return Sampling(**fields)
+
+    def _logprobs(self, token: Token) -> list[TokenLogprob] | None:
+        if (found := token.logprobs) is None:
+            return None
+        top = [(self._decode([other]), other, value) for other, value in found.top]
+        return [TokenLogprob(token=self._decode([token.id]), id=token.id, logprob=found.chosen, top=top)]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def _generation_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of generation_config.json, or {} if there is none."""
+    file = folder / "generation_config.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ends(*found: int | Iterable[int] | None) -> list[int]:
+    """Return the tokens that end a sequence, each once."""
+    ends: dict[int, None] = {}
+    for one in found:
+        if one is not None:
+            ends |= dict.fromkeys([one] if isinstance(one, int) else one)
+    return list(ends)

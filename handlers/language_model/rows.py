@@ -1,0 +1,193 @@
+"""Keeps the keys and values of several sequences, so that one forward pass of an unmodified model continues them all.
+
+The rows of a batch end at the same column, and the columns before a shorter row are masked. So the distance between two
+columns of a row is the distance between their tokens, and the masks that a model makes itself (sliding windows, chunks, ALiBi)
+are right. A step writes one column, and attention reads a view. If the last column is used, the columns move to the
+front, once in as many steps as the rows are wide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+LEAST_COLUMNS = 256
+
+
+class Rows:
+    """The rows of one batch, in all layers of a model. `cache` is what the model's forward pass gets."""
+
+    def __init__(self, layers: int, columns: int = LEAST_COLUMNS) -> None:
+        """`columns` is the number of columns that have room at first."""
+        self.lengths: list[int] = []
+        """The tokens of each row."""
+        self.begin, self.end, self.tokens = 0, 0, 0
+        """The columns of the present forward pass, of which the last `tokens` are new. Row number i has the columns
+        [end - lengths[i], end).
+        """
+        self._layers = [_Layer(self, columns) for _ in range(layers)]
+        self.cache = Cache(layers=[*self._layers])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def bytes_(self) -> int:
+        """The memory of the keys and values, of which only touched pages exist on a CPU."""
+        return sum(one.bytes_ for one in self._layers)
+
+    def extend(self, tokens: int) -> Tensor:
+        """Make room for `tokens` more columns, which the next forward pass writes.
+
+        Return its attention mask: (rows, columns), with 1 for the columns of a row and 0 for those before it.
+        """
+        width = max(self.lengths) + tokens
+        if self.end + tokens > self._columns:
+            self._move_to_front(width)
+        self.end += tokens
+        self.lengths = [length + tokens for length in self.lengths]
+        self.begin, self.tokens = self.end - width, tokens
+        starts = torch.tensor([width - length for length in self.lengths])
+        return (torch.arange(width) >= starts[:, None]).long()
+
+    def positions(self, tokens: int) -> Tensor:
+        """Return the positions of the last `tokens` tokens of each row: (rows, tokens)."""
+        return torch.tensor(self.lengths)[:, None] + torch.arange(-tokens, 0)
+
+    def join(self, other: Rows) -> None:
+        """Append a copy of the only row of `other`."""
+        length = other.lengths[0]
+        if self.end < length or not self.lengths:
+            self._move_to_front(max([length, *self.lengths]), align=length)
+        for own, their in zip(self._layers, other._layers, strict=True):
+            own.write(len(self.lengths), self.end - length, self.end, their, other.end - length)
+        self.lengths.append(length)
+
+    def leave(self, row: int) -> None:
+        """Remove a row. The last row takes its number."""
+        last = len(self.lengths) - 1
+        if row != last:
+            start = self.end - self.lengths[last]
+            for layer in self._layers:
+                layer.write(row, start, self.end, layer, start, last)
+            self.lengths[row] = self.lengths[last]
+        del self.lengths[last]
+        if not self.lengths:
+            self.begin = self.end = 0
+
+    @property
+    def _columns(self) -> int:
+        return self._layers[0].columns
+
+    def _move_to_front(self, width: int, align: int = 0) -> None:
+        """Move the columns so that the last one is number `align` or the width of the rows, and that `width` columns, and as
+        many again, have room.
+        """
+        held = max(self.lengths, default=0)
+        end = max(held, align)
+        for layer in self._layers:
+            layer.move(len(self.lengths), self.end - held, self.end, end, max(2 * width, LEAST_COLUMNS))
+        self.end = end
+        self.begin = end - held
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The keys and values of one layer: (rows, heads, columns, size of a head)."""
+
+    def __init__(self, rows: Rows, columns: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows, self.columns = rows, columns
+
+    @property
+    def bytes_(self) -> int:
+        return sum(one.nbytes for one in (self.keys, self.values) if one is not None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._room(key_states, value_states, max(1, len(self._rows)))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        rows, count, tokens = self._rows, key_states.shape[0], key_states.shape[2]
+        keys, values = self._room(key_states, value_states, count)
+        keys[:count, :, rows.end - tokens : rows.end] = key_states
+        values[:count, :, rows.end - tokens : rows.end] = value_states
+        return keys[:count, :, rows.begin : rows.end], values[:count, :, rows.begin : rows.end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._rows.end - self._rows.begin, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns before the new ones."""
+        return self._rows.end - self._rows.begin - self._rows.tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def write(self, row: int, begin: int, end: int, source: _Layer, at: int, source_row: int = 0) -> None:
+        """Copy a row's columns from `source`, where they begin at column `at`.
+
+        A layer that shares the keys of another layer has none, and is left out.
+        """
+        if source.keys is not None and source.values is not None:
+            keys, values = self._room(source.keys, source.values, row + 1)
+            until = at + end - begin
+            keys[row, :, begin:end] = source.keys[source_row, :, at:until]
+            values[row, :, begin:end] = source.values[source_row, :, at:until]
+
+    def move(self, rows: int, begin: int, end: int, to_end: int, columns: int) -> None:
+        """Move the columns [begin, end) of the first rows, so that they end at `to_end`, and have `columns` in all."""
+        old_keys, old_values, self.columns = self.keys, self.values, max(columns, to_end)
+        if old_keys is None or old_values is None:
+            return
+        if old_keys.shape[2] >= self.columns and (to_end <= begin or begin == end):
+            keys, values, self.columns = old_keys, old_values, old_keys.shape[2]
+        else:
+            keys, values = self._new(old_keys, old_values, old_keys.shape[0])
+        to_begin = to_end - (end - begin)
+        keys[:rows, :, to_begin:to_end] = old_keys[:rows, :, begin:end]
+        values[:rows, :, to_begin:to_end] = old_values[:rows, :, begin:end]
+
+    def _room(self, like_keys: Tensor, like_values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values with room for `rows` rows."""
+        old_keys, old_values = self.keys, self.values
+        if old_keys is None or old_values is None:
+            return self._new(like_keys, like_values, rows)
+        if rows <= (held := old_keys.shape[0]):
+            return old_keys, old_values
+        keys, values = self._new(old_keys, old_values, max(rows, 2 * held))
+        keys[:held], values[:held] = old_keys, old_values
+        return keys, values
+
+    def _new(self, like_keys: Tensor, like_values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Make new keys and values. What is not written is 0, because attention multiplies masked values by 0."""
+        self.dtype, self.device, self.is_initialized = like_keys.dtype, like_keys.device, True
+        self.keys = keys = like_keys.new_zeros((rows, like_keys.shape[1], self.columns, like_keys.shape[3]))
+        self.values = values = like_values.new_zeros(
+            (rows, like_values.shape[1], self.columns, like_values.shape[3])
+        )
+        return keys, values
+
+
+class Alone(Rows):
+    """The one row of a model whose layers keep something else than keys and values, such as a state."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(0)
+        self._config = config
+        self.cache = DynamicCache(config=config)
+
+    def extend(self, tokens: int) -> Tensor:
+        self.lengths = [self.lengths[0] + tokens]
+        return torch.ones((1, self.lengths[0]), dtype=torch.long)
+
+    def join(self, other: Rows) -> None:
+        self.lengths, self.cache = list(other.lengths), other.cache
+
+    def leave(self, row: int) -> None:
+        del self.lengths[row]
+        self.cache = DynamicCache(config=self._config)

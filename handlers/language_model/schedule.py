@@ -1,0 +1,158 @@
+"""Decides what an engine does in its next step: which part of which prompt it reads, and which rows it continues.
+
+It does no I/O and knows neither torch nor a clock. A step continues all rows by a token, and then reads one chunk of one
+prompt. A sequence joins the rows once its prompt is read, and leaves them at any step.
+
+Rows have equal width, so n rows of which the longest has m tokens hold n * m tokens. This product stays within the window.
+If the sequences get longer than expected, the youngest leaves the rows and waits again, with the tokens that it has made.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LEAST_CHUNK, MOST_CHUNK = 8, 512
+"""The tokens of a prompt that one step reads."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt and the tokens that follow it."""
+
+    number: int
+    """The order of arrival."""
+    tokens: int
+    """The tokens of the prompt, and those that were made."""
+    most_tokens: int
+    """The tokens at which it ends at the latest."""
+    priority: int = 0
+    """Sequences with a lower priority number come first."""
+    read: int = 0
+    """How many of the tokens have keys and values."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.priority, self.number
+
+
+class Chunk(NamedTuple):
+    """The tokens [begin, end) of a sequence, which a step reads. The last chunk of a sequence makes its next token."""
+
+    sequence: Sequence
+    begin: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        return self.end == self.sequence.tokens
+
+
+class EngineStep(NamedTuple):
+    """One step: first, the sequences in `dropped` leave the rows. Then the rows continue, and `chunk` is read."""
+
+    chunk: Chunk | None
+    rows: tuple[Sequence, ...]
+    dropped: tuple[Sequence, ...] = ()
+
+    @property
+    def idle(self) -> bool:
+        return self.chunk is None and not self.rows
+
+
+@dataclass(slots=True)
+class StepSchedule:
+    """The sequences of an engine. `most_rows` and `window` (tokens) are limits."""
+
+    most_rows: int
+    window: int
+    rows: list[Sequence] = field(default_factory=list)
+    """The sequences that each step continues by a token."""
+    reading: Sequence | None = None
+    """The sequence whose prompt is being read. It has a place in the rows already."""
+    _waiting: list[tuple[tuple[int, int], Sequence]] = field(default_factory=list)
+
+    def fits(self, most_tokens: int) -> bool:
+        """Return True if a sequence of this length fits into the window if it is alone."""
+        return most_tokens <= self.window
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its place. The caller checks before that it `fits`."""
+        heapq.heappush(self._waiting, (sequence.place, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended or is not wanted any more, wherever it is."""
+        if self.reading is sequence:
+            self.reading = None
+        elif sequence in self.rows:
+            self.rows.remove(sequence)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+            heapq.heapify(self._waiting)
+
+    def step(self, chunk_tokens: int) -> EngineStep:
+        """Return the next step, which reads at most `chunk_tokens` of a prompt. Call `done` when it is done."""
+        dropped = tuple(self._dropped())
+        self._admit()
+        chunk = None
+        if (reading := self.reading) is not None:
+            chunk = Chunk(reading, reading.read, min(reading.tokens, reading.read + max(1, chunk_tokens)))
+        return EngineStep(chunk, tuple(self.rows), dropped)
+
+    def done(self, step: EngineStep) -> None:
+        """Record a step after which each of its sequences that was to continue has a token more."""
+        for sequence in step.rows:
+            sequence.read = sequence.tokens
+            sequence.tokens += 1
+        if step.chunk is not None and step.chunk.sequence is self.reading:
+            sequence = step.chunk.sequence
+            sequence.read = step.chunk.end
+            if step.chunk.last:
+                sequence.tokens += 1
+                self.rows.append(sequence)
+                self.reading = None
+
+    def _dropped(self) -> list[Sequence]:
+        """Take the youngest sequences out of the rows until the rows fit into the window after one more token."""
+        dropped: list[Sequence] = []
+        while len(self.rows) > 1 and self._held() > self.window:
+            youngest = max(self.rows, key=lambda one: one.place)
+            self.rows.remove(youngest)
+            dropped.append(youngest)
+        # A sequence that is being read has no row yet, so it waits again at no cost but its reading.
+        if self.reading is not None and self.rows and self._held(self.reading) > self.window:
+            dropped.append(self.reading)
+            self.reading = None
+        for sequence in dropped:
+            sequence.read = 0
+            self.add(sequence)
+        return dropped
+
+    def _admit(self) -> None:
+        if self.reading is None and self._waiting and len(self.rows) < self.most_rows:
+            sequence = self._waiting[0][1]
+            if not self.rows or self._held(sequence) <= self.window:
+                heapq.heappop(self._waiting)
+                self.reading = sequence
+
+    def _held(self, *more: Sequence) -> int:
+        """Return the tokens that the rows hold after the next step, together with `more` sequences."""
+        sequences = (*self.rows, *more)
+        return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)
+
+
+def chunk_tokens(step_s: float, token_s: float) -> int:
+    """Return how many tokens of a prompt a step should read, so that the rows wait no longer than another step.
+
+    `step_s` is the time of a step of the rows, 0 without rows. `token_s` is the time to read a token, 0 if it is unknown.
+    """
+    if not step_s:
+        return MOST_CHUNK
+    if not token_s:
+        return LEAST_CHUNK
+    return min(MOST_CHUNK, max(LEAST_CHUNK, int(step_s / token_s)))

@@ -1,0 +1,163 @@
+"""Turns the deltas of a language model into answers and stream chunks of OpenAI's API, in the form of vLLM."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....handlers.language_model.contract import Delta, TokenLogprob, TokenUsage
+from .requests import ChatRequest, CompletionRequest
+
+
+def usage_of(usage: TokenUsage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+@dataclass
+class CompletionAnswer:
+    """The answer to one request, which grows with each delta."""
+
+    id: str
+    asked: ChatRequest | CompletionRequest
+    created: int = field(default_factory=lambda: int(time.time()))
+    _choices: dict[int, _Choice] = field(default_factory=dict)
+    _usages: dict[int, TokenUsage] = field(default_factory=dict)
+    """By the number of the prompt."""
+
+    @property
+    def chats(self) -> bool:
+        return isinstance(self.asked, ChatRequest)
+
+    @property
+    def usage(self) -> TokenUsage:
+        found = self._usages.values()
+        return TokenUsage(
+            prompt_tokens=sum(one.prompt_tokens for one in found),
+            cached_tokens=sum(one.cached_tokens for one in found),
+            completion_tokens=sum(choice.tokens for choice in self._choices.values()),
+        )
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Add a piece of an answer to prompt number `prompt`."""
+        choice = self._choices.setdefault(self._index(prompt, delta), _Choice())
+        choice.add(delta)
+        if delta.usage is not None:
+            self._usages[prompt] = delta.usage
+
+    def whole(self) -> dict[str, Any]:
+        """Return the response to a request without `stream`."""
+        choices = [self._whole_choice(index, choice) for index, choice in sorted(self._choices.items())]
+        kind = "chat.completion" if self.chats else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": usage_of(self.usage)}
+
+    def chunks(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
+        """Return the chunks of a stream for a delta. Each choice of a chat begins with its role."""
+        index = self._index(prompt, delta)
+        begins = index not in self._choices
+        offset = 0 if begins else len(self._choices[index].text)
+        self.add(prompt, delta)
+        chunks: list[dict[str, Any]] = []
+        if begins and self.chats:
+            chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None))
+        if delta.text or delta.finish_reason is not None or delta.logprobs is not None:
+            chunks.append(self._chunk(index, self._piece(delta, offset), delta))
+        return chunks
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the chunk that has only the usage."""
+        return {**self._chunk_head(), "choices": [], "usage": usage_of(self.usage)}
+
+    def _index(self, prompt: int, delta: Delta) -> int:
+        return prompt * (self.asked.n or 1) + delta.index
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.chats else "text_completion")
+
+    def _chunk(self, index: int, piece: dict[str, Any], delta: Delta | None) -> dict[str, Any]:
+        reason = delta.finish_reason if delta is not None else None
+        choice = {"index": index, **piece, "logprobs": piece.get("logprobs"), "finish_reason": reason}
+        if delta is not None and delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        chunk = {**self._chunk_head(), "choices": [choice]}
+        if self.asked.usage_in_stream.continuous_usage_stats:
+            chunk["usage"] = usage_of(self.usage)
+        return chunk
+
+    def _piece(self, delta: Delta, offset: int) -> dict[str, Any]:
+        if self.chats:
+            return {"delta": {"content": delta.text}, "logprobs": _chat_logprobs(delta.logprobs)}
+        return {"text": delta.text, "logprobs": _completion_logprobs(delta.logprobs, offset)}
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        if self.chats:
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            return {"index": index, "message": message, "logprobs": _chat_logprobs(choice.logprobs), **end}
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": _completion_logprobs(choice.logprobs, 0),
+            **end,
+        }
+
+
+@dataclass
+class _Choice:
+    """One answer so far."""
+
+    text: str = ""
+    tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens += len(delta.tokens)
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _chat_logprobs(found: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "content": [
+            {
+                **_logprob(one.token, one.logprob),
+                "top_logprobs": [_logprob(token, value) for token, _, value in one.top],
+            }
+            for one in found
+        ]
+    }
+
+
+def _logprob(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+
+
+def _completion_logprobs(found: list[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
+    """Return logprobs in the older form. `offset` is the position of the first token in the text."""
+    if found is None:
+        return None
+    offsets = []
+    for one in found:
+        offsets.append(offset)
+        offset += len(one.token)
+    return {
+        "tokens": [one.token for one in found],
+        "token_logprobs": [one.logprob for one in found],
+        "top_logprobs": [{token: value for token, _, value in one.top} for one in found],
+        "text_offset": offsets,
+    }

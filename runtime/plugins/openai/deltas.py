@@ -1,0 +1,86 @@
+"""Calls a language model, and reads the pieces of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from ....errors import OutputInvalid, PilotflameError
+from ....handlers.language_model.contract import Delta, GenerationRequest
+from ...api.invoke import Gateway
+from ...http.requests import dump_json
+
+MOST_UNREAD = 64
+"""The pieces of an answer that wait for its caller."""
+
+
+class Deltas:
+    """The pieces of the answers to several prompts, as they come."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: web.Request,
+        name: str,
+        events: Sequence[GenerationRequest],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Call the function `name` once for each event, in `tasks`."""
+        self._gateway, self._request, self._name = gateway, request, name
+        # If the caller reads slowly, the function waits.
+        self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
+        self._left = len(events)
+        self._running = [tasks.create_task(self._run(number, event)) for number, event in enumerate(events)]
+
+    async def next(self) -> tuple[int, Delta] | None:
+        """Return the number of the prompt and the next piece; None after the last one. Raise the function's error."""
+        while self._left:
+            found = await self._arrived.get()
+            if isinstance(found, PilotflameError):
+                raise found
+            if found is not None:
+                return found
+            self._left -= 1
+        return None
+
+    def close(self) -> None:
+        """Cancel the calls that still run."""
+        for task in self._running:
+            task.cancel()
+
+    async def _run(self, number: int, event: GenerationRequest) -> None:
+        body = dump_json(event.model_dump(mode="json", exclude_unset=True))
+        try:
+            async with aclosing(self._pieces(body, number)) as pieces:
+                async for piece in pieces:
+                    await self._arrived.put((number, _delta(self._name, piece)))
+            await self._arrived.put(None)
+        except PilotflameError as error:
+            await self._arrived.put(error)
+
+    async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
+        """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
+        revision, invocation = self._gateway.started(self._request, self._name, body, number)
+        try:
+            stream = invocation.stream
+            while stream is not None and (pieces := await stream.take()):
+                for piece in pieces:
+                    yield piece
+                stream.consumed(len(pieces))
+            output = await invocation.output
+            if stream is None:
+                yield output.payload
+        finally:
+            revision.cancel(invocation)
+
+
+def _delta(name: str, piece: bytes) -> Delta:
+    try:
+        return Delta.model_validate_json(piece)
+    except ValidationError:
+        message = f"{name} is no language model: its handler yields something else than Delta."
+        raise OutputInvalid(message, remedy="Yield pilotflame's Delta, or call it at /invoke.") from None

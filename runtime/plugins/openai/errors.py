@@ -1,0 +1,53 @@
+"""Responds to errors as OpenAI does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from typing_extensions import TypedDict
+
+from ....errors import PilotflameError
+from ...http.responses import Response, error_reply
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class OpenAiErrorFields(TypedDict):
+    """`param` is the field at fault. `type` is a class of errors, and `code` is the stable code of this one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAiError(TypedDict):
+    """The body of every error."""
+
+    error: OpenAiErrorFields
+
+
+def error_body(error: PilotflameError) -> OpenAiError:
+    """Return the body of a response, or of an event in a stream, for an error."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    message = f"{error.message} {error.remedy}".strip()
+    return {
+        "error": {"message": message, "type": kind, "param": error.details.get("field"), "code": error.code}
+    }
+
+
+def openai_error_reply(error: PilotflameError, request_id: str) -> Response:
+    """Return the response for an error. Its headers tell OpenAI's clients when to try again."""
+    # OpenAI has no 422.
+    status = 400 if error.status == 422 else error.status
+    return error_reply(error, request_id)._replace(status=status, body=orjson.dumps(error_body(error)))
+
+
+ERRORS: dict[str, Any] = {"error_format": openai_error_reply, "error_type": OpenAiError}
+"""The fields of a Route that make it respond to errors in this way."""

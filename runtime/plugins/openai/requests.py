@@ -1,0 +1,153 @@
+"""The requests of OpenAI's API, and the events that they become.
+
+A field that would change the answer and is not supported is refused by name. A field that cannot change it is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....errors import BadInput
+from ....handlers.language_model.contract import MOST_TOP, Bias, GenerationRequest
+from ...http.requests import validate
+
+MOST_TOKENS = 16
+"""How many tokens a completion has if the request does not say it."""
+REMEDY = "docs/language-models.md lists the fields."
+UNSUPPORTED = {
+    "tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs", "guided_json", "audio",
+    "modalities", "prediction", "web_search_options", "reasoning_effort", "suffix", "prompt_logprobs",
+}  # fmt: skip
+"""The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
+WITHOUT_EFFECT = {
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "parallel_tool_calls",
+    "verbosity", "best_of",
+}  # fmt: skip
+"""The fields that are accepted, and do not change the answer."""
+OWN = {"model", "stream", "stream_options"}
+"""The fields that are not for the model."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",),
+}  # fmt: skip
+"""Values of unsupported fields that ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides the answers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(BaseModel):
+    """The fields that chats and completions share. None is the same as no field."""
+
+    model_config = ConfigDict(extra="forbid")
+    own: ClassVar[set[str]] = set()
+    """The fields that the event does not have."""
+
+    model: str = Field(min_length=1, max_length=200, description="The name of a function.")
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    seed: int | None = None
+    logit_bias: dict[int, Bias] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+
+    @property
+    def usage_in_stream(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    def check(self) -> None:
+        """Raise BadInput if fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            message = "The body is invalid: stream_options: only with stream."
+            raise BadInput(message, remedy="Set stream to true.", details={"field": "stream_options"})
+
+    def _event(self, **fields: Any) -> GenerationRequest:
+        """Return an event with the fields that the request sets, and then `fields`."""
+        event = self.model_dump(exclude=OWN | self.own, exclude_none=True) | fields
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        event["stop"] = [stop for stop in stops if stop]
+        return validate(
+            GenerationRequest, {name: one for name, one in event.items() if one is not None}, REMEDY
+        )
+
+
+class ChatRequest(_Request):
+    """The body of `POST /chat/completions`."""
+
+    own = {"max_completion_tokens", "logprobs"}
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+
+    def events(self) -> list[GenerationRequest]:
+        """Return the event that the function gets."""
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        messages = [_plain(one) for one in self.messages]
+        most = self.max_completion_tokens or self.max_tokens
+        return [self._event(messages=messages, max_tokens=most, top_logprobs=top)]
+
+
+class CompletionRequest(_Request):
+    """The body of `POST /completions`."""
+
+    own = {"logprobs"}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+    def events(self) -> list[GenerationRequest]:
+        """Return the event of each prompt."""
+        several = isinstance(self.prompt, list) and not all(isinstance(one, int) for one in self.prompt)
+        prompts: list[Any] = list(self.prompt) if several else [self.prompt]
+        most = self.max_tokens or MOST_TOKENS
+        return [self._event(prompt=prompt, max_tokens=most, top_logprobs=self.logprobs) for prompt in prompts]
+
+
+def supported(body: Any) -> Any:
+    """Return a request without the fields that have no effect. Raise BadInput if an unsupported field asks for something."""
+    if not isinstance(body, dict):
+        return body
+    for name in sorted(UNSUPPORTED & body.keys()):
+        if body[name] is not None and body[name] not in _NEUTRAL.get(name, ()):
+            message = f"The body is invalid: {name}: pilotflame does not support it yet."
+            raise BadInput(message, remedy=REMEDY, details={"field": name})
+    left = UNSUPPORTED | WITHOUT_EFFECT
+    return {name: value for name, value in body.items() if name not in left}
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for a chat template, whose content is a text. OpenAI's may be a list of texts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    kinds = {part.get("type") for part in content if isinstance(part, dict)}
+    if others := kinds - {"text", "input_text"}:
+        found = f"The body is invalid: messages: content of type {str(min(map(str, others)))[:40]!r} is not supported."
+        raise BadInput(found, remedy="Send text.", details={"field": "messages"})
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}

@@ -1,0 +1,129 @@
+"""The engine makes the tokens that transformers' `generate` makes, whatever runs beside a sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection
+
+import pytest
+from pilotflame.handlers.language_model import engine as engine_module
+from pilotflame.handlers.language_model.causal_model import CausalModel
+from pilotflame.handlers.language_model.contract import Sampling
+from pilotflame.handlers.language_model.engine import Engine
+from pilotflame.handlers.language_model.sampling import Sampler
+from tiny_causal import KINDS, VOCABULARY, generated, tiny
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def engine_of(kind: str, rows: int = 4, window: int = 4000) -> tuple[Engine, object]:
+    model = tiny(kind)
+    return Engine(CausalModel(model, model.config), rows, window), model
+
+
+def prompts(count: int, longest: int, seed: int = 1) -> list[list[int]]:
+    drawn = random.Random(seed)
+    return [[drawn.randrange(3, VOCABULARY) for _ in range(drawn.randint(1, longest))] for _ in range(count)]
+
+
+async def tokens(
+    engine: Engine, prompt: list[int], new: int, sampling: Sampling = GREEDY, ends: Collection[int] = ()
+) -> list[int]:
+    sampler = Sampler(sampling, prompt, ends)
+    return [token.id async for token in engine.generate(prompt, sampler, ends, new)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_sequences_that_run_together_are_as_if_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Prompts are read in chunks, between the steps of other sequences.
+    monkeypatch.setattr(engine_module, "chunk_tokens", lambda _step_s, _token_s: 7)
+    engine, model = engine_of(kind)
+    given = prompts(9, 60)
+    found = await asyncio.gather(*(tokens(engine, one, 10 + index) for index, one in enumerate(given)))
+    wanted = [generated(model, one, 10 + index) for index, one in enumerate(given)]  # type: ignore[arg-type]
+    assert found == wanted
+
+
+async def test_rows_that_grow_beyond_the_window_are_made_again_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "chunk_tokens", lambda _step_s, _token_s: 16)
+    engine, model = engine_of("llama", rows=4, window=120)
+    given = prompts(6, 20, seed=2)
+    found = await asyncio.gather(*(tokens(engine, one, 60) for one in given))
+    assert found == [generated(model, one, 60) for one in given]  # type: ignore[arg-type]
+
+
+async def test_a_long_sequence_moves_the_columns() -> None:
+    engine, model = engine_of("mistral", rows=2)
+    given = prompts(2, 30, seed=3)
+    found = await asyncio.gather(*(tokens(engine, one, 400) for one in given))
+    assert found == [generated(model, one, 400) for one in given]  # type: ignore[arg-type]
+
+
+async def test_a_caller_who_leaves_frees_the_row_and_changes_no_other() -> None:
+    engine, model = engine_of("llama", rows=2)
+    first, second, third = prompts(3, 20, seed=4)
+
+    async def leave() -> None:
+        stream = engine.generate(first, Sampler(GREEDY, first, ()), (), 400)
+        for _ in range(5):
+            await anext(stream)
+        await stream.aclose()
+
+    _, *found = await asyncio.gather(leave(), tokens(engine, second, 50), tokens(engine, third, 50))
+    assert found == [generated(model, one, 50) for one in (second, third)]  # type: ignore[arg-type]
+    assert not engine._members
+    assert not engine._runs
+
+
+async def test_an_end_token_ends_a_sequence() -> None:
+    engine, model = engine_of("llama")
+    (prompt,) = prompts(1, 20, seed=5)
+    whole = generated(model, prompt, 30)  # type: ignore[arg-type]
+    end = whole[12]
+    assert await tokens(engine, prompt, 30, ends={end}) == whole[: whole.index(end) + 1]
+
+
+async def test_a_step_that_fails_fails_its_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = engine_of("llama", rows=2)
+    given = prompts(4, 10, seed=6)
+    forward, calls = engine.model.forward, 0
+
+    def failing(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("out of memory")
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.model, "forward", failing)
+    found = await asyncio.gather(*(tokens(engine, one, 20) for one in given), return_exceptions=True)
+    failed = [one for one in found if isinstance(one, RuntimeError)]
+    assert 1 <= len(failed) <= 2
+    for one, answer in zip(given, found, strict=True):
+        if not isinstance(answer, RuntimeError):
+            assert answer == generated(model, one, 20)  # type: ignore[arg-type]
+
+
+async def test_a_seed_repeats_a_draw_also_beside_others() -> None:
+    engine, _ = engine_of("llama")
+    given = prompts(4, 20, seed=7)
+    drawn = Sampling(temperature=1.0, seed=5, top_p=0.9)
+    alone = [await tokens(engine, one, 20, drawn) for one in given]
+    together = await asyncio.gather(*(tokens(engine, one, 20, drawn) for one in given))
+    assert together == alone
+    other = await tokens(engine, given[0], 20, Sampling(temperature=1.0, seed=6, top_p=0.9))
+    assert other != alone[0]
+
+
+async def test_a_model_with_a_state_runs_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pilotflame.handlers.language_model.causal_model.why_alone", lambda *_: "it is so")
+    engine, model = engine_of("llama")
+    assert engine.most_rows == 1
+    given = prompts(3, 20, seed=8)
+    found = await asyncio.gather(*(tokens(engine, one, 20) for one in given))
+    assert found == [generated(model, one, 20) for one in given]  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""The schedule of an engine in random histories: no sequence is lost or stuck, and the rows stay within their limits."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pilotflame.handlers.language_model.schedule import (
+    LEAST_CHUNK,
+    MOST_CHUNK,
+    EngineStep,
+    Sequence,
+    StepSchedule,
+    chunk_tokens,
+)
+
+
+class History:
+    """Runs an engine's schedule with random arrivals and aborts, and checks each step."""
+
+    def __init__(self, rows: int, window: int, random_: random.Random) -> None:
+        self.schedule, self.random = StepSchedule(rows, window), random_
+        self.arrived = 0
+        self.open: set[Sequence] = set()
+        self.ended: list[Sequence] = []
+
+    def arrive(self) -> None:
+        prompt = self.random.randint(1, max(1, self.schedule.window // 2))
+        new = self.random.randint(1, max(1, self.schedule.window - prompt))
+        if self.schedule.fits(prompt + new):
+            self.arrived += 1
+            sequence = Sequence(self.arrived, prompt, prompt + new, self.random.choice([0, 0, 1]))
+            self.schedule.add(sequence)
+            self.open.add(sequence)
+
+    def abort(self) -> None:
+        if self.open:
+            self.end(self.random.choice(sorted(self.open, key=lambda one: one.number)))
+
+    def end(self, sequence: Sequence) -> None:
+        self.schedule.remove(sequence)
+        self.open.discard(sequence)
+        self.ended.append(sequence)
+
+    def step(self) -> EngineStep:
+        schedule = self.schedule
+        step = schedule.step(self.random.choice([1, 7, MOST_CHUNK]))
+        assert len(step.rows) + (step.chunk is not None) <= schedule.most_rows
+        assert len(set(step.rows)) == len(step.rows)
+        assert self.open.issuperset(step.rows)
+        if len(step.rows) > 1:
+            assert len(step.rows) * (max(one.tokens for one in step.rows) + 1) <= schedule.window
+        if step.chunk is not None:
+            assert step.chunk.begin < step.chunk.end <= step.chunk.sequence.tokens
+            assert step.chunk.begin == step.chunk.sequence.read
+            assert step.chunk.sequence not in step.rows
+        if self.open:
+            assert not step.idle
+        schedule.done(step)
+        for sequence in list(self.open):
+            if sequence.tokens >= sequence.most_tokens:
+                self.end(sequence)
+        return step
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.integers(4, 200), st.randoms(use_true_random=False))
+def test_every_sequence_ends_within_the_limits(rows: int, window: int, random_: random.Random) -> None:
+    history = History(rows, window, random_)
+    for _ in range(60):
+        if random_.random() < 0.3:
+            history.arrive()
+        if random_.random() < 0.05:
+            history.abort()
+        history.step()
+    left, most = len(history.open), 0
+    while history.open:
+        history.step()
+        most += 1
+        assert most < (left + 1) * window * 40, "a sequence is stuck"
+    assert len(history.ended) == history.arrived
+    assert not history.schedule.rows
+    assert not history.schedule.waiting
+    assert history.schedule.reading is None
+
+
+def test_earlier_sequences_come_first_and_priorities_before_them() -> None:
+    schedule = StepSchedule(1, 100)
+    sequences = [Sequence(1, 4, 6), Sequence(2, 4, 6), Sequence(3, 4, 6, priority=-1)]
+    for sequence in sequences:
+        schedule.add(sequence)
+    order = []
+    while schedule.waiting or schedule.rows or schedule.reading:
+        step = schedule.step(100)
+        schedule.done(step)
+        for sequence in (*step.rows, *([step.chunk.sequence] if step.chunk else [])):
+            if sequence.tokens >= sequence.most_tokens:
+                schedule.remove(sequence)
+                order.append(sequence.number)
+    assert order == [3, 1, 2]
+
+
+def test_a_sequence_that_is_removed_is_in_no_later_step() -> None:
+    schedule = StepSchedule(4, 1000)
+    sequences = [Sequence(number, 10, 500) for number in range(4)]
+    for sequence in sequences:
+        schedule.add(sequence)
+    for _ in range(3):
+        schedule.done(schedule.step(MOST_CHUNK))
+    for sequence in sequences:
+        schedule.remove(sequence)
+        step = schedule.step(MOST_CHUNK)
+        assert sequence not in step.rows
+        assert step.chunk is None or step.chunk.sequence is not sequence
+        schedule.done(step)
+    assert schedule.step(MOST_CHUNK).idle
+
+
+def test_the_youngest_makes_room_and_is_read_again_with_its_tokens() -> None:
+    schedule = StepSchedule(2, 24)
+    old, young = Sequence(1, 6, 20), Sequence(2, 6, 20)
+    for sequence in (old, young):
+        schedule.add(sequence)
+    dropped: tuple[Sequence, ...] = ()
+    while not dropped:
+        step = schedule.step(MOST_CHUNK)
+        dropped = step.dropped
+        schedule.done(step)
+    assert dropped == (young,)
+    assert (young.read, young.tokens) == (0, 11)
+
+
+def test_a_chunk_takes_as_long_as_a_step() -> None:
+    assert chunk_tokens(0.0, 0.0) == MOST_CHUNK
+    assert chunk_tokens(0.1, 0.0) == LEAST_CHUNK
+    assert chunk_tokens(0.1, 0.001) == 100
+    assert chunk_tokens(0.1, 1.0) == LEAST_CHUNK
+    assert chunk_tokens(1.0, 0.0001) == MOST_CHUNK

@@ -1,0 +1,64 @@
+"""The pieces of a text make the whole text, and end before a stop string, however the tokens lie."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.handlers.language_model.text import MOST_HELD, TextStream
+
+TEXTS = st.text(alphabet="abcé€😀 \n", max_size=40)
+STOPS = st.lists(st.text(alphabet="abcé€", min_size=1, max_size=4), max_size=3)
+
+
+def decode(tokens: list[int]) -> str:
+    """Each token is a byte."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def pieces(text: str, stops: list[str], *, with_stop: bool = False) -> tuple[list[str], TextStream]:
+    stream = TextStream(decode, stops, with_stop=with_stop)
+    found = []
+    for token in text.encode():
+        found.append(stream.push(token))
+        if stream.stopped is not None:
+            break
+    found.append(stream.finish())
+    return found, stream
+
+
+@given(TEXTS)
+def test_pieces_make_the_text_and_no_piece_has_half_a_character(text: str) -> None:
+    found, _ = pieces(text, [])
+    assert "".join(found) == text
+    assert "\ufffd" not in "".join(found)
+
+
+@given(TEXTS, STOPS, st.booleans())
+def test_a_text_ends_at_its_first_stop_string(text: str, stops: list[str], with_stop: bool) -> None:
+    found, stream = pieces(text, stops, with_stop=with_stop)
+    places = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    if not places:
+        assert "".join(found) == text
+        return
+    # The first stop string that is complete ends the text.
+    end = min(place for place, _ in places)
+    assert stream.stopped in {stop for place, stop in places if place == end}
+    assert stream.stopped is not None
+    assert "".join(found) == text[: end if with_stop else end - len(stream.stopped)]
+
+
+def test_a_piece_is_not_held_longer_than_a_stop_string_needs() -> None:
+    stream = TextStream(decode, ["END"])
+    assert [stream.push(token) for token in b"aEbENx"] == ["a", "", "Eb", "", "", "ENx"]
+
+
+def test_half_a_character_at_the_end_is_left_out() -> None:
+    stream = TextStream(decode)
+    assert [stream.push(token) for token in "aä".encode()[:2]] == ["a", ""]
+    assert stream.finish() == ""
+
+
+def test_bytes_that_are_no_character_do_not_hold_up_the_text() -> None:
+    stream = TextStream(decode)
+    found = [stream.push(0x80) for _ in range(MOST_HELD)]
+    assert found[-1] == "\ufffd" * MOST_HELD

@@ -1,0 +1,215 @@
+"""The client `openai` of PyPI against a gateway: chats, completions, streams, models, errors. The model is tiny, and runs in a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live import Gateway, gateway_here, short_folder
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
+# What the template's model knows by heart.
+KNOWN = " lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
+START = "A pilot flame lets the burner start at once. Ein"
+ASKED: dict[str, Any] = {"model": "llm", "temperature": 0.0}
+CHAT: dict[str, Any] = {**ASKED, "messages": [{"role": "user", "content": "A pilot flame"}]}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Gateway]:
+    with short_folder() as folder:
+        shutil.copytree(TEMPLATE, folder / "llm")
+        train = [sys.executable, "make_weights.py"]
+        await asyncio.to_thread(subprocess.run, train, cwd=folder / "llm", check=True, capture_output=True)
+        async with gateway_here(folder / "state") as gateway:
+            deployed = await gateway.client.post(
+                "/v1/functions", json={"path": str(folder / "llm"), "overrides": {"name": "llm"}}, timeout=60
+            )
+            assert deployed.status_code == 201, deployed.text
+            yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(served: Gateway) -> AsyncIterator[Any]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.client.base_url}/v1".replace("//v1", "/v1"), api_key="none", max_retries=0
+    ) as found:
+        yield found
+
+
+async def test_a_chat(client: Any) -> None:
+    answer = await client.chat.completions.create(**CHAT)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (KNOWN, "assistant", "stop")
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == "llm"
+    assert answer.usage.prompt_tokens == len("A pilot flame")
+    assert answer.usage.completion_tokens == len(KNOWN.encode()) + 1
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_a_streamed_chat_has_the_chunks_of_vllm(served: Gateway) -> None:
+    body = {**CHAT, "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+    response = await served.client.post("/openai/v1/chat/completions", json=body)
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    first, *pieces, usage = chunks
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in pieces] == list(" lets")
+    assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * 4 + ["length"]
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 5)
+    assert response.headers["content-type"] == "text/event-stream"
+
+
+async def test_a_stream_of_several_answers(client: Any) -> None:
+    stream = await client.chat.completions.create(**CHAT, n=3, stream=True)
+    texts, reasons = ["", "", ""], [None, None, None]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [KNOWN] * 3
+    assert reasons == ["stop"] * 3
+
+
+async def test_completions_of_several_prompts_with_logprobs(client: Any) -> None:
+    answer = await client.completions.create(
+        **ASKED, prompt=["A pilot flame", START], max_tokens=4, logprobs=2, echo=True, n=2, stop="\n"
+    )
+    texts = [(choice.index, choice.text) for choice in answer.choices]
+    # The fourth token after START is half a character.
+    assert texts == [
+        (0, "A pilot flame let"),
+        (1, "A pilot flame let"),
+        (2, f"{START} Fl"),
+        (3, f"{START} Fl"),
+    ]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == list(" let")
+    assert all(-0.5 < value <= 0 for value in logprobs.token_logprobs)
+    assert [len(top) for top in logprobs.top_logprobs] == [2] * 4
+    assert answer.usage.prompt_tokens == len("A pilot flame") + len(START)
+
+
+async def test_chat_logprobs_and_stop(client: Any) -> None:
+    answer = await client.chat.completions.create(**CHAT, stop=["burner"], logprobs=True, top_logprobs=3)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason, choice.stop_reason) == (
+        " lets the ",
+        "stop",
+        "burner",
+    )
+    assert [len(one.top_logprobs) for one in choice.logprobs.content] == [3] * len(" lets the burner")
+
+
+async def test_a_seed_repeats_an_answer(client: Any) -> None:
+    drawn = CHAT | {"temperature": 2.0, "max_tokens": 20}
+    texts = [
+        (await client.chat.completions.create(**drawn, seed=seed)).choices[0].message.content
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+async def test_many_callers_share_one_worker(client: Any, served: Gateway) -> None:
+    answers = await asyncio.gather(*(client.chat.completions.create(**CHAT) for _ in range(12)))
+    assert {answer.choices[0].message.content for answer in answers} == {KNOWN}
+    assert sum((await served.function("llm").status())["workers"].values()) == 1
+
+
+async def test_models(client: Any, served: Gateway) -> None:
+    await served.deploy("def handler(event):\n    return event\n", name="plain")
+    assert [model.id async for model in client.models.list()] == ["llm"]
+    assert (await client.models.retrieve("llm")).owned_by == "pilotflame"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.create(**CHAT | {"model": "llmm"})
+    assert caught.value.param == "model"
+    assert "'llm'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"extra_body": {"invented": 1}}, "invented"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+    ],
+)
+async def test_fields_that_are_refused_are_named(client: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**CHAT | fields)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+async def test_fields_without_effect_are_accepted(client: Any) -> None:
+    answer = await client.chat.completions.create(
+        **CHAT, user="me", metadata={"a": "b"}, store=False, service_tier="auto", prompt_cache_key="k", tools=[], max_tokens=2,
+        response_format={"type": "text"}, parallel_tool_calls=True,
+    )  # fmt: skip
+    assert answer.choices[0].message.content == " l"
+
+
+async def test_a_prompt_that_is_too_long(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="the model takes 512 in all"):
+        await client.chat.completions.create(**CHAT, max_tokens=600)
+    stream = CHAT | {"max_tokens": 600, "stream": True}
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(**stream)
+
+
+async def test_a_caller_who_leaves_frees_the_worker(client: Any, served: Gateway) -> None:
+    stream = await client.chat.completions.create(
+        **CHAT | {"max_tokens": 400}, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(stream)
+    await stream.close()
+    await served.function("llm").settled(ready=1, in_flight=0)
+
+
+async def test_a_function_that_is_no_language_model(client: Any, served: Gateway) -> None:
+    await served.deploy("def handler(event):\n    return event\n", name="plain")
+    with pytest.raises(openai.BadRequestError, match="no language model"):
+        await client.chat.completions.create(**CHAT | {"model": "plain"})
+
+
+async def test_a_handler_of_ones_own(client: Any, served: Gateway) -> None:
+    await served.deploy(
+        "from pilotflame import Delta, GenerationRequest\n"
+        "def handler(event: GenerationRequest):\n"
+        "    for word in event.messages[-1]['content'].split():\n"
+        "        yield Delta(text=word + ' ', tokens=[1])\n"
+        "    yield Delta(finish_reason='stop', usage={'prompt_tokens': 3, 'completion_tokens': 3})\n",
+        name="own",
+    )
+    answer = await client.chat.completions.create(**CHAT | {"model": "own"})
+    assert answer.choices[0].message.content == "A pilot flame "
+    assert answer.usage.total_tokens == 6
+
+
+async def test_a_handler_that_yields_something_else(client: Any, served: Gateway) -> None:
+    await served.deploy(
+        "from pilotflame import GenerationRequest\ndef handler(event: GenerationRequest):\n    yield {'word': 1}\n",
+        name="odd",
+    )
+    with pytest.raises(openai.InternalServerError, match="yields something else"):
+        await client.chat.completions.create(**CHAT | {"model": "odd"})
