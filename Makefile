@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -106,6 +106,9 @@ check-infra: .venv/wheel ## The manifests in infra/: misspelt fields, missing fi
 
 bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
 	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)
+
+bench-llm: .venv/wheel ## Language models: the engine beside a bare loop and generate, and the first token from zero
+	$(BIN)/python infra/bench/llm_bench.py $(BENCH_ARGS)
 
 bench-containers: .venv/wheel ## Containers: cold starts, memory that they share, and neighbours; needs podman and runc
 	$(BIN)/python infra/bench/containers_bench.py $(BENCH_ARGS)

@@ -16,7 +16,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Sampling(BaseModel):
-    """How tokens are chosen. The names and the order of the steps are those of vLLM."""
+    """How tokens are chosen. The names and the order of the steps are the same as in vLLM."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class Sampling(BaseModel):
 
     @property
     def greedy(self) -> bool:
-        """True if the token is the largest logit, and nothing else is asked for."""
+        """True if the next token is the largest logit, and no field needs more."""
         plain = self.repetition_penalty == 1 and not self.logit_bias and self.top_logprobs is None
         return plain and not (
             self.temperature or self.presence_penalty or self.frequency_penalty or self.min_tokens
@@ -52,7 +52,7 @@ class Sampling(BaseModel):
 class GenerationRequest(Sampling):
     """A request for text. It has either `messages`, which the model's chat template turns into a prompt, or `prompt`.
 
-    The names are those of OpenAI's and vLLM's APIs.
+    The names are the same as in OpenAI's and vLLM's APIs.
     """
 
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, description="A chat, as OpenAI has it.")
@@ -118,4 +118,4 @@ class Delta(BaseModel):
     stop_reason: str | int | None = None
     """The stop string or token that has ended the answer, except the model's own end."""
     usage: TokenUsage | None = None
-    """Of all answers together. The last delta has it."""
+    """The tokens of all answers. The last delta has it."""

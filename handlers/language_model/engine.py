@@ -16,7 +16,7 @@ from torch import Tensor
 from .causal_model import CausalModel
 from .rows import Rows
 from .sampling import Logprobs, Sampler
-from .schedule import Chunk, StepSchedule, chunk_tokens
+from .schedule import Chunk, ChunkTimes, StepSchedule
 from .schedule import Sequence as Place
 
 LOG = logging.getLogger(__name__)
@@ -44,8 +44,13 @@ class _Run:
     out: asyncio.Queue[Token | Exception]
     over: bool = False
 
-    def put(self, item: Token | Exception) -> None:
-        self.loop.call_soon_threadsafe(self.out.put_nowait, item)
+    def put(self, item: Token | Exception) -> bool:
+        """Give the caller a token. Return False if its event loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(self.out.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
 
 
 @dataclass(eq=False)
@@ -71,7 +76,7 @@ class Engine:
         """The runs of the rows, by the number of the row."""
         self._runs: dict[Place, _Run] = {}
         self._reading: Rows | None = None
-        self._step_s = self._token_s = 0.0
+        self._step_s, self._chunks = 0.0, ChunkTimes()
 
     async def generate(
         self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0
@@ -119,21 +124,23 @@ class Engine:
     def _work(self) -> None:
         while True:
             self._take_commands()
-            step = self._schedule.step(chunk_tokens(self._step_s if self._members else 0.0, self._token_s))
+            step = self._schedule.step(self._chunks.tokens_within(self._step_s if self._members else 0.0))
             for place in step.dropped:
                 self._leave(self._runs[place])
             try:
                 made = [*self._continue(), *(self._read(step.chunk) if step.chunk is not None else ())]
+                self._schedule.done(step)
+                for run, token in made:
+                    self._give(run, token)
             except Exception as error:
                 LOG.exception("a step of the language model failed")
                 self._fail(error)
-                continue
-            self._schedule.done(step)
-            for run, token in made:
-                run.ids.append(token.id)
-                run.put(token)
-                if token.ends or len(run.ids) >= run.place.most_tokens:
-                    self._end(run)
+
+    def _give(self, run: _Run, token: Token) -> None:
+        run.ids.append(token.id)
+        waited_for = run.put(token)
+        if token.ends or len(run.ids) >= run.place.most_tokens or not waited_for:
+            self._end(run)
 
     def _take_commands(self) -> None:
         """Add and remove sequences. Wait for one if there is nothing to do."""
@@ -169,8 +176,7 @@ class Engine:
             self._rows.join(self._reading)
             self._members.append(run)
             self._reading = None
-        taken_s = time.perf_counter() - began_s
-        self._token_s = _average(self._token_s, taken_s / (chunk.end - chunk.begin))
+        self._chunks.note(chunk.end - chunk.begin, time.perf_counter() - began_s)
         return made
 
     def _new_row(self, columns: int) -> Rows:

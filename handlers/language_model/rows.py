@@ -3,11 +3,13 @@
 The rows of a batch end at the same column, and the columns before a shorter row are masked. So the distance between two
 columns of a row is the distance between their tokens, and the masks that a model makes itself (sliding windows, chunks, ALiBi)
 are right. A step writes one column, and attention reads a view. If the last column is used, the columns move to the
-front, once in as many steps as the rows are wide.
+front, at most once in SPARE_COLUMNS steps.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-LEAST_COLUMNS = 256
+LEAST_COLUMNS = SPARE_COLUMNS = 256
 
 
 class Rows:
@@ -26,7 +28,7 @@ class Rows:
         self.lengths: list[int] = []
         """The tokens of each row."""
         self.begin, self.end, self.tokens = 0, 0, 0
-        """The columns of the present forward pass, of which the last `tokens` are new. Row number i has the columns
+        """The columns of the present forward pass. The last `tokens` of them are new. Row number i has the columns
         [end - lengths[i], end).
         """
         self._layers = [_Layer(self, columns) for _ in range(layers)]
@@ -37,7 +39,7 @@ class Rows:
 
     @property
     def bytes_(self) -> int:
-        """The memory of the keys and values, of which only touched pages exist on a CPU."""
+        """The memory of the keys and values. On a CPU, only written pages exist."""
         return sum(one.bytes_ for one in self._layers)
 
     def extend(self, tokens: int) -> Tensor:
@@ -84,13 +86,13 @@ class Rows:
         return self._layers[0].columns
 
     def _move_to_front(self, width: int, align: int = 0) -> None:
-        """Move the columns so that the last one is number `align` or the width of the rows, and that `width` columns, and as
-        many again, have room.
+        """Move the columns so that the last one is number `align` or the width of the rows, and that `width` columns and
+        SPARE_COLUMNS more have room.
         """
         held = max(self.lengths, default=0)
         end = max(held, align)
         for layer in self._layers:
-            layer.move(len(self.lengths), self.end - held, self.end, end, max(2 * width, LEAST_COLUMNS))
+            layer.move(len(self.lengths), self.end - held, self.end, end, width + SPARE_COLUMNS)
         self.end = end
         self.begin = end - held
 
@@ -144,13 +146,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         old_keys, old_values, self.columns = self.keys, self.values, max(columns, to_end)
         if old_keys is None or old_values is None:
             return
-        if old_keys.shape[2] >= self.columns and (to_end <= begin or begin == end):
+        held_keys, held_values = old_keys[:rows, :, begin:end], old_values[:rows, :, begin:end]
+        if old_keys.shape[2] >= self.columns:
             keys, values, self.columns = old_keys, old_values, old_keys.shape[2]
+            # The old and the new columns overlap.
+            held_keys, held_values = held_keys.clone(), held_values.clone()
         else:
             keys, values = self._new(old_keys, old_values, old_keys.shape[0])
-        to_begin = to_end - (end - begin)
-        keys[:rows, :, to_begin:to_end] = old_keys[:rows, :, begin:end]
-        values[:rows, :, to_begin:to_end] = old_values[:rows, :, begin:end]
+        keys[:rows, :, to_end - (end - begin) : to_end] = held_keys
+        values[:rows, :, to_end - (end - begin) : to_end] = held_values
 
     def _room(self, like_keys: Tensor, like_values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values with room for `rows` rows."""
@@ -164,13 +168,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, values
 
     def _new(self, like_keys: Tensor, like_values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Make new keys and values. What is not written is 0, because attention multiplies masked values by 0."""
+        """Make new keys and values. The other columns are 0, because attention multiplies masked values by 0."""
         self.dtype, self.device, self.is_initialized = like_keys.dtype, like_keys.device, True
-        self.keys = keys = like_keys.new_zeros((rows, like_keys.shape[1], self.columns, like_keys.shape[3]))
-        self.values = values = like_values.new_zeros(
-            (rows, like_values.shape[1], self.columns, like_values.shape[3])
+        self.keys, self.values = (
+            _zeros(like, (rows, like.shape[1], self.columns, like.shape[3]))
+            for like in (like_keys, like_values)
         )
-        return keys, values
+        return self.keys, self.values
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of the type and on the device of `like`. On a CPU, pages that are never written take no memory and no time."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    pages = mmap.mmap(-1, max(1, math.prod(shape) * like.element_size()))
+    return torch.frombuffer(pages, dtype=like.dtype, count=math.prod(shape)).view(shape)
 
 
 class Alone(Rows):

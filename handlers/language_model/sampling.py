@@ -54,7 +54,7 @@ class Sampler:
         return self._sampling.greedy and self._grammar is None
 
     def choose(self, logits: Tensor) -> tuple[int, Logprobs | None]:
-        """Return the next token. `logits` are those of this sequence: (vocabulary,)."""
+        """Return the next token. `logits` has the shape (vocabulary,)."""
         raw = logits.float()
         scores = self._allowed(self._penalised(raw))
         token = int(scores.argmax()) if not self._sampling.temperature else self._drawn(scores)

@@ -1,9 +1,9 @@
-"""Decides what an engine does in its next step: which part of which prompt it reads, and which rows it continues.
+"""Chooses the next step of an engine: the part of a prompt that it reads, and the rows that it continues.
 
 It does no I/O and knows neither torch nor a clock. A step continues all rows by a token, and then reads one chunk of one
 prompt. A sequence joins the rows once its prompt is read, and leaves them at any step.
 
-Rows have equal width, so n rows of which the longest has m tokens hold n * m tokens. This product stays within the window.
+All rows are as wide as the longest one. So n rows hold n times the tokens of the longest one. This product stays within the window.
 If the sequences get longer than expected, the youngest leaves the rows and waits again, with the tokens that it has made.
 """
 
@@ -13,8 +13,10 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-LEAST_CHUNK, MOST_CHUNK = 8, 512
+LEAST_CHUNK, MOST_CHUNK = 4, 512
 """The tokens of a prompt that one step reads."""
+DECAY = 0.95
+"""How much less each earlier chunk counts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -146,13 +148,41 @@ class StepSchedule:
         return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)
 
 
-def chunk_tokens(step_s: float, token_s: float) -> int:
-    """Return how many tokens of a prompt a step should read, so that the rows wait no longer than another step.
+class ChunkTimes:
+    """Learns how long a chunk takes: a time for the weights, which each pass reads, and a time for each token.
 
-    `step_s` is the time of a step of the rows, 0 without rows. `token_s` is the time to read a token, 0 if it is unknown.
+    It is a line through the latest chunks, by least squares with weights that decay.
     """
-    if not step_s:
-        return MOST_CHUNK
-    if not token_s:
-        return LEAST_CHUNK
-    return min(MOST_CHUNK, max(LEAST_CHUNK, int(step_s / token_s)))
+
+    def __init__(self) -> None:
+        # The weighted sums of 1, n, t, n² and n t, for chunks of n tokens that took t seconds.
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._chosen = LEAST_CHUNK
+        """The last result of `tokens_within` beside rows. The next one is at most twice as large, since the line may be wrong there."""
+
+    def note(self, tokens: int, taken_s: float) -> None:
+        latest = (1.0, tokens, taken_s, tokens * tokens, tokens * taken_s)
+        self._sums = tuple(DECAY * one + new for one, new in zip(self._sums, latest, strict=True))  # type: ignore[assignment]
+
+    def line(self) -> tuple[float, float]:
+        """Return the seconds of a pass, and of each token."""
+        count, n, t, nn, nt = self._sums
+        if not n:
+            return 0.0, 0.0
+        spread = count * nn - n * n
+        # Chunks of one size show no line: then a pass costs nothing.
+        token_s = (count * nt - n * t) / spread if spread > 1e-3 * nn else t / n
+        token_s = min(max(token_s, 0.1 * t / n), t / n)
+        return max(0.0, (t - token_s * n) / count), token_s
+
+    def tokens_within(self, step_s: float) -> int:
+        """Return how many tokens of a prompt a step should read, so that the rows wait no longer than another step.
+
+        `step_s` is the time of a step of the rows, 0 without rows.
+        """
+        pass_s, token_s = self.line()
+        if not step_s:
+            return MOST_CHUNK
+        within = int((step_s - pass_s) / token_s) if token_s else LEAST_CHUNK
+        self._chosen = max(LEAST_CHUNK, min(MOST_CHUNK, 2 * self._chosen, within))
+        return self._chosen

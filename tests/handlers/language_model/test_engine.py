@@ -7,11 +7,11 @@ import random
 from collections.abc import Collection
 
 import pytest
-from pilotflame.handlers.language_model import engine as engine_module
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.sampling import Sampler
+from pilotflame.handlers.language_model.schedule import ChunkTimes
 from tiny_causal import KINDS, VOCABULARY, generated, tiny
 
 GREEDY = Sampling(temperature=0.0)
@@ -39,7 +39,7 @@ async def test_sequences_that_run_together_are_as_if_alone(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts are read in chunks, between the steps of other sequences.
-    monkeypatch.setattr(engine_module, "chunk_tokens", lambda _step_s, _token_s: 7)
+    monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 7)
     engine, model = engine_of(kind)
     given = prompts(9, 60)
     found = await asyncio.gather(*(tokens(engine, one, 10 + index) for index, one in enumerate(given)))
@@ -50,7 +50,7 @@ async def test_sequences_that_run_together_are_as_if_alone(
 async def test_rows_that_grow_beyond_the_window_are_made_again_in_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_module, "chunk_tokens", lambda _step_s, _token_s: 16)
+    monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 16)
     engine, model = engine_of("llama", rows=4, window=120)
     given = prompts(6, 20, seed=2)
     found = await asyncio.gather(*(tokens(engine, one, 60) for one in given))
@@ -107,6 +107,22 @@ async def test_a_step_that_fails_fails_its_sequences_only(monkeypatch: pytest.Mo
     for one, answer in zip(given, found, strict=True):
         if not isinstance(answer, RuntimeError):
             assert answer == generated(model, one, 20)  # type: ignore[arg-type]
+
+
+def test_a_caller_whose_loop_is_closed_stops_nothing() -> None:
+    engine, model = engine_of("llama", rows=2)
+    (prompt,) = prompts(1, 10, seed=9)
+
+    async def begin() -> object:
+        stream = engine.generate(prompt, Sampler(GREEDY, prompt, ()), (), 400)
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    kept = loop.run_until_complete(begin())
+    loop.close()
+    assert asyncio.run(tokens(engine, prompt, 20)) == generated(model, prompt, 20)  # type: ignore[arg-type]
+    assert kept is not None
 
 
 async def test_a_seed_repeats_a_draw_also_beside_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from hypothesis import given, settings
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 from pilotflame.handlers.language_model.schedule import (
     LEAST_CHUNK,
     MOST_CHUNK,
+    ChunkTimes,
     EngineStep,
     Sequence,
     StepSchedule,
-    chunk_tokens,
 )
 
 
@@ -131,9 +132,29 @@ def test_the_youngest_makes_room_and_is_read_again_with_its_tokens() -> None:
     assert (young.read, young.tokens) == (0, 11)
 
 
+@given(st.floats(0.0, 0.2), st.floats(1e-4, 0.05), st.lists(st.integers(1, 512), min_size=2, max_size=30))
+def test_the_line_of_chunks_is_found(pass_s: float, token_s: float, sizes: list[int]) -> None:
+    times = ChunkTimes()
+    for size in sizes:
+        times.note(size, pass_s + token_s * size)
+    found_pass_s, found_token_s = times.line()
+    assert found_pass_s >= 0.0
+    assert found_token_s > 0.0
+    # The line goes through the middle of the chunks, whatever their sizes.
+    middle = sizes[-1]
+    if len(set(sizes)) == 1:
+        assert math.isclose(found_token_s * middle, pass_s + token_s * middle, rel_tol=1e-6)
+
+
 def test_a_chunk_takes_as_long_as_a_step() -> None:
-    assert chunk_tokens(0.0, 0.0) == MOST_CHUNK
-    assert chunk_tokens(0.1, 0.0) == LEAST_CHUNK
-    assert chunk_tokens(0.1, 0.001) == 100
-    assert chunk_tokens(0.1, 1.0) == LEAST_CHUNK
-    assert chunk_tokens(1.0, 0.0001) == MOST_CHUNK
+    times = ChunkTimes()
+    assert times.tokens_within(0.0) == MOST_CHUNK
+    assert times.tokens_within(0.1) == LEAST_CHUNK
+    for size in (4, 64, 16, 512):
+        times.note(size, 0.05 + 0.001 * size)
+    assert times.tokens_within(0.0) == MOST_CHUNK
+    found = [times.tokens_within(0.1) for _ in range(6)]
+    assert found[:4] == [8, 16, 32, found[3]]
+    assert set(found[3:]) <= {49, 50}
+    assert times.tokens_within(0.01) == LEAST_CHUNK
+    assert [times.tokens_within(10.0) for _ in range(9)][-1] == MOST_CHUNK

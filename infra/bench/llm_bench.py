@@ -1,0 +1,235 @@
+"""Language models with random weights: the engine beside a bare loop of the same module, beside `generate`, and from zero.
+
+    python infra/bench/llm_bench.py [--rounds N] [--large]
+
+Rates are tokens for each second of processor time. The figures of one round are measured one after the other, and their ratio is
+taken round by round. `--large` uses the model of 1 GB for the parts that a small model runs too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from gpu_model import deployed
+from pilotflame.handlers.language_model.causal_model import CausalModel
+from pilotflame.handlers.language_model.contract import Sampling
+from pilotflame.handlers.language_model.engine import Engine
+from pilotflame.handlers.language_model.sampling import Sampler
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from report import Report, parser
+
+GREEDY = Sampling(temperature=0.0)
+WORDS = 32_000
+SMALL: dict[str, Any] = {
+    "hidden_size": 384,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "intermediate_size": 768,
+}
+LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 17,
+    "num_attention_heads": 16,
+    "intermediate_size": 2816,
+}
+ROWS = 16
+STEPS = 30
+"""The steps of a measurement of the engine."""
+
+
+def config(shape: dict[str, Any]) -> Any:
+    return transformers.LlamaConfig(
+        **shape, vocab_size=WORDS, num_key_value_heads=shape["num_attention_heads"] // 2,
+        max_position_embeddings=4096, dtype="float32",
+    )  # fmt: skip
+
+
+def module(shape: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    made: Any = transformers.LlamaForCausalLM(config(shape))
+    return made.eval()
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write a model in float32, a tokenizer of words, and a manifest."""
+    module(shape).save_pretrained(folder)
+    words = {f"w{number}": number for number in range(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")  # type: ignore[no-untyped-call]
+    made.save_pretrained(folder)
+    create(folder).write(folder / MANIFEST_NAME)
+
+
+def prompt(tokens: int) -> list[int]:
+    return [random.randrange(3, WORDS) for _ in range(tokens)]
+
+
+def bare_rate(model: Any, rows: int, context: int) -> float:
+    """Return the rate of a loop that calls the module for `rows` sequences of one length, and takes the largest logits."""
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt(context) for _ in range(rows)])
+        ids = (
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            .logits[:, -1]
+            .argmax(-1, keepdim=True)
+        )
+        began_s = time.process_time()
+        for _ in range(STEPS):
+            ids = model(input_ids=ids, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+    return rows * STEPS / (time.process_time() - began_s)
+
+
+def padded_rate(model: Any, prompts: Sequence[list[int]]) -> float:
+    """Return the rate of `generate` with prompts that are padded to one length, without its reading of the prompts."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(one)) + one for one in prompts])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
+
+    def took_s(new: int) -> float:
+        began_s = time.process_time()
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+        )
+        return time.process_time() - began_s
+
+    return len(prompts) * STEPS / (took_s(STEPS + 1) - took_s(1))
+
+
+async def engine_rate(engine: Engine, prompts: Sequence[list[int]]) -> float:
+    """Return the rate of the engine while all sequences are in the rows."""
+    begun: set[int] = set()
+    marks: list[tuple[float, int]] = []
+    made = 0
+
+    async def run(number: int, ids: list[int]) -> None:
+        nonlocal made
+        async with aclosing(engine.generate(ids, Sampler(GREEDY, ids, ()), (), 3000)) as tokens:
+            async for _ in tokens:
+                begun.add(number)
+                if len(begun) == len(prompts):
+                    made += 1
+                    if not marks or made - marks[0][1] >= len(prompts) * STEPS:
+                        marks.append((time.process_time(), made))
+                if len(marks) > 1:
+                    return
+
+    await asyncio.gather(*(run(number, ids) for number, ids in enumerate(prompts)))
+    (begun_s, first), (ended_s, last) = marks[:2]
+    return (last - first) / (ended_s - begun_s)
+
+
+async def gaps(engine: Engine, *, reads: int) -> tuple[float, float]:
+    """Return the median and the longest time between two tokens of 4 streams in ms, while a prompt of `reads` tokens is read."""
+    times: list[list[float]] = [[] for _ in range(4)]
+    ended = asyncio.Event()
+
+    async def run(number: int) -> None:
+        ids = prompt(32)
+        async with aclosing(engine.generate(ids, Sampler(GREEDY, ids, ()), (), 3000)) as tokens:
+            async for _ in tokens:
+                times[number].append(time.perf_counter())
+                if ended.is_set():
+                    return
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(4):
+            tasks.create_task(run(number))
+        while min(map(len, times)) < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for one in times:
+            one.clear()
+        if reads:
+            ids = prompt(reads)
+            async with aclosing(engine.generate(ids, Sampler(GREEDY, ids, ()), (), 1)) as tokens:
+                await anext(tokens)
+        else:
+            while min(map(len, times)) < 60:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        ended.set()
+    found = [later - one for of in times for one, later in pairwise(of)]
+    return statistics.median(found) * 1e3, max(found) * 1e3
+
+
+def median(rounds: int, ratio: Callable[[], float]) -> float:
+    return statistics.median(ratio() for _ in range(rounds))
+
+
+def from_zero_ms(folder: Path, rounds: int) -> tuple[float, float]:
+    """Return the medians of the time to the first token: from zero, and of a warm worker."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    with deployed(folder, "words", **{"scale.idle_timeout_s": 0.3}) as tokens:
+        tokens.ms()
+        for _ in range(rounds):
+            time.sleep(1.0)
+            for _ in range(3):
+                took_ms, cold = tokens.ms()
+                found[cold].append(took_ms)
+    return statistics.median(found[True]), statistics.median(found[False])
+
+
+def rates(report: Report, shape: dict[str, Any], rounds: int) -> None:
+    model = module(shape)
+    engine = Engine(CausalModel(model, model.config), ROWS, 65_536)
+    engine.rehearse()
+    for rows, target in ((1, ">= 0.9"), (4, ">= 0.9"), (16, ">= 0.9")):
+        ratio = median(
+            rounds,
+            lambda rows=rows: (  # type: ignore[misc]
+                asyncio.run(engine_rate(engine, [prompt(32) for _ in range(rows)]))
+                / bare_rate(model, rows, 48)
+            ),
+        )
+        report.add(f"tokens_vs_bare_loop_{rows}", ratio, "", target)
+    ragged = [16, 32, 64, 128, 256, 512, 768, 1024] * 2
+    for name, lengths, target in (("ragged", ragged, ">= 1.3"), ("equal", [128] * 16, ">= 0.95")):
+        ratio = median(
+            rounds,
+            lambda lengths=lengths: (  # type: ignore[misc]
+                asyncio.run(engine_rate(engine, [prompt(one) for one in lengths]))
+                / padded_rate(model, [prompt(one) for one in lengths])
+            ),
+        )
+        report.add(f"vs_padded_generate_{name}", ratio, "", target)
+    quiet, _ = asyncio.run(gaps(engine, reads=0))
+    _, worst = asyncio.run(gaps(engine, reads=1000))
+    report.add("worst_gap_vs_median", worst / quiet, f"of {quiet:.0f} ms", "<= 2")
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--large", action="store_true")
+    arguments = options.parse_args()
+    report = Report("bench-llm", packages=("torch", "transformers"))
+    torch.set_num_threads(1)
+    with report.part("the engine"):
+        rates(report, LARGE if arguments.large else SMALL, arguments.rounds)
+    for name, shape, target in (("small", SMALL, "<= 25"), ("1gb", LARGE, "<= 60")):
+        with (
+            report.part(f"from zero, {name}"),
+            tempfile.TemporaryDirectory(prefix="pf-llm-", dir="/tmp") as folder,
+        ):
+            write_model(Path(folder), shape)
+            cold, warm = from_zero_ms(Path(folder), 2 + arguments.rounds)
+            report.add(f"zero_first_token_extra_ms_{name}", cold - warm, f"ms over {warm:.1f} ms", target)
+    return report.finish(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
