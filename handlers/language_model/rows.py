@@ -31,7 +31,9 @@ class Rows:
         """The columns of the present forward pass. The last `tokens` of them are new. Row number i has the columns
         [end - lengths[i], end).
         """
-        self._layers = [_Layer(self, columns) for _ in range(layers)]
+        self.room = (1, columns)
+        """The rows and columns that have memory in each layer."""
+        self._layers = [_Layer(self) for _ in range(layers)]
         self.cache = Cache(layers=[*self._layers])
 
     def __len__(self) -> int:
@@ -48,8 +50,8 @@ class Rows:
         Return its attention mask: (rows, columns), with 1 for the columns of a row and 0 for those before it.
         """
         width = max(self.lengths) + tokens
-        if self.end + tokens > self._columns:
-            self._move_to_front(width)
+        if self.end + tokens > self.room[1]:
+            self._make_room(len(self.lengths), width)
         self.end += tokens
         self.lengths = [length + tokens for length in self.lengths]
         self.begin, self.tokens = self.end - width, tokens
@@ -62,9 +64,9 @@ class Rows:
 
     def join(self, other: Rows) -> None:
         """Append a copy of the only row of `other`."""
-        length = other.lengths[0]
-        if self.end < length or not self.lengths:
-            self._move_to_front(max([length, *self.lengths]), align=length)
+        length, rows = other.lengths[0], len(self.lengths) + 1
+        if rows == 1 or rows > self.room[0] or self.end < length:
+            self._make_room(rows, max([length, *self.lengths]))
         for own, their in zip(self._layers, other._layers, strict=True):
             own.write(len(self.lengths), self.end - length, self.end, their, other.end - length)
         self.lengths.append(length)
@@ -81,39 +83,39 @@ class Rows:
         if not self.lengths:
             self.begin = self.end = 0
 
-    @property
-    def _columns(self) -> int:
-        return self._layers[0].columns
+    def _make_room(self, rows: int, width: int) -> None:
+        """Move the columns to the front, so that there is room for `rows` rows of `width` columns, and for more columns.
 
-    def _move_to_front(self, width: int, align: int = 0) -> None:
-        """Move the columns so that the last one is number `align` or the width of the rows, and that `width` columns and
-        SPARE_COLUMNS more have room.
+        If a row is to join, the columns end at `width`. Else they begin with the first column.
         """
         held = max(self.lengths, default=0)
-        end = max(held, align)
+        end = max(held, width) if rows > len(self.lengths) else held
+        fresh = rows > self.room[0] or width + 1 > self.room[1]
+        if fresh:
+            # New memory has the size that is needed now, so one long row does not enlarge the memory of many short ones.
+            self.room = (rows + rows // 2 if rows > self.room[0] else rows, width + SPARE_COLUMNS)
         for layer in self._layers:
-            layer.move(len(self.lengths), self.end - held, self.end, end, width + SPARE_COLUMNS)
-        self.end = end
-        self.begin = end - held
+            layer.move(len(self.lengths), self.end - held, self.end, end, fresh=fresh)
+        self.begin, self.end = end - held, end
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer: (rows, heads, columns, size of a head)."""
 
-    def __init__(self, rows: Rows, columns: int) -> None:
+    def __init__(self, rows: Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows, self.columns = rows, columns
+        self._rows = rows
 
     @property
     def bytes_(self) -> int:
         return sum(one.nbytes for one in (self.keys, self.values) if one is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._room(key_states, value_states, max(1, len(self._rows)))
+        self._held(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         rows, count, tokens = self._rows, key_states.shape[0], key_states.shape[2]
-        keys, values = self._room(key_states, value_states, count)
+        keys, values = self._held(key_states, value_states)
         keys[:count, :, rows.end - tokens : rows.end] = key_states
         values[:count, :, rows.end - tokens : rows.end] = value_states
         return keys[:count, :, rows.begin : rows.end], values[:count, :, rows.begin : rows.end]
@@ -136,43 +138,37 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         A layer that shares the keys of another layer has none, and is left out.
         """
         if source.keys is not None and source.values is not None:
-            keys, values = self._room(source.keys, source.values, row + 1)
+            keys, values = self._held(source.keys, source.values)
             until = at + end - begin
             keys[row, :, begin:end] = source.keys[source_row, :, at:until]
             values[row, :, begin:end] = source.values[source_row, :, at:until]
 
-    def move(self, rows: int, begin: int, end: int, to_end: int, columns: int) -> None:
-        """Move the columns [begin, end) of the first rows, so that they end at `to_end`, and have `columns` in all."""
-        old_keys, old_values, self.columns = self.keys, self.values, max(columns, to_end)
-        if old_keys is None or old_values is None:
+    def move(self, rows: int, begin: int, end: int, to_end: int, *, fresh: bool) -> None:
+        """Move the columns [begin, end) of the first rows, so that they end at `to_end`, and with `fresh` to new memory."""
+        keys, values = self.keys, self.values
+        if keys is None or values is None:
             return
-        held_keys, held_values = old_keys[:rows, :, begin:end], old_values[:rows, :, begin:end]
-        if old_keys.shape[2] >= self.columns:
-            keys, values, self.columns = old_keys, old_values, old_keys.shape[2]
+        held_keys, held_values = keys[:rows, :, begin:end], values[:rows, :, begin:end]
+        if fresh:
+            keys, values = self._new(keys, values)
+        else:
             # The old and the new columns overlap.
             held_keys, held_values = held_keys.clone(), held_values.clone()
-        else:
-            keys, values = self._new(old_keys, old_values, old_keys.shape[0])
         keys[:rows, :, to_end - (end - begin) : to_end] = held_keys
         values[:rows, :, to_end - (end - begin) : to_end] = held_values
 
-    def _room(self, like_keys: Tensor, like_values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values with room for `rows` rows."""
-        old_keys, old_values = self.keys, self.values
-        if old_keys is None or old_values is None:
-            return self._new(like_keys, like_values, rows)
-        if rows <= (held := old_keys.shape[0]):
-            return old_keys, old_values
-        keys, values = self._new(old_keys, old_values, max(rows, 2 * held))
-        keys[:held], values[:held] = old_keys, old_values
-        return keys, values
+    def _held(self, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values, which the first call makes."""
+        if self.keys is None or self.values is None:
+            return self._new(like_keys, like_values)
+        return self.keys, self.values
 
-    def _new(self, like_keys: Tensor, like_values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Make new keys and values. The other columns are 0, because attention multiplies masked values by 0."""
+    def _new(self, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Make new keys and values. All columns are 0 at first, because attention multiplies masked values by 0."""
         self.dtype, self.device, self.is_initialized = like_keys.dtype, like_keys.device, True
+        rows, columns = self._rows.room
         self.keys, self.values = (
-            _zeros(like, (rows, like.shape[1], self.columns, like.shape[3]))
-            for like in (like_keys, like_values)
+            _zeros(like, (rows, like.shape[1], columns, like.shape[3])) for like in (like_keys, like_values)
         )
         return self.keys, self.values
 
