@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .causal_model import CausalModel
+from .contract import Sampling
 from .rows import Rows
 from .sampling import Logprobs, Sampler
 from .schedule import Chunk, ChunkTimes, StepSchedule
@@ -109,8 +110,11 @@ class Engine:
         rows, one = self.model.new_rows(), self._new_row(4)
         self.model.forward(one, [[1, 1, 1, 1]])
         rows.join(one)
+        drawn = Sampler(Sampling(seed=0), (), ())
         for _ in range(2):
-            self.model.forward(rows, [[1]])
+            logits = self.model.forward(rows, [[1]])
+            logits.argmax(-1).tolist()
+            drawn.choose(logits[0])
 
     def _begin(self, run: _Run) -> None:
         self._commands.put((True, run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -25,6 +26,7 @@ from .text import TextStream
 if TYPE_CHECKING:
     from ...snapshot.handle import Snapshot
 
+LOG = logging.getLogger("pilotflame")
 ROWS = 16
 WINDOW = 65_536
 # The names of the sampling defaults that a model's authors may set.
@@ -52,6 +54,9 @@ class LanguageModel:
         causal = CausalModel(module, config)
         self.engine = Engine(causal, rows, max(window, causal.most_tokens))
         self.most_tokens = min(causal.most_tokens, self.engine.window)
+        if causal.why_alone:
+            # The function's log shows it.
+            LOG.warning("the model answers one request at a time, because %s", causal.why_alone)
         settings = _generation_settings(folder)
         self._defaults = {name: settings[name] for name in _DEFAULTS if settings.get(name) is not None}
         if settings.get("do_sample") is False:

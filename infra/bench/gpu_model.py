@@ -21,7 +21,7 @@ from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from servers import HERE
 
 TEMPLATE = HERE.parents[1] / "templates" / "text-generation"
-EVENT = {"prompt": "w1 w2 w3 w4", "max_tokens": 4}
+EVENT = {"prompt": "w1 w2 w3 w4", "max_tokens": 4, "temperature": 0}
 WORDS = 32_000
 _HEAD = 128
 """The width of an attention head."""
