@@ -13,6 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 FinishReason = Literal["stop", "length", "tool_calls"]
 MOST_TOP = 20
 Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+RESERVED = {
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""The arguments of a tokenizer's chat template, which a request may not set. A template is a program."""
 
 
 class Sampling(BaseModel):
@@ -30,15 +37,15 @@ class Sampling(BaseModel):
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[int, Bias] = Field(default_factory=dict)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: dict[int, Bias] = Field(default_factory=dict, max_length=1024)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     top_logprobs: int | None = Field(
         None, ge=0, le=MOST_TOP, description="Report the likeliest tokens; None: no logprobs."
     )
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=1024)
 
     @property
     def greedy(self) -> bool:
@@ -82,6 +89,8 @@ class GenerationRequest(Sampling):
     def _one_prompt(self) -> Self:
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("give either messages or a prompt")
+        if reserved := RESERVED & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs may not have {min(reserved)}")
         return self
 
 
@@ -118,4 +127,4 @@ class Delta(BaseModel):
     stop_reason: str | int | None = None
     """The stop string or token that has ended the answer, except the model's own end."""
     usage: TokenUsage | None = None
-    """The tokens of all answers. The last delta has it."""
+    """The tokens of all answers so far. The first and the last delta of an answer have it."""

@@ -54,6 +54,10 @@ class _Run:
         return True
 
 
+_Made = tuple[_Run, Token | Exception]
+"""A run, and its next token or why there is none."""
+
+
 @dataclass(eq=False)
 class Engine:
     """A model, its rows and its thread, which begins with the first sequence.
@@ -89,7 +93,7 @@ class Engine:
         """
         self._arrived += 1
         place = Place(self._arrived, len(ids), len(ids) + most_new, priority)
-        run = _Run(place, list(ids), sampler, ends, asyncio.get_running_loop(), asyncio.Queue())
+        run = _Run(place, list(ids), sampler, frozenset(ends), asyncio.get_running_loop(), asyncio.Queue())
         self._begin(run)
         try:
             for left in range(most_new - 1, -1, -1):
@@ -140,7 +144,11 @@ class Engine:
                 LOG.exception("a step of the language model failed")
                 self._fail(error)
 
-    def _give(self, run: _Run, token: Token) -> None:
+    def _give(self, run: _Run, token: Token | Exception) -> None:
+        if isinstance(token, Exception):
+            run.put(token)
+            self._end(run)
+            return
         run.ids.append(token.id)
         waited_for = run.put(token)
         if token.ends or len(run.ids) >= run.place.most_tokens or not waited_for:
@@ -158,7 +166,7 @@ class Engine:
             elif run.place in self._runs:
                 self._end(run)
 
-    def _continue(self) -> list[tuple[_Run, Token]]:
+    def _continue(self) -> list[_Made]:
         """Make the next token of each row."""
         if not (members := self._members):
             return []
@@ -168,13 +176,19 @@ class Engine:
         self._step_s = _average(self._step_s, time.perf_counter() - began_s)
         return made
 
-    def _read(self, chunk: Chunk) -> list[tuple[_Run, Token]]:
+    def _read(self, chunk: Chunk) -> list[_Made]:
         """Read a part of a prompt. After the last part, the sequence joins the rows with its next token."""
         run, began_s = self._runs[chunk.sequence], time.perf_counter()
         if chunk.begin == 0 or self._reading is None:
             self._reading = self._new_row(chunk.sequence.tokens)
-        logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]])
-        made: list[tuple[_Run, Token]] = []
+        try:
+            logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]])
+        except Exception as error:
+            # The rows of the other sequences are not affected.
+            LOG.exception("a prompt could not be read")
+            self._give(run, error)
+            return []
+        made: list[_Made] = []
         if chunk.last:
             made = _choose([run], logits)
             self._rows.join(self._reading)
@@ -215,18 +229,23 @@ class Engine:
         self._members, self._rows, self._reading = [], self.model.new_rows(), None
 
 
-def _choose(runs: Sequence[_Run], logits: Tensor) -> list[tuple[_Run, Token]]:
+def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
     """Choose the next token of each run from the logits: (runs, vocabulary)."""
     likeliest = logits.argmax(-1).tolist() if any(run.sampler.greedy for run in runs) else []
-    made = []
+    made: list[_Made] = []
     for row, run in enumerate(runs):
-        logprobs = None
-        if run.sampler.greedy:
-            token = likeliest[row]
-            run.sampler.note(token)
+        try:
+            if run.sampler.greedy:
+                token, logprobs = likeliest[row], None
+                run.sampler.note(token)
+            else:
+                token, logprobs = run.sampler.choose(logits[row])
+        except Exception as error:
+            # Only the request that asks for this choice fails.
+            LOG.exception("a token could not be chosen")
+            made.append((run, error))
         else:
-            token, logprobs = run.sampler.choose(logits[row])
-        made.append((run, Token(token, logprobs, token in run.ends)))
+            made.append((run, Token(token, logprobs, token in run.ends)))
     return made
 
 

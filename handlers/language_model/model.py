@@ -50,6 +50,7 @@ class LanguageModel:
             config = AutoConfig.from_pretrained(folder)
             module = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
         snapshot.restore(module, device="auto")
+        self._vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         causal = CausalModel(module, config)
         self.engine = Engine(causal, rows, max(window, causal.most_tokens))
@@ -94,17 +95,18 @@ class LanguageModel:
     def tokens_of(self, request: GenerationRequest) -> list[int]:
         """Return the tokens of a request's prompt. Raise InputInvalid."""
         if isinstance(request.prompt, list):
-            known = len(self.tokenizer)
-            if any(not 0 <= token < known for token in request.prompt):
-                raise InputInvalid(
-                    f"The prompt has a token that is none of the model's {known}.", remedy="Send text."
-                )
-            return request.prompt
-        if request.prompt is not None:
-            ids: list[int] = self.tokenizer.encode(request.prompt)
+            ids = request.prompt
+        elif request.prompt is not None:
+            ids = self.tokenizer.encode(request.prompt)
         else:
             ids = self._templated(request)
-        return ids or _ends(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)[:1]
+        ids = ids or _ends(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)[:1]
+        if not ids or not all(0 <= token < self._vocabulary for token in ids):
+            raise InputInvalid(
+                f"The prompt has no tokens, or one that is none of the model's {self._vocabulary}.",
+                remedy="Send another text.",
+            )
+        return ids
 
     def _templated(self, request: GenerationRequest) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -141,35 +143,41 @@ class LanguageModel:
         self, request: GenerationRequest, ids: list[int], most_new: int, usage: TokenUsage
     ) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
-        pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
+        pieces: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 
         async def run(index: int) -> None:
             try:
                 async with aclosing(self._answer(request, ids, most_new, index, usage)) as answer:
                     async for delta in answer:
                         pieces.put_nowait(delta)
-            finally:
                 pieces.put_nowait(None)
+            except Exception as error:  # noqa: BLE001  raised below
+                pieces.put_nowait(error)
 
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(run(index)) for index in range(request.n)]
-            try:
-                left = len(running)
-                while left:
-                    if (delta := await pieces.get()) is None:
-                        left -= 1
-                    else:
-                        yield delta
-            finally:
-                for task in running:
-                    task.cancel()
+        # Not a task group: it would wrap the error, and a generator may not suspend inside of one.
+        running = [asyncio.create_task(run(index)) for index in range(request.n)]
+        try:
+            left = len(running)
+            while left:
+                found = await pieces.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
 
     async def _answer(
         self, request: GenerationRequest, ids: list[int], most_new: int, index: int, usage: TokenUsage
     ) -> AsyncGenerator[Delta]:
         sampling = self._sampling(request.sampling, index)
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
-        stream = TextStream(self._decode, request.stop, with_stop=request.include_stop_str_in_output)
+        with_stop = request.include_stop_str_in_output
+        stream = TextStream(self._decode, request.stop, after=ids, with_stop=with_stop)
         if request.echo:
             yield Delta(index=index, text=self._decode(ids))
         tokens = self.engine.generate(ids, Sampler(sampling, ids, ends), ends, most_new, request.priority)
@@ -179,6 +187,8 @@ class LanguageModel:
                 made += 1
                 usage.completion_tokens += 1
                 delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token))
+                if made == 1:
+                    delta.usage = usage
                 if not token.ends:
                     delta.text = stream.push(token.id)
                 reason: FinishReason | None = "stop" if token.ends or stream.stopped is not None else None
@@ -198,7 +208,8 @@ class LanguageModel:
         """Return the request's sampling over the defaults of the model's authors."""
         fields = self._defaults | asked.model_dump(exclude_unset=True)
         if index and fields.get("seed") is not None:
-            fields["seed"] += index
+            # The next seed after the largest is the smallest.
+            fields["seed"] = (fields["seed"] + index + (1 << 63)) % (1 << 64) - (1 << 63)
         return Sampling(**fields)
 
     def _logprobs(self, token: Token) -> list[TokenLogprob] | None:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .contract import Sampling
 
+LEAST_TEMPERATURE = 0.01
+"""A lower temperature is as good as this one, and would exceed the range of the numbers."""
+
 
 class Logprobs(NamedTuple):
     """Natural logarithms of the model's own probabilities, without penalties and temperature."""
@@ -87,13 +90,15 @@ class Sampler:
 
     def _allowed(self, scores: Tensor) -> Tensor:
         if self._made.total() < self._sampling.min_tokens and self._ends:
-            scores = scores.clone()
-            scores[[token for token in self._ends if token < len(scores)]] = -math.inf
+            others = scores.clone()
+            others[[token for token in self._ends if token < len(scores)]] = -math.inf
+            # If all tokens end the sequence, there is no other one to choose.
+            scores = others if bool(others.isfinite().any()) else scores
         return scores if self._grammar is None else self._grammar.mask(scores)
 
     def _drawn(self, scores: Tensor) -> int:
         of = self._sampling
-        scores = scores / of.temperature
+        scores = scores / max(of.temperature, LEAST_TEMPERATURE)
         if 0 < of.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(of.top_k).values[-1], -math.inf)
         probabilities = scores.softmax(-1)

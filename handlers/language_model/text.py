@@ -16,11 +16,16 @@ class TextStream:
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), *, with_stop: bool = False
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str] = (),
+        *,
+        after: Sequence[int] = (),
+        with_stop: bool = False,
     ) -> None:
-        """`with_stop` keeps the stop string at the end of the text."""
+        """`after` are the tokens before the text. `with_stop` keeps the stop string at the end of the text."""
         self._decode, self._stops, self._with_stop = decode, tuple(stops), with_stop
-        self._last: list[int] = []
+        self._last: list[int] = [*after[-MOST_HELD:]]
         self._new: list[int] = []
         self._held = ""
         """Text that may be the beginning of a stop string."""
@@ -31,7 +36,12 @@ class TextStream:
         """Add a token, and return the text that is certain now. After a stop string, there is none."""
         self._new.append(token)
         known, text = self._decode(self._last), self._decode(self._last + self._new)
-        if (text.endswith(UNFINISHED) and len(self._new) < MOST_HELD) or len(text) <= len(known):
+        if len(text) <= len(known):
+            if len(self._new) > MOST_HELD:
+                # Tokens without text, such as the ends of sequences. Not all of them need to be decoded again.
+                del self._new[0]
+            return ""
+        if text.endswith(UNFINISHED) and len(self._new) < MOST_HELD:
             return ""
         self._last, self._new = self._new, []
         return self._without_stop(text[len(known) :])

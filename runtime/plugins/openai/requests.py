@@ -5,7 +5,7 @@ A field that would change the answer and is not supported is refused by name. A 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +13,9 @@ from ....errors import BadInput
 from ....handlers.language_model.contract import MOST_TOP, Bias, GenerationRequest
 from ...http.requests import validate
 
+MOST_PROMPTS = 128
+T = TypeVar("T")
+Several = Annotated[list[T], Field(max_length=MOST_PROMPTS)]
 MOST_TOKENS = 16
 """How many tokens a completion has if the request does not say it."""
 REMEDY = "docs/language-models.md lists the fields."
@@ -26,8 +29,8 @@ WITHOUT_EFFECT = {
     "verbosity", "best_of",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
-OWN = {"model", "stream", "stream_options"}
-"""The fields that are not for the model."""
+OWN = {"model", "stream", "stream_options", "messages", "prompt"}
+"""The fields that are not for the model, or are added for each event."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",),
@@ -117,9 +120,15 @@ class CompletionRequest(_Request):
 
     own = {"logprobs"}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Several[str] | list[int] | Several[list[int]]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            message = "The body is invalid: logprobs: not with echo, because a prompt has none here."
+            raise BadInput(message, remedy="Leave one of them out.", details={"field": "logprobs"})
 
     def events(self) -> list[GenerationRequest]:
         """Return the event of each prompt."""
@@ -146,8 +155,17 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    kinds = {part.get("type") for part in content if isinstance(part, dict)}
-    if others := kinds - {"text", "input_text"}:
-        found = f"The body is invalid: messages: content of type {str(min(map(str, others)))[:40]!r} is not supported."
-        raise BadInput(found, remedy="Send text.", details={"field": "messages"})
-    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+    texts = [part if isinstance(part, str) else _text_of(part) for part in content]
+    return {**message, "content": "".join(texts)}
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a part of a message's content. Raise BadInput if it is something else."""
+    if (
+        isinstance(part, dict)
+        and part.get("type") in ("text", "input_text")
+        and isinstance(part.get("text"), str)
+    ):
+        return str(part["text"])
+    message = "The body is invalid: messages: content has a part that is no text, which pilotflame does not support yet."
+    raise BadInput(message, remedy="Send texts.", details={"field": "messages"})

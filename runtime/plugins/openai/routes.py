@@ -14,14 +14,14 @@ import orjson
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, PilotflameError, UnknownFunction
+from ....errors import BadInput, DeadlineExceeded, PilotflameError, UnknownFunction
 from ....handlers.language_model.contract import GenerationRequest
 from ...access.keys import Scope
 from ...api.invoke import Gateway
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
-from ...http.event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS
-from ...http.requests import load_json, read_body, request_id_of, validate
+from ...http.event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
+from ...http.requests import load_json, read_body, request_id_of, timeout_of, validate
 from ...http.responses import json_response
 from ...http.routes import Route
 from .answers import CompletionAnswer
@@ -99,7 +99,8 @@ class OpenAiApi(ApiPlugin):
         body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
         asked: ChatRequest | CompletionRequest = validate(kind, supported(load_json(body)), REMEDY)
         asked.check()
-        name = self._live(request, asked.model).record.function
+        live = self._live(request, asked.model)
+        name, limit_s = live.record.function, timeout_of(request.headers, live.record.settings.timeout_s)
         prefix = "chatcmpl" if kind is ChatRequest else "cmpl"
         answer = CompletionAnswer(f"{prefix}-{request_id_of(request.headers)}", asked)
         events = asked.events()
@@ -108,9 +109,15 @@ class OpenAiApi(ApiPlugin):
         async with asyncio.TaskGroup() as tasks:
             deltas = Deltas(Gateway(self.backend), request, name, events, tasks)
             try:
-                response = await (
-                    _sent(request, answer, deltas) if asked.stream else _whole(request, answer, deltas)
-                )
+                async with asyncio.timeout(limit_s + LAST_EVENT_S):
+                    response = await (
+                        _sent(request, answer, deltas) if asked.stream else _whole(request, answer, deltas)
+                    )
+            except TimeoutError:
+                # The caller does not read the answer.
+                if request.transport is not None:
+                    request.transport.abort()
+                error = DeadlineExceeded("The answer could not be sent in time.")
             except PilotflameError as failed:
                 error = failed
             finally:

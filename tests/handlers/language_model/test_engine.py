@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection
+from typing import Never
 
 import pytest
 from pilotflame.handlers.language_model.causal_model import CausalModel
@@ -143,3 +144,44 @@ async def test_a_model_with_a_state_runs_one_sequence_at_a_time(monkeypatch: pyt
     given = prompts(3, 20, seed=8)
     found = await asyncio.gather(*(tokens(engine, one, 20) for one in given))
     assert found == [generated(model, one, 20) for one in given]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1e-300),
+        Sampling(repetition_penalty=0.01, temperature=0.01),
+        Sampling(min_tokens=5, stop_token_ids=tuple(range(1000)), temperature=0.0),
+        Sampling(logit_bias={999_999: 100.0, 5: -100.0}, min_p=1.0, top_p=1e-9),
+    ],
+)
+async def test_odd_sampling_harms_no_other_request(sampling: Sampling) -> None:
+    engine, model = engine_of("llama")
+    one, other = prompts(2, 20, seed=10)
+    odd, found = await asyncio.gather(
+        tokens(engine, one, 20, sampling, range(1000)), tokens(engine, other, 40)
+    )
+    assert odd
+    assert found == generated(model, other, 40)  # type: ignore[arg-type]
+
+
+async def test_a_choice_or_a_prompt_that_fails_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = engine_of("llama")
+    one, other = prompts(2, 20, seed=11)
+
+    class Broken(Sampler):
+        greedy = False
+
+        def choose(self, _logits: object) -> Never:
+            raise ValueError("no choice")
+
+    async def broken() -> list[int]:
+        stream = engine.generate(one, Broken(GREEDY, one, ()), (), 20)
+        return [token.id async for token in stream]
+
+    found = await asyncio.gather(
+        broken(), tokens(engine, [VOCABULARY + 5], 9), tokens(engine, other, 40), return_exceptions=True
+    )
+    assert [type(one) for one in found[:2]] == [ValueError, IndexError]
+    assert found[2] == generated(model, other, 40)  # type: ignore[arg-type]
+    assert not engine._runs

@@ -52,6 +52,30 @@ def test_a_piece_is_not_held_longer_than_a_stop_string_needs() -> None:
     assert [stream.push(token) for token in b"aEbENx"] == ["a", "", "Eb", "", "", "ENx"]
 
 
+def test_a_space_that_a_token_has_only_after_another_one_is_kept() -> None:
+    words = ["The", "sky"]
+
+    def joined(tokens: list[int]) -> str:
+        return " ".join(words[token] for token in tokens)
+
+    assert TextStream(joined, after=[0]).push(1) == " sky"
+    assert TextStream(joined).push(1) == "sky"
+
+
+def test_tokens_without_text_are_decoded_a_bounded_number_of_times() -> None:
+    decoded = 0
+
+    def silent(tokens: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return "".join("x" for token in tokens if token)
+
+    stream = TextStream(silent)
+    assert all(stream.push(0) == "" for _ in range(1000))
+    assert decoded < 1000 * 3 * MOST_HELD
+    assert stream.push(1) == "x"
+
+
 def test_half_a_character_at_the_end_is_left_out() -> None:
     stream = TextStream(decode)
     assert [stream.push(token) for token in "aä".encode()[:2]] == ["a", ""]

@@ -88,16 +88,11 @@ async def test_a_stream_of_several_answers(client: Any) -> None:
 
 async def test_completions_of_several_prompts_with_logprobs(client: Any) -> None:
     answer = await client.completions.create(
-        **ASKED, prompt=["A pilot flame", START], max_tokens=4, logprobs=2, echo=True, n=2, stop="\n"
+        **ASKED, prompt=["A pilot flame", START], max_tokens=4, logprobs=2, n=2, stop="\n"
     )
     texts = [(choice.index, choice.text) for choice in answer.choices]
     # The fourth token after START is half a character.
-    assert texts == [
-        (0, "A pilot flame let"),
-        (1, "A pilot flame let"),
-        (2, f"{START} Fl"),
-        (3, f"{START} Fl"),
-    ]
+    assert texts == [(0, " let"), (1, " let"), (2, " Fl"), (3, " Fl")]
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == list(" let")
     assert all(-0.5 < value <= 0 for value in logprobs.token_logprobs)
@@ -151,7 +146,10 @@ async def test_models(client: Any, served: Gateway) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+        ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids.0"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "the body"),
     ],
 )
 async def test_fields_that_are_refused_are_named(client: Any, fields: dict[str, Any], param: str) -> None:
@@ -213,3 +211,20 @@ async def test_a_handler_that_yields_something_else(client: Any, served: Gateway
     )
     with pytest.raises(openai.InternalServerError, match="yields something else"):
         await client.chat.completions.create(**CHAT | {"model": "odd"})
+
+
+async def test_echo_and_the_limits_of_completions(client: Any) -> None:
+    echoed = await client.completions.create(**ASKED, prompt="A pilot flame", max_tokens=4, echo=True)
+    assert echoed.choices[0].text == "A pilot flame let"
+    for fields in ({"echo": True, "logprobs": 1}, {"prompt": ["a"] * 129}):
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(**{**ASKED, "prompt": "A", **fields})
+
+
+async def test_the_largest_seed_and_usage_from_the_first_chunk(client: Any) -> None:
+    stream = await client.chat.completions.create(
+        **CHAT, n=2, seed=(1 << 63) - 1, max_tokens=3, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    usages = [chunk.usage.prompt_tokens async for chunk in stream]
+    assert set(usages) == {len("A pilot flame")}
