@@ -127,8 +127,8 @@ async def test_rows_that_share_a_path_choose_by_the_headers():
         await alone.handler(other)  # type: ignore[arg-type, misc]
 
 
-def test_lambda_cog_and_replicate_have_errors_of_their_own():
+def test_dialects_have_errors_of_their_own():
     found = error_formats(table())
     lambdas = [path for path in found if path.startswith("/lambda/")]
     assert lambdas == ["/lambda/2015-03-31/functions/", "/lambda/2021-11-15/functions/"]
-    assert {path.strip("/").partition("/")[0] for path in found} == {"cog", "lambda", "replicate"}
+    assert {path.strip("/").partition("/")[0] for path in found} == {"cog", "lambda", "openai", "replicate"}
