@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 def language_model(snapshot: Snapshot, *, rows: int = 16, window: int = 65_536) -> LanguageModel:
-    """Return a language model of a snapshot, for the hook `build`. See `LanguageModel`. It needs transformers."""
+    """Return a language model of a snapshot, for the hook `build`. It needs transformers. `LanguageModel` explains the limits."""
     # transformers takes seconds to import, and few functions need it.
     from .handlers.language_model.model import LanguageModel  # noqa: PLC0415
 

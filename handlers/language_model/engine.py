@@ -17,8 +17,7 @@ from .causal_model import CausalModel
 from .contract import Sampling
 from .rows import Rows
 from .sampling import Logprobs, Sampler
-from .schedule import Chunk, ChunkTimes, StepSchedule
-from .schedule import Sequence as Place
+from .schedule import Chunk, ChunkTimes, ScheduledSequence, StepSchedule
 
 LOG = logging.getLogger(__name__)
 SMOOTHING = 0.2
@@ -37,7 +36,7 @@ class Token(NamedTuple):
 class _Run:
     """One sequence, and where its tokens go."""
 
-    place: Place
+    sequence: ScheduledSequence
     ids: list[int]
     sampler: Sampler
     ends: Collection[int]
@@ -79,7 +78,7 @@ class Engine:
         self._rows = self.model.new_rows()
         self._members: list[_Run] = []
         """The runs of the rows, by the number of the row."""
-        self._runs: dict[Place, _Run] = {}
+        self._runs: dict[ScheduledSequence, _Run] = {}
         self._reading: Rows | None = None
         self._step_s, self._chunks = 0.0, ChunkTimes()
 
@@ -92,8 +91,8 @@ class Engine:
         leaves the engine with the next step. Raise what a step has raised.
         """
         self._arrived += 1
-        place = Place(self._arrived, len(ids), len(ids) + most_new, priority)
-        run = _Run(place, list(ids), sampler, frozenset(ends), asyncio.get_running_loop(), asyncio.Queue())
+        sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority)
+        run = _Run(sequence, list(ids), sampler, frozenset(ends), asyncio.get_running_loop(), asyncio.Queue())
         self._begin(run)
         try:
             for left in range(most_new - 1, -1, -1):
@@ -131,27 +130,30 @@ class Engine:
 
     def _work(self) -> None:
         while True:
-            self._take_commands()
-            step = self._schedule.step(self._chunks.tokens_within(self._step_s if self._members else 0.0))
-            for place in step.dropped:
-                self._leave(self._runs[place])
             try:
-                made = [*self._continue(), *(self._read(step.chunk) if step.chunk is not None else ())]
-                self._schedule.done(step)
-                for run, token in made:
-                    self._give(run, token)
+                self._take_commands()
+                self._step()
             except Exception as error:
                 LOG.exception("a step of the language model failed")
                 self._fail(error)
 
+    def _step(self) -> None:
+        step = self._schedule.step(self._chunks.tokens_within(self._step_s if self._members else 0.0))
+        for sequence in step.dropped:
+            self._leave(self._runs[sequence])
+        made = self._continue()
+        if step.chunk is not None:
+            made += self._read(step.chunk)
+        self._schedule.done(step)
+        for run, token in made:
+            self._give(run, token)
+
     def _give(self, run: _Run, token: Token | Exception) -> None:
-        if isinstance(token, Exception):
-            run.put(token)
-            self._end(run)
-            return
-        run.ids.append(token.id)
-        waited_for = run.put(token)
-        if token.ends or len(run.ids) >= run.place.most_tokens or not waited_for:
+        ends = not run.put(token) or isinstance(token, Exception)
+        if isinstance(token, Token):
+            run.ids.append(token.id)
+            ends = ends or token.ends or len(run.ids) >= run.sequence.most_tokens
+        if ends:
             self._end(run)
 
     def _take_commands(self) -> None:
@@ -161,9 +163,9 @@ class Engine:
             begins, run = self._commands.get()
             idle = False
             if begins:
-                self._runs[run.place] = run
-                self._schedule.add(run.place)
-            elif run.place in self._runs:
+                self._runs[run.sequence] = run
+                self._schedule.add(run.sequence)
+            elif run.sequence in self._runs:
                 self._end(run)
 
     def _continue(self) -> list[_Made]:
@@ -203,9 +205,9 @@ class Engine:
         return rows
 
     def _end(self, run: _Run) -> None:
-        self._schedule.remove(run.place)
+        self._schedule.remove(run.sequence)
         self._leave(run)
-        del self._runs[run.place]
+        del self._runs[run.sequence]
 
     def _leave(self, run: _Run) -> None:
         """Take a run out of the rows, or stop to read its prompt."""
@@ -224,8 +226,8 @@ class Engine:
         reading = self._schedule.reading
         for run in [*self._members, *([self._runs[reading]] if reading is not None else [])]:
             run.put(error)
-            self._schedule.remove(run.place)
-            del self._runs[run.place]
+            self._schedule.remove(run.sequence)
+            del self._runs[run.sequence]
         self._members, self._rows, self._reading = [], self.model.new_rows(), None
 
 

@@ -26,9 +26,7 @@ from .text import TextStream
 if TYPE_CHECKING:
     from ...snapshot.handle import Snapshot
 
-LOG = logging.getLogger("pilotflame")
-ROWS = 16
-WINDOW = 65_536
+LOG = logging.getLogger(__name__)
 # The names of the sampling defaults that a model's authors may set.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -39,11 +37,11 @@ class LanguageModel:
     It has no weights until a worker opens the snapshot.
     """
 
-    def __init__(self, snapshot: Snapshot, *, rows: int = ROWS, window: int = WINDOW) -> None:
+    def __init__(self, snapshot: Snapshot, *, rows: int, window: int) -> None:
         """The snapshot is the folder of a model: config.json, tokenizer files, safetensors.
 
         At most `rows` sequences run together. `window` limits their number times the tokens of the longest one, and so the memory of their
-        keys and values.
+        keys and values. A single sequence has at most `window` tokens.
         """
         folder = Path(snapshot.path)
         with snapshot.skeleton():
@@ -53,8 +51,8 @@ class LanguageModel:
         self._vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         causal = CausalModel(module, config)
-        self.engine = Engine(causal, rows, max(window, causal.most_tokens))
-        self.most_tokens = min(causal.most_tokens, self.engine.window)
+        self.engine = Engine(causal, rows, window)
+        self.most_tokens = min(causal.most_tokens, window)
         if causal.why_alone:
             # The function's log shows it.
             LOG.warning("the model answers one request at a time, because %s", causal.why_alone)
@@ -63,11 +61,6 @@ class LanguageModel:
         if settings.get("do_sample") is False:
             self._defaults["temperature"] = 0.0
         self._ends = _ends(settings.get("eos_token_id"), config.eos_token_id, self.tokenizer.eos_token_id)
-
-    @property
-    def why_alone(self) -> str:
-        """Why requests run one at a time; "" if they run together."""
-        return self.engine.model.why_alone
 
     def rehearse(self) -> None:
         """Make a few tokens, so that the first request finds all kernels loaded. Call it in the hook `rehearse`."""

@@ -36,14 +36,6 @@ class Rows:
         self._layers = [_Layer(self) for _ in range(layers)]
         self.cache = Cache(layers=[*self._layers])
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def bytes_(self) -> int:
-        """The memory of the keys and values. On a CPU, only written pages exist."""
-        return sum(one.bytes_ for one in self._layers)
-
     def extend(self, tokens: int) -> Tensor:
         """Make room for `tokens` more columns, which the next forward pass writes.
 
@@ -105,10 +97,6 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, rows: Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
-
-    @property
-    def bytes_(self) -> int:
-        return sum(one.nbytes for one in (self.keys, self.values) if one is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._held(key_states, value_states)

@@ -20,7 +20,7 @@ DECAY = 0.95
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class ScheduledSequence:
     """A prompt and the tokens that follow it."""
 
     number: int
@@ -32,7 +32,7 @@ class Sequence:
     priority: int = 0
     """Sequences with a lower priority number come first."""
     read: int = 0
-    """How many of the tokens have keys and values."""
+    """How many tokens of the prompt have been read."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class Sequence:
 class Chunk(NamedTuple):
     """The tokens [begin, end) of a sequence, which a step reads. The last chunk of a sequence makes its next token."""
 
-    sequence: Sequence
+    sequence: ScheduledSequence
     begin: int
     end: int
 
@@ -55,12 +55,8 @@ class EngineStep(NamedTuple):
     """One step: first, the sequences in `dropped` leave the rows. Then the rows continue, and `chunk` is read."""
 
     chunk: Chunk | None
-    rows: tuple[Sequence, ...]
-    dropped: tuple[Sequence, ...] = ()
-
-    @property
-    def idle(self) -> bool:
-        return self.chunk is None and not self.rows
+    rows: tuple[ScheduledSequence, ...]
+    dropped: tuple[ScheduledSequence, ...] = ()
 
 
 @dataclass(slots=True)
@@ -69,25 +65,21 @@ class StepSchedule:
 
     most_rows: int
     window: int
-    rows: list[Sequence] = field(default_factory=list)
+    rows: list[ScheduledSequence] = field(default_factory=list)
     """The sequences that each step continues by a token."""
-    reading: Sequence | None = None
+    reading: ScheduledSequence | None = None
     """The sequence whose prompt is being read. It has a place in the rows already."""
-    _waiting: list[tuple[tuple[int, int], Sequence]] = field(default_factory=list)
-
-    def fits(self, most_tokens: int) -> bool:
-        """Return True if a sequence of this length fits into the window if it is alone."""
-        return most_tokens <= self.window
+    _waiting: list[tuple[tuple[int, int], ScheduledSequence]] = field(default_factory=list)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its place. The caller checks before that it `fits`."""
+    def add(self, sequence: ScheduledSequence) -> None:
+        """Let a sequence wait for its place. Alone, it must fit into the window."""
         heapq.heappush(self._waiting, (sequence.place, sequence))
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: ScheduledSequence) -> None:
         """Forget a sequence that has ended or is not wanted any more, wherever it is."""
         if self.reading is sequence:
             self.reading = None
@@ -109,7 +101,6 @@ class StepSchedule:
     def done(self, step: EngineStep) -> None:
         """Record a step after which each of its sequences that was to continue has a token more."""
         for sequence in step.rows:
-            sequence.read = sequence.tokens
             sequence.tokens += 1
         if step.chunk is not None and step.chunk.sequence is self.reading:
             sequence = step.chunk.sequence
@@ -119,9 +110,9 @@ class StepSchedule:
                 self.rows.append(sequence)
                 self.reading = None
 
-    def _dropped(self) -> list[Sequence]:
+    def _dropped(self) -> list[ScheduledSequence]:
         """Take the youngest sequences out of the rows until the rows fit into the window after one more token."""
-        dropped: list[Sequence] = []
+        dropped: list[ScheduledSequence] = []
         while len(self.rows) > 1 and self._held() > self.window:
             youngest = max(self.rows, key=lambda one: one.place)
             self.rows.remove(youngest)
@@ -142,7 +133,7 @@ class StepSchedule:
                 heapq.heappop(self._waiting)
                 self.reading = sequence
 
-    def _held(self, *more: Sequence) -> int:
+    def _held(self, *more: ScheduledSequence) -> int:
         """Return the tokens that the rows hold after the next step, together with `more` sequences."""
         sequences = (*self.rows, *more)
         return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)

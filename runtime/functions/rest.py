@@ -250,7 +250,9 @@ class Rest:
         return short_bytes
 
     async def _relieve(self) -> None:
-        """While memory is short, let idle functions step down, and if none can, end warm-ups. Stop when no step is possible."""
+        """While memory is short, let idle functions step down. If no function can step down, end warm-ups. Stop when no step is
+        possible.
+        """
         async with self._relieving:
             while (short := await self._short_bytes()) > 0:
                 if self._give_back() > 0:

@@ -10,7 +10,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 
 SLICE_BYTES = 256 << 10
-"""Larger bodies are sent in slices of this size. A write of 64 MiB would stop the event loop for 30 ms."""
+"""Larger bodies are sent in slices of this size, because a write of all bytes would stop the event loop."""
 
 
 class SlicedBody(Payload):

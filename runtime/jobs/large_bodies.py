@@ -1,6 +1,6 @@
 """Stores the large inputs and outputs of jobs as files beside the jobs database.
 
-SQLite writes a large body twice, and other jobs wait for its commit: 64 MiB take 0.4 s. A file is written before the
+SQLite writes a large body twice, and other jobs wait for its commit. A file is written before the
 transaction that refers to it, and deleted after the transaction that drops it. Files to which no row refers are what
 a crash has left; the next start deletes them.
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from ...errors import JobStoreFailed
+from ...snapshot.publish import publish
 
 LOG = logging.getLogger(__name__)
 MOST_INLINE_BYTES = 256 << 10
@@ -92,9 +93,12 @@ class LargeBodies:
         path = self._folder / f"{len(body)}-{secrets.token_hex(8)}-{digest}"
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            _write_durably(path, body)
+            with publish(path, 0o600) as stream:
+                for start in range(0, len(body), WRITE_BYTES):
+                    stream.write(memoryview(body)[start : start + WRITE_BYTES])
+                    stream.flush()
+                    os.fdatasync(stream.fileno())
         except OSError as error:
-            path.unlink(missing_ok=True)
             raise JobStoreFailed(
                 f"{path} could not be written: {error.strerror}.",
                 remedy="Check whether the disk of the state folder is full.",
@@ -119,21 +123,3 @@ class LargeBodies:
             except OSError as error:
                 # The next start deletes it.
                 LOG.warning("%s could not be deleted: %s", self._folder / name, error.strerror)
-
-
-def _write_durably(path: Path, body: bytes) -> None:
-    view = memoryview(body)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        while view:
-            written = os.write(descriptor, view[:WRITE_BYTES])
-            view = view[written:]
-            os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -35,6 +35,7 @@ PURGE_SLICE = 500
 EXPIRY_SLICE_S = 0.05
 """A transaction that expires jobs handles no further job after this time."""
 UNSENT_S = 60.0
+"""How much longer a job stays each time if a delivery still needs its large bodies."""
 MAX_TOMBSTONES = 1_000_000
 """If there are more tombstones than this, the oldest are deleted before they expire."""
 SPARE_PAGES = 1024

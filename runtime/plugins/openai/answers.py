@@ -74,7 +74,7 @@ class CompletionAnswer:
         return {**self._chunk_head(), "choices": [], "usage": usage_of(self.usage)}
 
     def _index(self, prompt: int, delta: Delta) -> int:
-        return prompt * (self.asked.n or 1) + delta.index
+        return prompt * self.asked.n + delta.index
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
@@ -88,7 +88,7 @@ class CompletionAnswer:
         if delta is not None and delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         chunk = {**self._chunk_head(), "choices": [choice]}
-        if self.asked.usage_in_stream.continuous_usage_stats:
+        if self.asked.stream_options.continuous_usage_stats:
             chunk["usage"] = usage_of(self.usage)
         return chunk
 

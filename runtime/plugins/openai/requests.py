@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....errors import BadInput
-from ....handlers.language_model.contract import MOST_TOP, Bias, GenerationRequest
+from ....handlers.language_model.contract import MOST_TOP, GenerationRequest, Sampling
 from ...http.requests import validate
 
 MOST_PROMPTS = 128
@@ -21,19 +21,19 @@ MOST_TOKENS = 16
 REMEDY = "docs/language-models.md lists the fields."
 UNSUPPORTED = {
     "tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs", "guided_json", "audio",
-    "modalities", "prediction", "web_search_options", "reasoning_effort", "suffix", "prompt_logprobs",
+    "modalities", "best_of", "prediction", "web_search_options", "reasoning_effort", "suffix", "prompt_logprobs",
 }  # fmt: skip
 """The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
 WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "parallel_tool_calls",
-    "verbosity", "best_of",
+    "verbosity",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
-OWN = {"model", "stream", "stream_options", "messages", "prompt"}
+OWN = frozenset({"model", "stream", "stream_options", "messages", "prompt"})
 """The fields that are not for the model, or are added for each event."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "best_of": (1,),
 }  # fmt: skip
 """Values of unsupported fields that ask for nothing."""
 
@@ -48,64 +48,44 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
-class _Request(BaseModel):
-    """The fields that chats and completions share. None is the same as no field."""
+class _Request(Sampling):
+    """The fields that chats and completions share."""
 
-    model_config = ConfigDict(extra="forbid")
-    own: ClassVar[set[str]] = set()
+    own: ClassVar[frozenset[str]] = frozenset()
     """The fields that the event does not have."""
 
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
     max_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = None
-    logit_bias: dict[int, Bias] | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-
-    @property
-    def usage_in_stream(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=128)
+    stop: str | list[str] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
 
     def check(self) -> None:
         """Raise BadInput if fields contradict each other."""
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             message = "The body is invalid: stream_options: only with stream."
             raise BadInput(message, remedy="Set stream to true.", details={"field": "stream_options"})
 
     def _event(self, **fields: Any) -> GenerationRequest:
-        """Return an event with the fields that the request sets, and then `fields`."""
-        event = self.model_dump(exclude=OWN | self.own, exclude_none=True) | fields
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        event["stop"] = [stop for stop in stops if stop]
-        return validate(
-            GenerationRequest, {name: one for name, one in event.items() if one is not None}, REMEDY
-        )
+        """Return an event with the fields that the request sets, and then `fields` that are not None."""
+        event = self.model_dump(exclude=set(OWN | self.own), exclude_unset=True)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        event |= {name: value for name, value in fields.items() if value is not None}
+        return validate(GenerationRequest, {**event, "stop": [stop for stop in stops if stop]}, REMEDY)
 
 
 class ChatRequest(_Request):
     """The body of `POST /chat/completions`."""
 
-    own = {"max_completion_tokens", "logprobs"}
+    own = frozenset({"max_completion_tokens", "logprobs", "top_logprobs"})
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    continue_final_message: bool = False
 
     def events(self) -> list[GenerationRequest]:
         """Return the event that the function gets."""
@@ -118,14 +98,17 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """The body of `POST /completions`."""
 
-    own = {"logprobs"}
+    own = frozenset({"logprobs"})
 
     prompt: str | Several[str] | list[int] | Several[list[int]]
-    echo: bool | None = None
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
 
     def check(self) -> None:
         super().check()
+        if "top_logprobs" in self.model_fields_set:
+            message = "The body is invalid: top_logprobs: a completion has logprobs only."
+            raise BadInput(message, remedy="Set logprobs to a number.", details={"field": "top_logprobs"})
         if self.echo and self.logprobs is not None:
             message = "The body is invalid: logprobs: not with echo, because a prompt has none here."
             raise BadInput(message, remedy="Leave one of them out.", details={"field": "logprobs"})
@@ -139,7 +122,9 @@ class CompletionRequest(_Request):
 
 
 def supported(body: Any) -> Any:
-    """Return a request without the fields that have no effect. Raise BadInput if an unsupported field asks for something."""
+    """Return a request without the fields that have no effect or are null. Raise BadInput if an unsupported field asks for
+    something.
+    """
     if not isinstance(body, dict):
         return body
     for name in sorted(UNSUPPORTED & body.keys()):
@@ -147,7 +132,7 @@ def supported(body: Any) -> Any:
             message = f"The body is invalid: {name}: pilotflame does not support it yet."
             raise BadInput(message, remedy=REMEDY, details={"field": name})
     left = UNSUPPORTED | WITHOUT_EFFECT
-    return {name: value for name, value in body.items() if name not in left}
+    return {name: value for name, value in body.items() if name not in left and value is not None}
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

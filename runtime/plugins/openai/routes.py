@@ -104,32 +104,28 @@ class OpenAiApi(ApiPlugin):
         prefix = "chatcmpl" if kind is ChatRequest else "cmpl"
         answer = CompletionAnswer(f"{prefix}-{request_id_of(request.headers)}", asked)
         events = asked.events()
-        response: web.StreamResponse | None = None
-        error: PilotflameError | None = None
+        send = _sent if asked.stream else _whole
+        # An error that leaves the group would be wrapped, so it is raised after the group.
         async with asyncio.TaskGroup() as tasks:
             deltas = Deltas(Gateway(self.backend), request, name, events, tasks)
             try:
                 async with asyncio.timeout(limit_s + LAST_EVENT_S):
-                    response = await (
-                        _sent(request, answer, deltas) if asked.stream else _whole(request, answer, deltas)
-                    )
+                    return await send(request, answer, deltas)
             except TimeoutError:
                 # The caller does not read the answer.
                 if request.transport is not None:
                     request.transport.abort()
-                error = DeadlineExceeded("The answer could not be sent in time.")
+                error: PilotflameError = DeadlineExceeded("The answer could not be sent in time.")
             except PilotflameError as failed:
                 error = failed
             finally:
                 deltas.close()
-        if response is None:
-            raise error or PilotflameError("The answer could not be made.")
-        return response
+        raise error
 
     def _live(self, request: web.Request, name: str) -> Live:
         """Return a language model that the caller may see. Raise UnknownFunction or BadInput, which name the field."""
-        if name not in self.backend.names(request):
-            unknown = UnknownFunction.named(name, self.backend.names(request))
+        if name not in (known := self.backend.names(request)):
+            unknown = UnknownFunction.named(name, known)
             raise UnknownFunction(unknown.message, remedy=unknown.remedy, details={"field": "model"})
         live = self.backend.functions.get(name)
         if not is_language_model(live):
@@ -168,7 +164,7 @@ async def _sent(request: web.Request, answer: CompletionAnswer, deltas: Deltas) 
             raise
         await _write(request, response, _event(error_body(error)))
     else:
-        last = [answer.last_chunk()] if answer.asked.usage_in_stream.include_usage else []
+        last = [answer.last_chunk()] if answer.asked.stream_options.include_usage else []
         await _write(request, response, b"".join(map(_event, last)) + DONE)
     await response.write_eof()
     return response

@@ -44,6 +44,14 @@ async def call(gateway: Gateway, size: int, **headers: str) -> httpx.Response:
     return await gateway.client.post("/invoke/f", json=size, headers=headers)
 
 
+def wire(size: int, headers: dict[str, str]) -> bytes:
+    """Return the bytes of a call whose answer has this size."""
+    body = str(size)
+    lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": len(body), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST /invoke/f HTTP/1.1\r\n{head}\r\n{body}".encode()
+
+
 @BOTH_PATHS
 async def test_a_large_answer_arrives_whole_and_the_connection_goes_on(
     gateway: Gateway, headers: dict[str, str]
@@ -75,10 +83,8 @@ async def test_requests_that_follow_at_once_get_their_answers(
 ) -> None:
     await deployed(gateway)
     reader, writer = await asyncio.open_connection(*gateway.address)
-    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    head = f"POST /invoke/f HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}Content-Length: "
     for size in (SIZE, 256, SIZE):
-        writer.write(f"{head}{len(str(size))}\r\n\r\n{size}".encode())
+        writer.write(wire(size, headers))
     for size in (SIZE, 256, SIZE):
         answer = await reader.readuntil(b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
@@ -92,11 +98,9 @@ async def test_a_caller_that_reads_nothing_is_disconnected(
 ) -> None:
     gateway = impatient
     await deployed(gateway)
-    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     size = 64 << 20
     reader, writer = await asyncio.open_connection(*gateway.address)
-    head = f"POST /invoke/f HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
-    writer.write(f"{head}Content-Length: {len(str(size))}\r\n\r\n{size}".encode())
+    writer.write(wire(size, headers))
     answers = room_of(gateway)
 
     async def held() -> bool:

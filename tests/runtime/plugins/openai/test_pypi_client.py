@@ -214,9 +214,14 @@ async def test_a_handler_that_yields_something_else(client: Any, served: Gateway
 
 
 async def test_echo_and_the_limits_of_completions(client: Any) -> None:
-    echoed = await client.completions.create(**ASKED, prompt="A pilot flame", max_tokens=4, echo=True)
+    echoed = await client.completions.create(
+        **ASKED, prompt="A pilot flame", max_tokens=4, echo=True, best_of=1
+    )
     assert echoed.choices[0].text == "A pilot flame let"
-    for fields in ({"echo": True, "logprobs": 1}, {"prompt": ["a"] * 129}):
+    refused: list[dict[str, Any]] = [
+        {"echo": True, "logprobs": 1}, {"prompt": ["a"] * 129}, {"best_of": 2}, {"extra_body": {"top_logprobs": 2}}
+    ]  # fmt: skip
+    for fields in refused:
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**{**ASKED, "prompt": "A", **fields})
 
