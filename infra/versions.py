@@ -52,6 +52,7 @@ TESTS = {
     "joserfc": "runtime/access/test_issuers.py",
     "numpy": "handlers/test_arrays.py",
     "nvidia-ml-py": "runtime/launching/test_gpus.py",
+    "llguidance": "handlers/language_model/test_constraint.py",
     "obstore": "snapshot/sources/test_google.py snapshot/sources/test_azure.py",
     "orjson": "runtime/jobs/test_store.py handlers/test_codec.py",
     "packaging": "runtime/packaging/test_requirements.py",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MOST_TOP = 20
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -56,6 +57,51 @@ class Sampling(BaseModel):
         )
 
 
+class ToolFunction(BaseModel):
+    """A function that the model may call, as OpenAI has it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="Calls always have arguments that fit the schema.")
+
+
+class Tool(BaseModel):
+    """Something that the model may ask its caller to do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class ToolName(BaseModel):
+    """The tool that the model has to call."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+
+
+class OutputFormat(BaseModel):
+    """What the text of an answer must be. It has one of these fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    json_schema: dict[str, Any] | None = Field(None, description="A value that fits this JSON schema.")
+    regex: str | None = Field(None, min_length=1, description="A text that matches.")
+    choice: tuple[str, ...] | None = Field(None, min_length=1, description="One of these texts.")
+    grammar: str | None = Field(None, min_length=1, description="A text of this Lark grammar.")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError("give one of json_schema, regex, choice and grammar")
+        return self
+
+
 class GenerationRequest(Sampling):
     """A request for text. It has either `messages`, which the model's chat template turns into a prompt, or `prompt`.
 
@@ -78,6 +124,13 @@ class GenerationRequest(Sampling):
         False, description="The last message is the beginning of the answer."
     )
     priority: int = Field(0, ge=0, le=4, description="0 is served first.")
+    reasoning_effort: Effort | None = Field(None, description="How much the model reasons before it answers.")
+    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolName = Field(
+        "auto", description="Whether the model has to call a tool, and which."
+    )
+    parallel_tool_calls: bool = Field(True, description="An answer may have several calls.")
+    output: OutputFormat | None = Field(None, description="What the text of an answer must be.")
 
     @property
     def sampling(self) -> Sampling:
@@ -85,13 +138,43 @@ class GenerationRequest(Sampling):
         asked = self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
         return Sampling(**asked)
 
+    @property
+    def callable_tools(self) -> list[ToolFunction]:
+        """The tools that this request lets the model call."""
+        functions = [tool.function for tool in self.tools]
+        if isinstance(self.tool_choice, ToolName):
+            return [function for function in functions if function.name == self.tool_choice.name]
+        return [] if self.tool_choice == "none" else functions
+
+    @property
+    def must_call(self) -> bool:
+        """True if each answer has to be a call of a tool."""
+        return self.tool_choice not in ("none", "auto")
+
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("give either messages or a prompt")
+        if self.tools and self.messages is None:
+            raise ValueError("tools go with messages only")
+        if len({tool.function.name for tool in self.tools}) < len(self.tools):
+            raise ValueError("two tools have the same name")
+        if self.must_call and not self.callable_tools:
+            raise ValueError("tool_choice asks for a tool that is not among the tools")
+        if self.must_call and self.output is not None:
+            raise ValueError("an answer that has to be a call of a tool has no other form")
         if reserved := RESERVED & self.chat_template_kwargs.keys():
             raise ValueError(f"chat_template_kwargs may not have {min(reserved)}")
         return self
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object."""
 
 
 class TokenLogprob(BaseModel):
@@ -120,6 +203,9 @@ class Delta(BaseModel):
     index: int = 0
     """The number of the answer."""
     text: str = ""
+    reasoning: str = ""
+    """Text that the model writes before its answer, if its chat template marks such text."""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None

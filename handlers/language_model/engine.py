@@ -25,11 +25,14 @@ SMOOTHING = 0.2
 
 
 class Token(NamedTuple):
-    """A token that was made. `ends` is True if it is one of the tokens that end a sequence."""
+    """A token that was made."""
 
     id: int
     logprobs: Logprobs | None
     ends: bool
+    """True if it is one of the tokens that end a sequence."""
+    last: bool
+    """True if none may follow: it ends the sequence, or the grammar is complete."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +102,7 @@ class Engine:
                 item = await run.out.get()
                 if isinstance(item, Exception):
                     raise item
-                if item.ends or not left:
+                if item.last or not left:
                     run.over = True
                 yield item
                 if run.over:
@@ -152,7 +155,7 @@ class Engine:
         ends = not run.put(token) or isinstance(token, Exception)
         if isinstance(token, Token):
             run.ids.append(token.id)
-            ends = ends or token.ends or len(run.ids) >= run.sequence.most_tokens
+            ends = ends or token.last or len(run.ids) >= run.sequence.most_tokens
         if ends:
             self._end(run)
 
@@ -247,7 +250,8 @@ def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
             LOG.exception("a token could not be chosen")
             made.append((run, error))
         else:
-            made.append((run, Token(token, logprobs, token in run.ends)))
+            ends = token in run.ends
+            made.append((run, Token(token, logprobs, ends, ends or run.sampler.complete)))
     return made
 
 

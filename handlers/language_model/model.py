@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import InputInvalid
+from .answer_form import AnswerForms
+from .answer_parts import AnswerParts
 from .causal_model import CausalModel
+from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
 from .engine import Engine, Token
+from .prompts import Prompts
 from .sampling import Sampler
 from .text import TextStream
 
@@ -29,6 +34,18 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # The names of the sampling defaults that a model's authors may set.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A request with its prompt, its limit and the forms of its answers."""
+
+    request: GenerationRequest
+    ids: list[int]
+    most_new: int
+    usage: TokenUsage
+    forms: list[tuple[Constraint | None, AnswerParts | None]]
+    """The constraint and the reader of each answer."""
 
 
 class LanguageModel:
@@ -48,8 +65,9 @@ class LanguageModel:
             config = AutoConfig.from_pretrained(folder)
             module = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
         snapshot.restore(module, device="auto")
-        self._vocabulary = int(module.get_input_embeddings().num_embeddings)
+        vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._prompts = Prompts(self.tokenizer, vocabulary)
         causal = CausalModel(module, config)
         self.engine = Engine(causal, rows, window)
         self.most_tokens = min(causal.most_tokens, window)
@@ -61,6 +79,7 @@ class LanguageModel:
         if settings.get("do_sample") is False:
             self._defaults["temperature"] = 0.0
         self._ends = _ends(settings.get("eos_token_id"), config.eos_token_id, self.tokenizer.eos_token_id)
+        self._forms = AnswerForms(self.tokenizer, self._prompts, self._ends)
 
     def rehearse(self) -> None:
         """Make a few tokens, so that the first request finds all kernels loaded. Call it in the hook `rehearse`."""
@@ -72,54 +91,20 @@ class LanguageModel:
 
         Raises InputInvalid if the request does not fit the model.
         """
-        ids = await asyncio.to_thread(self.tokens_of, request)
-        most_new = self._most_new(request, len(ids))
-        usage = TokenUsage(prompt_tokens=len(ids))
-        if request.n == 1:
-            answer = self._answer(request, ids, most_new, 0, usage)
-            async with aclosing(answer):
-                async for delta in answer:
-                    yield delta
-            return
-        async with aclosing(self._answers(request, ids, most_new, usage)) as answers:
+        plan = await asyncio.to_thread(self._plan, request)
+        answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
+        async with aclosing(answers):
             async for delta in answers:
                 yield delta
 
-    def tokens_of(self, request: GenerationRequest) -> list[int]:
-        """Return the tokens of a request's prompt. Raise InputInvalid."""
-        if isinstance(request.prompt, list):
-            ids = request.prompt
-        elif request.prompt is not None:
-            ids = self.tokenizer.encode(request.prompt)
-        else:
-            ids = self._templated(request)
-        ids = ids or _ends(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)[:1]
-        if not ids or not all(0 <= token < self._vocabulary for token in ids):
-            raise InputInvalid(
-                f"The prompt has no tokens, or one that is none of the model's {self._vocabulary}.",
-                remedy="Send another text.",
-            )
-        return ids
-
-    def _templated(self, request: GenerationRequest) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise InputInvalid(
-                "This model has no chat template, so it takes no messages.",
-                remedy="Send a prompt, or add chat_template.jinja to the model's folder.",
-            )
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                request.messages, tokenize=False, add_generation_prompt=not request.continue_final_message,
-                continue_final_message=request.continue_final_message, **request.chat_template_kwargs,
-            )  # fmt: skip
-        except Exception as error:
-            # The template is a program of the model's authors, and raises what it likes.
-            raise InputInvalid(
-                f"The model's chat template does not take these messages: {error}",
-                remedy="Change the messages.",
-            ) from error
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return found
+    def _plan(self, request: GenerationRequest) -> _Plan:
+        prompt = self._prompts.prompt(request)
+        most_new = self._most_new(request, len(prompt.ids))
+        forms = [
+            (self._forms.constraint(request, prompt), self._forms.parts(request, prompt))
+            for _ in range(request.n)
+        ]
+        return _Plan(request, prompt.ids, most_new, TokenUsage(prompt_tokens=len(prompt.ids)), forms)
 
     def _most_new(self, request: GenerationRequest, prompt: int) -> int:
         room = self.most_tokens - prompt
@@ -132,15 +117,13 @@ class LanguageModel:
             )
         return room if wanted is None else wanted
 
-    async def _answers(
-        self, request: GenerationRequest, ids: list[int], most_new: int, usage: TokenUsage
-    ) -> AsyncGenerator[Delta]:
+    async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
         pieces: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 
         async def run(index: int) -> None:
             try:
-                async with aclosing(self._answer(request, ids, most_new, index, usage)) as answer:
+                async with aclosing(self._answer(plan, index)) as answer:
                     async for delta in answer:
                         pieces.put_nowait(delta)
                 pieces.put_nowait(None)
@@ -148,7 +131,7 @@ class LanguageModel:
                 pieces.put_nowait(error)
 
         # Not a task group: it would wrap the error, and a generator may not suspend inside of one.
-        running = [asyncio.create_task(run(index)) for index in range(request.n)]
+        running = [asyncio.create_task(run(index)) for index in range(plan.request.n)]
         try:
             left = len(running)
             while left:
@@ -164,32 +147,35 @@ class LanguageModel:
                 task.cancel()
             await asyncio.wait(running)
 
-    async def _answer(
-        self, request: GenerationRequest, ids: list[int], most_new: int, index: int, usage: TokenUsage
-    ) -> AsyncGenerator[Delta]:
+    async def _answer(self, plan: _Plan, index: int) -> AsyncGenerator[Delta]:
+        request, ids, usage = plan.request, plan.ids, plan.usage
+        constraint, parts = plan.forms[index]
         sampling = self._sampling(request.sampling, index)
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
-        with_stop = request.include_stop_str_in_output
-        stream = TextStream(self._decode, request.stop, after=ids, with_stop=with_stop)
+        # The marks of calls may be special tokens.
+        decode = self._decode if parts is None else self._decode_marks
+        stream = TextStream(decode, request.stop, after=ids, with_stop=request.include_stop_str_in_output)
         if request.echo:
             yield Delta(index=index, text=self._decode(ids))
-        tokens = self.engine.generate(ids, Sampler(sampling, ids, ends), ends, most_new, request.priority)
+        sampler = Sampler(sampling, ids, ends, constraint)
         made = 0
-        async with aclosing(tokens):
+        async with aclosing(
+            self.engine.generate(ids, sampler, ends, plan.most_new, request.priority)
+        ) as tokens:
             async for token in tokens:
                 made += 1
                 usage.completion_tokens += 1
                 delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token))
                 if made == 1:
                     delta.usage = usage
-                if not token.ends:
-                    delta.text = stream.push(token.id)
-                reason: FinishReason | None = "stop" if token.ends or stream.stopped is not None else None
-                if reason is None and made == most_new:
+                _add(delta, "" if token.ends else stream.push(token.id), parts)
+                reason: FinishReason | None = "stop" if token.last or stream.stopped is not None else None
+                if reason is None and made == plan.most_new:
                     reason = "length"
                 if reason is not None:
-                    delta.text += stream.finish()
-                    delta.finish_reason, delta.usage = reason, usage
+                    _add(delta, stream.finish(), parts, last=True)
+                    called = parts is not None and parts.called and reason == "stop"
+                    delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
                         delta.stop_reason = token.id
@@ -214,6 +200,21 @@ class LanguageModel:
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+    def _decode_marks(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def _add(delta: Delta, text: str, parts: AnswerParts | None, *, last: bool = False) -> None:
+    """Add a piece of an answer's text to the delta."""
+    if parts is None:
+        delta.text += text
+        return
+    for found in (parts.push(text), *([parts.finish()] if last else [])):
+        delta.text += found.text
+        delta.reasoning += found.reasoning
+        delta.tool_calls += found.calls
 
 
 def _generation_settings(folder: Path) -> dict[str, Any]:

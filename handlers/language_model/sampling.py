@@ -27,6 +27,9 @@ class Logprobs(NamedTuple):
 class Grammar(Protocol):
     """Says which tokens may follow."""
 
+    complete: bool
+    """True if no token may follow, except one that ends the sequence."""
+
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits (vocabulary,), with -inf for each token that may not follow."""
 
@@ -55,6 +58,11 @@ class Sampler:
     def greedy(self) -> bool:
         """True if `choose` would only take the largest logit. Then call `note` instead."""
         return self._sampling.greedy and self._grammar is None
+
+    @property
+    def complete(self) -> bool:
+        """True if the grammar permits no other token."""
+        return self._grammar is not None and self._grammar.complete
 
     def choose(self, logits: Tensor) -> tuple[int, Logprobs | None]:
         """Return the next token. `logits` has the shape (vocabulary,)."""
@@ -89,12 +97,14 @@ class Sampler:
         return scores
 
     def _allowed(self, scores: Tensor) -> Tensor:
+        if self._grammar is not None:
+            scores = self._grammar.mask(scores)
         if self._made.total() < self._sampling.min_tokens and self._ends:
             others = scores.clone()
             others[[token for token in self._ends if token < len(scores)]] = -math.inf
-            # If all tokens end the sequence, there is no other one to choose.
+            # There may be no other token to choose.
             scores = others if bool(others.isfinite().any()) else scores
-        return scores if self._grammar is None else self._grammar.mask(scores)
+        return scores
 
     def _drawn(self, scores: Tensor) -> int:
         of = self._sampling

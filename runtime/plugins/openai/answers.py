@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....handlers.language_model.contract import Delta, TokenLogprob, TokenUsage
+from ....handlers.language_model.contract import Delta, TokenLogprob, TokenUsage, ToolCall
 from .requests import ChatRequest, CompletionRequest
 
 
@@ -65,8 +65,8 @@ class CompletionAnswer:
         chunks: list[dict[str, Any]] = []
         if begins and self.chats:
             chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None))
-        if delta.text or delta.finish_reason is not None or delta.logprobs is not None:
-            chunks.append(self._chunk(index, self._piece(delta, offset), delta))
+        if _says_something(delta):
+            chunks.append(self._chunk(index, self._piece(index, delta, offset), delta))
         return chunks
 
     def last_chunk(self) -> dict[str, Any]:
@@ -92,15 +92,30 @@ class CompletionAnswer:
             chunk["usage"] = usage_of(self.usage)
         return chunk
 
-    def _piece(self, delta: Delta, offset: int) -> dict[str, Any]:
+    def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
         if self.chats:
-            return {"delta": {"content": delta.text}, "logprobs": _chat_logprobs(delta.logprobs)}
+            said = _reasoning(delta.reasoning)
+            if delta.tool_calls:
+                before = len(self._choices[index].calls) - len(delta.tool_calls)
+                calls = enumerate(delta.tool_calls, before)
+                said["tool_calls"] = [{"index": number, **_call(call)} for number, call in calls]
+            if delta.text or not said:
+                said["content"] = delta.text
+            return {"delta": said, "logprobs": _chat_logprobs(delta.logprobs)}
         return {"text": delta.text, "logprobs": _completion_logprobs(delta.logprobs, offset)}
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self.chats:
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            calls = {"tool_calls": [_call(call) for call in choice.calls]} if choice.calls else {}
+            content = choice.text or (None if calls else "")
+            message = {
+                "role": "assistant",
+                "content": content,
+                "refusal": None,
+                **_reasoning(choice.reasoning),
+                **calls,
+            }
             return {"index": index, "message": message, "logprobs": _chat_logprobs(choice.logprobs), **end}
         return {
             "index": index,
@@ -115,6 +130,8 @@ class _Choice:
     """One answer so far."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
     tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
@@ -122,11 +139,32 @@ class _Choice:
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.calls += delta.tool_calls
         self.tokens += len(delta.tokens)
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *delta.logprobs]
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+def _says_something(delta: Delta) -> bool:
+    """Return True if the caller gets a chunk for a delta."""
+    said = delta.text or delta.reasoning or delta.tool_calls or delta.logprobs is not None
+    return bool(said) or delta.finish_reason is not None
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return reasoning by both names that clients know: vLLM's, and DeepSeek's."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def _chat_logprobs(found: list[TokenLogprob] | None) -> dict[str, Any] | None:

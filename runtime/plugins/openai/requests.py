@@ -5,12 +5,21 @@ A field that would change the answer and is not supported is refused by name. A 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....errors import BadInput
-from ....handlers.language_model.contract import MOST_TOP, GenerationRequest, Sampling
+from ....handlers.language_model.contract import (
+    MOST_TOP,
+    Effort,
+    GenerationRequest,
+    OutputFormat,
+    Sampling,
+    Tool,
+    ToolName,
+)
 from ...http.requests import validate
 
 MOST_PROMPTS = 128
@@ -18,22 +27,22 @@ T = TypeVar("T")
 Several = Annotated[list[T], Field(max_length=MOST_PROMPTS)]
 MOST_TOKENS = 16
 """How many tokens a completion has if the request does not say it."""
+ANY_OBJECT = {"type": "object"}
+"""The schema of the format json_object."""
 REMEDY = "docs/language-models.md lists the fields."
 UNSUPPORTED = {
-    "tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs", "guided_json", "audio",
-    "modalities", "best_of", "prediction", "web_search_options", "reasoning_effort", "suffix", "prompt_logprobs",
+    "functions", "function_call", "guided_json", "audio", "modalities", "best_of", "prediction", "web_search_options", "suffix",
+    "prompt_logprobs",
 }  # fmt: skip
 """The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
 WITHOUT_EFFECT = {
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "parallel_tool_calls",
-    "verbosity",
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "verbosity",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
-OWN = frozenset({"model", "stream", "stream_options", "messages", "prompt"})
+OWN = frozenset({"model", "stream", "stream_options", "messages", "prompt", "structured_outputs"})
 """The fields that are not for the model, or are added for each event."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "suffix": ("",), "best_of": (1,),
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "suffix": ("",), "best_of": (1,),
 }  # fmt: skip
 """Values of unsupported fields that ask for nothing."""
 
@@ -46,6 +55,65 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
+
+
+class NamedToolChoice(BaseModel):
+    """The tool that has to be called."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema of the whole answer. The name and the description are not shown to the model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = ""
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What the text of an answer is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_one_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
+
+    @property
+    def output(self) -> OutputFormat | None:
+        if self.type == "text":
+            return None
+        return OutputFormat(json_schema=self.json_schema.json_schema if self.json_schema else ANY_OBJECT)
+
+
+class StructuredOutputs(BaseModel):
+    """What the text of an answer is, as vLLM has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @property
+    def output(self) -> OutputFormat:
+        schema = ANY_OBJECT if self.json_object else self.json_schema
+        fields = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return validate(OutputFormat, fields, REMEDY)
 
 
 class _Request(Sampling):
@@ -61,6 +129,12 @@ class _Request(Sampling):
     n: int = Field(1, ge=1, le=128)
     stop: str | list[str] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def output(self) -> OutputFormat | None:
+        """What the text of an answer has to be."""
+        return self.structured_outputs.output if self.structured_outputs is not None else None
 
     def check(self) -> None:
         """Raise BadInput if fields contradict each other."""
@@ -72,6 +146,7 @@ class _Request(Sampling):
         """Return an event with the fields that the request sets, and then `fields` that are not None."""
         event = self.model_dump(exclude=set(OWN | self.own), exclude_unset=True)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        fields["output"] = self.output
         event |= {name: value for name, value in fields.items() if value is not None}
         return validate(GenerationRequest, {**event, "stop": [stop for stop in stops if stop]}, REMEDY)
 
@@ -79,20 +154,40 @@ class _Request(Sampling):
 class ChatRequest(_Request):
     """The body of `POST /chat/completions`."""
 
-    own = frozenset({"max_completion_tokens", "logprobs", "top_logprobs"})
+    own = frozenset({"max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "response_format"})
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+
+    @property
+    def output(self) -> OutputFormat | None:
+        asked = self.response_format.output if self.response_format is not None else None
+        return super().output or asked
+
+    def check(self) -> None:
+        super().check()
+        if self.tool_choice == "required" and not self.tools:
+            message = "The body is invalid: tool_choice: a tool is required, and there are none."
+            raise BadInput(message, remedy="Send tools.", details={"field": "tool_choice"})
 
     def events(self) -> list[GenerationRequest]:
         """Return the event that the function gets."""
         top = (self.top_logprobs or 0) if self.logprobs else None
         messages = [_plain(one) for one in self.messages]
         most = self.max_completion_tokens or self.max_tokens
-        return [self._event(messages=messages, max_tokens=most, top_logprobs=top)]
+        choice = (
+            self.tool_choice.function if isinstance(self.tool_choice, NamedToolChoice) else self.tool_choice
+        )
+        wanted = choice if self.tools else None
+        return [self._event(messages=messages, max_tokens=most, top_logprobs=top, tool_choice=wanted)]
 
 
 class CompletionRequest(_Request):
@@ -136,12 +231,31 @@ def supported(body: Any) -> Any:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for a chat template, whose content is a text. OpenAI's may be a list of texts."""
+    """Return a message in the form of chat templates: its content is a text, and the arguments of calls are objects."""
     content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = [part if isinstance(part, str) else _text_of(part) for part in content]
-    return {**message, "content": "".join(texts)}
+    if isinstance(content, list):
+        content = "".join(part if isinstance(part, str) else _text_of(part) for part in content)
+    plain = {**message, "content": "" if content is None else content}
+    if message.get("role") == "developer":
+        plain["role"] = "system"
+    if isinstance(calls := message.get("tool_calls"), list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    """Return a call of an earlier answer. Raise BadInput if its arguments are no JSON object."""
+    try:
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+        plain = {**call, "function": {**function, "arguments": arguments}}
+    except (TypeError, KeyError, AttributeError, orjson.JSONDecodeError):
+        message = "The body is invalid: messages: tool_calls has one without a function or without arguments in JSON."
+        raise BadInput(
+            message, remedy="Send calls as the model made them.", details={"field": "messages"}
+        ) from None
+    return plain
 
 
 def _text_of(part: Any) -> str:

@@ -1,0 +1,97 @@
+"""What the answers of a request have to look like: their grammar, and how their text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InputInvalid
+from .answer_parts import AnswerParts
+from .chat_form import THINK, THOUGHT, ChatForm
+from .constraint import Constraint, Constraints
+from .contract import GenerationRequest
+from .grammar import call_rules, output_rules, with_reasoning
+from .prompts import Prompt, Prompts
+
+
+class AnswerForms:
+    """Makes the forms of one model's answers."""
+
+    def __init__(self, tokenizer: Any, prompts: Prompts, ends: Sequence[int]) -> None:
+        """`ends` are the tokens that end an answer."""
+        self._tokenizer, self._ends = tokenizer, ends
+        self._chat = ChatForm.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
+        marks = [
+            THINK,
+            THOUGHT,
+            *((*self._chat.tools.begin, *self._chat.tools.end) if self._chat.tools else ()),
+        ]
+        self._tokens = prompts.single_tokens(marks)
+        self._constraints: Constraints | None = None
+
+    def constraint(self, request: GenerationRequest, prompt: Prompt) -> Constraint | None:
+        """Return the constraint of an answer; None if it may be any text. Raise InputInvalid."""
+        if (grammar := self._grammar(request, prompt)) is None:
+            return None
+        if self._constraints is None:
+            self._constraints = Constraints(self._tokenizer, self._ends)
+        return self._constraints.new(grammar)
+
+    def parts(self, request: GenerationRequest, prompt: Prompt) -> AnswerParts | None:
+        """Return the reader of an answer; None if all of it is text. Raise InputInvalid."""
+        tools = bool(request.callable_tools)
+        template = self._chat.template(tools=tools) if request.messages is not None else None
+        if template is None:
+            return None
+        if not hasattr(self._tokenizer, "get_response_parser"):
+            if not tools:
+                return None
+            raise InputInvalid(
+                "Tools need a newer version of transformers.", remedy="Install transformers 5.13 or later."
+            )
+        declared = self._chat.declared is not None
+        before = prompt.text if declared else THINK if _begun(prompt) else ""
+        listed = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        return AnswerParts(self._tokenizer.get_response_parser(template, prefix=before, tools=listed or None))
+
+    def _grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
+        if request.output is not None:
+            if request.output.grammar is not None:
+                return request.output.grammar
+            rules = output_rules(request.output)
+        elif request.callable_tools:
+            if (found := self._calls(request)) is None:
+                return None
+            rules = found
+        else:
+            return None
+        if request.messages is None or not self._chat.thinks:
+            return f"start: answer\n{rules}"
+        return with_reasoning(rules, self._tokens, begun=_begun(prompt))
+
+    def _calls(self, request: GenerationRequest) -> str | None:
+        """Return the rules of calls; None if the model may write what it likes."""
+        form, must = self._chat.tools, request.must_call
+        if not must and not self._chat.shows_tools:
+            raise InputInvalid(
+                "The model's chat template does not show tools to the model.",
+                remedy='Set tool_choice to "required" or to a tool: then each answer is a call.',
+            )
+        if form is None:
+            if must:
+                raise InputInvalid(
+                    "No grammar is known for the calls of this model, so none can be required.",
+                    remedy='Set tool_choice to "auto".',
+                )
+            return None
+        strict = any(tool.strict for tool in request.callable_tools)
+        marked = not form.begin or form.begin[0] in self._tokens
+        if not must and not (strict and marked):
+            return None
+        tools, several = request.callable_tools, request.parallel_tool_calls
+        return call_rules(tools, form, self._tokens, several=several, must=must)
+
+
+def _begun(prompt: Prompt) -> bool:
+    """Return True if the chat template has begun the reasoning."""
+    return prompt.text.rstrip().endswith(THINK)

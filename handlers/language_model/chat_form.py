@@ -1,0 +1,101 @@
+"""How a model writes its answers to chats: the marks of reasoning, and the form of calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ResponseTemplate = Mapping[str, Any]
+"""How transformers' ResponseParser reads an answer. Its fields here: content, reasoning_content and tool_calls."""
+THINK, THOUGHT = "<think>", "</think>"
+_REASONING = {"open": THINK, "close": THOUGHT, "content": "text"}
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """A call: `begin`, a JSON object with the tool's name and its arguments, `end`."""
+
+    begin: tuple[str, ...]
+    """Marks and the texts between them. A mark may be one token of the model."""
+    end: tuple[str, ...]
+    arguments: str
+    """The key of the arguments."""
+    several: bool
+    """True if an answer may have several calls."""
+    opens: str
+    """The pattern before the JSON object, for the parser."""
+
+    @property
+    def field(self) -> dict[str, Any]:
+        """The field of a response template that reads the calls."""
+        call = {"name": "{content.name}", "arguments": f"{{content.{self.arguments}}}"}
+        read = {
+            "open_pattern": self.opens,
+            "repeats": True,
+            "content": "json",
+            "transform": {"function": call},
+        }
+        return read | ({"close": self.end[-1]} if self.end else {})
+
+
+HERMES = ToolForm(("<tool_call>", "\n"), ("\n", "</tool_call>"), "arguments", True, r"\s*<tool_call>")
+"""The form of Hermes and Qwen 2.5 and 3."""
+LLAMA3 = ToolForm((), (), "parameters", False, r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"name\")")
+"""The form of Llama 3: the answer is the call."""
+PLAIN = ToolForm((), (), "arguments", False, r"\A\s*(?=\{\s*\"name\")")
+"""The form of a model whose chat template has no tools. A grammar makes it write this one."""
+# The form of Qwen 3 Coder and 3.5, which is no JSON.
+_TAGGED = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+    "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+}
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """The form of a model's answers to chats."""
+
+    tools: ToolForm | None
+    """The form of calls that a grammar can ask for; None if the model has another one."""
+    shows_tools: bool
+    """True if the chat template tells the model which tools there are."""
+    thinks: bool
+    """True if the model may write its reasoning between the marks THINK and THOUGHT."""
+    declared: ResponseTemplate | None = None
+    """The template that the tokenizer's authors have written."""
+
+    @classmethod
+    def of(cls, chat_template: object, declared: ResponseTemplate | None = None) -> ChatForm:
+        """Recognise the form by the chat template: a text, or several by name."""
+        text = str(chat_template or "")
+        read = (declared or {}).get("fields", {})
+        thinks = THINK in str(read) if read else THINK in text or THOUGHT in text
+        return cls(_tool_form(text, read), "tools" in text, thinks, declared)
+
+    def template(self, *, tools: bool) -> ResponseTemplate | None:
+        """Return how to read an answer of a request with or without tools. None: all of it is text."""
+        if self.declared is not None:
+            return self.declared
+        fields: dict[str, Any] = {"reasoning_content": _REASONING} if self.thinks else {}
+        if tools:
+            fields["tool_calls"] = _TAGGED if self.tools is None else self.tools.field
+        if not fields:
+            return None
+        return {"start_anchor_pattern": r"\A", "fields": fields | {"content": {"content": "text"}}}
+
+
+def _tool_form(text: str, read: Mapping[str, Any]) -> ToolForm | None:
+    if read:
+        calls = read.get("tool_calls", {})
+        opens = str(calls.get("open", calls.get("open_pattern", "")))
+        return HERMES if opens.endswith("<tool_call>") and calls.get("content") == "json" else None
+    if "<tool_call>" in text:
+        return HERMES if "<function=" not in text else None
+    if "<|python_tag|>" in text or ('"parameters"' in text and "<|start_header_id|>" in text):
+        return LLAMA3
+    return PLAIN

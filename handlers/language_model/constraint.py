@@ -1,0 +1,65 @@
+"""Lets an answer have only the tokens that its grammar permits. llguidance says which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputInvalid
+
+
+class Constraint:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        """The matcher is an LLMatcher of llguidance."""
+        self._matcher = matcher
+        self.complete = False
+        """True if no token may follow, except one that ends the answer."""
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return the logits (vocabulary,), with -inf for each token that may not follow."""
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        permitted = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
+        refused = torch.ones(len(logits), dtype=torch.bool)
+        known = min(len(logits), len(permitted))
+        refused[:known] = ~permitted[:known]
+        return logits.masked_fill(refused.to(logits.device), -math.inf)
+
+    def accept(self, token: int) -> None:
+        """Learn which token follows."""
+        if not self._matcher.consume_token(token):
+            raise RuntimeError(f"the grammar refuses token {token}: {self._matcher.get_error()}")
+        self.complete = self._matcher.is_stopped()
+
+
+class Constraints:
+    """Makes the constraints of one model's answers."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
+        """`ends` are the tokens that end an answer. Raise InputInvalid if llguidance is not installed."""
+        try:
+            import llguidance  # noqa: PLC0415  few requests need it
+            import llguidance.hf  # noqa: PLC0415
+        except ImportError:
+            raise InputInvalid(
+                "Tools and output formats need the package llguidance, which the function does not have.",
+                remedy="Add llguidance to its requirements.txt.",
+            ) from None
+        self._matcher: Any = llguidance.LLMatcher
+        self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=[*ends])
+
+    def new(self, grammar: str) -> Constraint:
+        """Return the constraint of an answer. Raise InputInvalid if the grammar is not valid."""
+        made = self._matcher(self._tokens, self._matcher.grammar_from_lark(grammar), log_level=0)
+        if made.is_error():
+            reason = made.get_error().strip().partition("\n")[0]
+            raise InputInvalid(
+                f"The output format or the schema of a tool cannot be used: {reason}",
+                remedy="Change the schema, the pattern or the grammar.",
+            )
+        return Constraint(made)

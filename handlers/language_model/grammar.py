@@ -1,0 +1,67 @@
+"""Makes the grammar of an answer, in the Lark form of llguidance, from the tools or the output format of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .chat_form import THINK, THOUGHT, ToolForm
+from .contract import OutputFormat, ToolFunction
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON has the spaces of Python's json.dumps. If a model could choose them, it could write spaces without end."""
+_ANY = r"/(.|\n)*/"
+
+
+def output_rules(output: OutputFormat) -> str:
+    """Return the rules of an answer in this format. The first one is `answer`."""
+    if output.json_schema is not None:
+        return f"answer: {_json(output.json_schema)}"
+    if output.choice is not None:
+        return f"answer: {' | '.join(map(_text, output.choice))}"
+    pattern = (output.regex or "").replace("/", r"\/").replace("\n", r"\n")
+    return f"answer: /{pattern}/"
+
+
+def call_rules(
+    tools: Sequence[ToolFunction], form: ToolForm, tokens: Collection[str], *, several: bool, must: bool
+) -> str:
+    """Return the rules of an answer that calls one of these tools, or is a text if it does not have to call one.
+
+    `tokens` are the marks that are one token of the model. The first rule is `answer`.
+    """
+    begin, end = _marks(form.begin, tokens), _marks(form.end, tokens)
+    calls = r'call ("\n" call)*' if several and form.several else "call"
+    if not must:
+        # Without a mark, an answer that begins as a call is one.
+        calls = f"{_ANY} ({calls})?" if form.begin else r"call | /([^{\s](.|\n)*)?/"
+    rules = [f"answer: {calls}", f"call: {begin} object {end}"]
+    rules.append(f"object: {' | '.join(f'tool_{number}' for number in range(len(tools)))}")
+    for number, tool in enumerate(tools):
+        head = _text(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
+        rules.append(f"tool_{number}: {head} arguments_{number} {_text('}')}")
+        rules.append(f"arguments_{number}: {_json(tool.parameters or {'type': 'object'})}")
+    return "\n".join(rules)
+
+
+def with_reasoning(rules: str, tokens: Collection[str], *, begun: bool) -> str:
+    """Return a grammar of `answer`, which a model may begin with its reasoning. `begun`: the prompt has begun it."""
+    if not {THINK, THOUGHT} <= set(tokens):
+        return f"start: answer\n{rules}"
+    begin = "" if begun else THINK
+    return (
+        f"start: reasoning{'' if begun else '?'} answer\nreasoning: {begin} {_ANY} {THOUGHT} /\\s*/\n{rules}"
+    )
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps(schema | {"x-guidance": _COMPACT})
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _marks(pieces: Sequence[str], tokens: Collection[str]) -> str:
+    return " ".join(piece if piece in tokens else _text(piece) for piece in pieces)

@@ -1,0 +1,86 @@
+"""Turns requests into the tokens of prompts, by the model's tokenizer and its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from ...errors import InputInvalid
+from .chat_form import THOUGHT
+from .contract import Effort, GenerationRequest
+
+
+class Prompt(NamedTuple):
+    """`text` is what the chat template has made; "" if the request has a prompt of its own."""
+
+    ids: list[int]
+    text: str
+
+
+class Prompts:
+    """The prompts of one model."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+
+    def prompt(self, request: GenerationRequest) -> Prompt:
+        """Return the prompt of a request. Raise InputInvalid if it does not fit the model."""
+        text, ids = "", request.prompt
+        if request.messages is not None:
+            text = self._templated(request)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        elif isinstance(ids, str):
+            ids = self._tokenizer.encode(ids)
+        found: list[int] = list(ids or ()) or self._first()
+        if not found or not all(0 <= token < self._vocabulary for token in found):
+            raise InputInvalid(
+                f"The prompt has no tokens, or one that is none of the model's {self._vocabulary}.",
+                remedy="Send another text.",
+            )
+        return Prompt(found, text)
+
+    def single_tokens(self, texts: Collection[str]) -> set[str]:
+        """Return which of these texts are one token of the model."""
+        return {text for text in texts if text in self._tokenizer.get_vocab()}
+
+    def _first(self) -> list[int]:
+        """Return the token before an empty prompt."""
+        of = self._tokenizer
+        return [token for token in (of.bos_token_id, of.eos_token_id) if token is not None][:1]
+
+    def _templated(self, request: GenerationRequest) -> str:
+        if not self._tokenizer.chat_template:
+            raise InputInvalid(
+                "This model has no chat template, so it takes no messages.",
+                remedy="Send a prompt, or add chat_template.jinja to the model's folder.",
+            )
+        variables = request.chat_template_kwargs | self._effort(request.reasoning_effort)
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                request.messages, tokenize=False, add_generation_prompt=not request.continue_final_message,
+                continue_final_message=request.continue_final_message, tools=tools or None, **variables,
+            )  # fmt: skip
+        except Exception as error:
+            # The template is a program of the model's authors, and raises what it likes.
+            raise InputInvalid(
+                f"The model's chat template does not take these messages: {error}",
+                remedy="Change the messages.",
+            ) from error
+        return text
+
+    def _effort(self, effort: Effort | None) -> dict[str, Any]:
+        """Return the variable of the chat template that says how much the model reasons. Raise InputInvalid if there is none."""
+        template = str(self._tokenizer.chat_template)
+        if effort is None:
+            return {}
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": effort}
+        if "enable_thinking" in template:
+            return {"enable_thinking": effort != "none"}
+        if effort == "none" and THOUGHT not in template:
+            return {}
+        raise InputInvalid(
+            "reasoning_effort has no effect on this model: its chat template does not read it.",
+            remedy="Leave reasoning_effort out.",
+        )

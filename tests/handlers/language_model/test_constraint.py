@@ -1,0 +1,167 @@
+"""An answer has only the tokens that its grammar permits. llguidance and a tokenizer of bytes are real."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.errors import InputInvalid
+from pilotflame.handlers.language_model.chat_form import HERMES, LLAMA3, PLAIN, THINK, THOUGHT, ToolForm
+from pilotflame.handlers.language_model.constraint import Constraints
+from pilotflame.handlers.language_model.contract import OutputFormat, Sampling, ToolFunction
+from pilotflame.handlers.language_model.grammar import call_rules, output_rules, with_reasoning
+from pilotflame.handlers.language_model.sampling import Sampler
+from tiny_tokenizer import WITHOUT_TOOLS, byte_tokenizer
+
+MARKS = ("<tool_call>", "</tool_call>", THINK, THOUGHT)
+PLAIN_TOKENS = byte_tokenizer(WITHOUT_TOOLS)
+MARKED_TOKENS = byte_tokenizer(WITHOUT_TOOLS, MARKS)
+WEATHER = ToolFunction(
+    name="weather",
+    parameters={
+        "type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}}, "required": ["city"], "additionalProperties": False
+    },
+)  # fmt: skip
+CLOCK = ToolFunction(name="clock")
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+
+
+def accepted(tokenizer: Any, grammar: str, text: str) -> bool:
+    """Return whether the grammar permits the whole text."""
+    constraint = Constraints(tokenizer, [tokenizer.eos_token_id]).new(grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if not constraint.mask(torch.zeros(len(tokenizer)))[token].isfinite():
+            return False
+        constraint.accept(token)
+    return constraint.complete or bool(
+        constraint.mask(torch.zeros(len(tokenizer)))[tokenizer.eos_token_id].isfinite()
+    )
+
+
+def drawn(tokenizer: Any, grammar: str, seed: int, most: int = 400) -> str | None:
+    """Return a text that random logits make; None if it has no end."""
+    end = tokenizer.eos_token_id
+    constraint = Constraints(tokenizer, [end]).new(grammar)
+    sampler = Sampler(Sampling(seed=seed), (), [end], constraint)
+    torch.manual_seed(seed)
+    ids: list[int] = []
+    while len(ids) < most:
+        token, _ = sampler.choose(torch.randn(len(tokenizer) + 3) * 3)
+        if token == end:
+            return str(tokenizer.decode(ids))
+        ids.append(token)
+        if sampler.complete:
+            return str(tokenizer.decode(ids))
+    return None
+
+
+FORMATS = [
+    (OutputFormat(json_schema={"type": "object"}), '{"a": [1, 2]}', "[]"),
+    (OutputFormat(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}), '{"a": 1}', '{"a": "1"}'),
+    (OutputFormat(choice=("yes", 'no "ü"\n')), 'no "ü"\n', "maybe"),
+    (OutputFormat(regex="[a-z]+/[0-9]+\n"), "abc/12\n", "abc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("output", "good", "bad"), FORMATS)
+def test_output_formats(output: OutputFormat, good: str, bad: str) -> None:
+    grammar = f"start: answer\n{output_rules(output)}"
+    assert accepted(PLAIN_TOKENS, grammar, good)
+    assert not accepted(PLAIN_TOKENS, grammar, bad)
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN_TOKENS, MARKED_TOKENS])
+def test_a_required_call(tokenizer: Any) -> None:
+    tokens = {mark for mark in MARKS if mark in tokenizer.get_vocab()}
+
+    def grammar(several: bool) -> str:
+        return "start: answer\n" + call_rules([WEATHER, CLOCK], HERMES, tokens, several=several, must=True)
+
+    assert accepted(tokenizer, grammar(several=True), CALL)
+    assert accepted(tokenizer, grammar(several=True), f"{CALL}\n{CALL}")
+    assert not accepted(tokenizer, grammar(several=False), f"{CALL}\n{CALL}")
+    assert not accepted(tokenizer, grammar(several=True), "text")
+    assert not accepted(tokenizer, grammar(several=True), CALL.replace("Ulm", "Bonn"))
+    assert not accepted(tokenizer, grammar(several=True), CALL.replace("weather", "clocks"))
+
+
+def test_a_call_that_is_not_required() -> None:
+    grammar = "start: answer\n" + call_rules([WEATHER], HERMES, MARKS, several=True, must=False)
+    assert accepted(MARKED_TOKENS, grammar, f"Let me see. {CALL}")
+    assert accepted(MARKED_TOKENS, grammar, "It rains.")
+    assert not accepted(MARKED_TOKENS, grammar, CALL.replace("Ulm", "Bonn"))
+    llama = "start: answer\n" + call_rules([WEATHER], LLAMA3, (), several=True, must=False)
+    call = '{"name": "weather", "parameters": {"city": "Ulm"}}'
+    assert accepted(PLAIN_TOKENS, llama, call)
+    assert accepted(PLAIN_TOKENS, llama, "It rains: {}")
+    assert not accepted(PLAIN_TOKENS, llama, call.replace("Ulm", "Bonn"))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_reasoning_before_an_answer(begun: bool) -> None:
+    rules = output_rules(OutputFormat(choice=("yes",)))
+    grammar = with_reasoning(rules, MARKS, begun=begun)
+    thought = f"I wonder{THOUGHT}\n\nyes"
+    assert accepted(MARKED_TOKENS, grammar, thought if begun else THINK + thought)
+    assert accepted(MARKED_TOKENS, grammar, "yes") is not begun
+    assert accepted(PLAIN_TOKENS, with_reasoning(rules, (), begun=begun), "yes")
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, PLAIN])
+def test_a_model_that_knows_nothing_makes_valid_calls(form: ToolForm) -> None:
+    grammar = "start: answer\n" + call_rules([WEATHER], form, MARKS, several=False, must=True)
+    for seed in range(5):
+        text = drawn(MARKED_TOKENS, grammar, seed)
+        assert text is not None
+        call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+        assert call["name"] == "weather"
+        assert call[form.arguments]["city"] in ("Ulm", "Rom")
+
+
+SCHEMAS = st.recursive(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"enum": ["a", 'b"', "ü"]}, {"type": "integer", "minimum": 0, "maximum": 9}]),
+    lambda inner: st.dictionaries(st.text("abc \"'/ü", min_size=1, max_size=4), inner, min_size=1, max_size=3).map(
+        lambda fields: {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    ),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_every_answer_fits_its_schema(schema: dict[str, Any], seed: int) -> None:
+    text = drawn(PLAIN_TOKENS, f"start: answer\n{output_rules(OutputFormat(json_schema=schema))}", seed)
+    assert text is not None
+    assert fits(json.loads(text), schema)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    if "enum" in schema:
+        return value in schema["enum"]
+    if schema["type"] == "object":
+        fields = schema["properties"]
+        return value.keys() == fields.keys() and all(fits(value[name], fields[name]) for name in fields)
+    return isinstance(value, {"boolean": bool, "null": type(None), "integer": int}[schema["type"]])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a', "start: answer\nanswer: /[/", 'start: answer\nanswer: %json {"type": "nothing"}',
+        'start: answer\nanswer: %json {"$ref": "http://localhost/x"}',
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_not_valid(grammar: str) -> None:
+    with pytest.raises(InputInvalid, match="cannot be used"):
+        Constraints(PLAIN_TOKENS, [PLAIN_TOKENS.eos_token_id]).new(grammar)
+
+
+def test_an_answer_whose_grammar_is_complete_ends_despite_min_tokens() -> None:
+    constraint = Constraints(PLAIN_TOKENS, [PLAIN_TOKENS.eos_token_id]).new('start: "ab"')
+    sampler = Sampler(Sampling(temperature=0.0, min_tokens=9), (), [PLAIN_TOKENS.eos_token_id], constraint)
+    logits = torch.randn(len(PLAIN_TOKENS))
+    assert PLAIN_TOKENS.decode([sampler.choose(logits)[0] for _ in range(2)]) == "ab"
+    assert sampler.complete

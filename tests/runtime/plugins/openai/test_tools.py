@@ -1,0 +1,177 @@
+"""Tools, output formats and reasoning by the client `openai`. One model was trained to call a tool, and the other one knows nothing of tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live import Gateway, gateway_here, short_folder
+from pydantic import BaseModel
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Ulm", "Rom"]}},
+            "required": ["city"],
+        },
+    },
+}
+MESSAGES = [{"role": "user", "content": "Rain?"}]
+CALLS: dict[str, Any] = {"model": "caller", "temperature": 0.0, "messages": MESSAGES, "tools": [TOOL]}
+KNOWS_NOTHING: dict[str, Any] = {"model": "llm", "seed": 1, "messages": MESSAGES}
+# Trains the template's model on a chat whose answer thinks, and calls the tool twice.
+TRAIN = """
+import json, sys
+import make_weights as made
+tokenizer = made.tokenizer()
+tokenizer.chat_template = (
+    "{{ tools | map(attribute='function.name') | join }}:{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}!<think>{% endif %}"
+)
+prompt = tokenizer.apply_chat_template(json.loads(sys.argv[1]), tools=json.loads(sys.argv[2]), tokenize=False, add_generation_prompt=True)
+call = '<tool_call>\\n{"name": "weather", "arguments": {"city": "%s"}}\\n</tool_call>'
+ids = tokenizer(prompt + "Hm.</think>I ask. " + call % "Ulm" + "\\n" + call % "Rom").input_ids
+made.train(ids, tokenizer.eos_token_id).save_pretrained("weights")
+tokenizer.save_pretrained("weights")
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client() -> AsyncIterator[Any]:
+    trained = {"llm": ["make_weights.py"], "caller": ["-c", TRAIN, json.dumps(MESSAGES), json.dumps([TOOL])]}
+    with short_folder() as folder:
+        async with gateway_here(folder / "state") as gateway:
+            for name, train in trained.items():
+                shutil.copytree(TEMPLATE, folder / name)
+                await asyncio.to_thread(
+                    subprocess.run,
+                    [sys.executable, *train],
+                    cwd=folder / name,
+                    check=True,
+                    capture_output=True,
+                )
+                await deploy(gateway, folder / name)
+            async with openai.AsyncOpenAI(
+                base_url=f"{gateway.client.base_url}/v1".replace("//v1", "/v1"), api_key="none", max_retries=0
+            ) as found:
+                yield found
+
+
+async def deploy(gateway: Gateway, folder: Path) -> None:
+    body = {"path": str(folder), "overrides": {"name": folder.name}}
+    deployed = await gateway.client.post("/v1/functions", json=body, timeout=60)
+    assert deployed.status_code == 201, deployed.text
+
+
+def cities(calls: Any) -> list[str]:
+    assert {call.function.name for call in calls} == {"weather"}
+    assert len({call.id for call in calls}) == len(calls)
+    return [json.loads(call.function.arguments)["city"] for call in calls]
+
+
+async def test_a_model_reasons_and_calls_a_tool(client: Any) -> None:
+    answer = await client.chat.completions.create(**CALLS)
+    (choice,) = answer.choices
+    assert cities(choice.message.tool_calls) == ["Ulm", "Rom"]
+    assert (choice.message.reasoning_content, choice.message.reasoning) == ("Hm.", "Hm.")
+    assert (choice.message.content.strip(), choice.finish_reason) == ("I ask.", "tool_calls")
+
+
+async def test_a_stream_of_calls(client: Any) -> None:
+    said, thought, calls, reasons = "", "", [], []
+    async for chunk in await client.chat.completions.create(**CALLS, stream=True):
+        (choice,) = chunk.choices
+        said += choice.delta.content or ""
+        thought += getattr(choice.delta, "reasoning", "")
+        calls += choice.delta.tool_calls or []
+        reasons.append(choice.finish_reason)
+    assert (said.strip(), thought) == ("I ask.", "Hm.")
+    assert cities(calls) == ["Ulm", "Rom"]
+    assert [call.index for call in calls] == [0, 1]
+    assert reasons[-1] == "tool_calls"
+
+
+async def test_calls_go_back_to_the_model(client: Any) -> None:
+    answer = await client.chat.completions.create(**CALLS)
+    (first, _) = answer.choices[0].message.tool_calls
+    reply = {"role": "tool", "tool_call_id": first.id, "content": "It rains."}
+    history = [*MESSAGES, answer.choices[0].message.model_dump(exclude_none=True), reply]
+    again = await client.chat.completions.create(**CALLS | {"messages": history}, max_tokens=3)
+    # The chat template reads the arguments as an object.
+    assert again.usage.prompt_tokens == len(
+        "weather:Rain?I ask.<tool_call>Ulm</tool_call><tool_call>Rom</tool_call>It rains.!<think>"
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_a_model_that_knows_nothing_of_tools_makes_a_required_call(client: Any, choice: Any) -> None:
+    strict = {
+        **TOOL["function"],
+        "strict": True,
+        "parameters": {**TOOL["function"]["parameters"], "additionalProperties": False},
+    }
+    tools = [{"type": "function", "function": strict}]
+    answer = await client.chat.completions.create(**KNOWS_NOTHING, tools=tools, tool_choice=choice)
+    (found,) = answer.choices
+    assert cities(found.message.tool_calls)[0] in ("Ulm", "Rom")
+    assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+
+
+async def test_a_model_that_is_not_shown_the_tools_refuses_them(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not show tools"):
+        await client.chat.completions.create(**KNOWS_NOTHING, tools=[TOOL])
+    answer = await client.chat.completions.create(
+        **KNOWS_NOTHING, tools=[TOOL], tool_choice="none", max_tokens=2
+    )
+    assert answer.choices[0].message.tool_calls is None
+
+
+async def test_output_formats(client: Any) -> None:
+    class Place(BaseModel):
+        kind: bool
+        names: tuple[bool, bool]
+
+    parsed = await client.chat.completions.parse(**KNOWS_NOTHING, response_format=Place)
+    assert isinstance(parsed.choices[0].message.parsed, Place)
+    for fields, wanted in (
+        ({"choice": ["yes", "no"]}, ("yes", "no")),
+        ({"regex": "a{3}b"}, ("aaab",)),
+        ({"grammar": 'start: "x" "y"'}, ("xy",)),
+        ({"json": {"const": 7}}, ("7",)),
+    ):
+        extra = {"structured_outputs": fields}
+        answer = await client.chat.completions.create(**KNOWS_NOTHING, extra_body=extra, n=2)
+        assert {choice.message.content for choice in answer.choices} <= set(wanted)
+        completed = await client.completions.create(model="llm", prompt="A", extra_body=extra)
+        assert completed.choices[0].text in wanted
+
+
+async def test_a_schema_that_cannot_be_used(client: Any) -> None:
+    schema = {"name": "odd", "schema": {"type": "nothing"}}
+    with pytest.raises(openai.BadRequestError, match="cannot be used"):
+        await client.chat.completions.create(
+            **KNOWS_NOTHING, response_format={"type": "json_schema", "json_schema": schema}
+        )
+
+
+async def test_reasoning_effort_of_a_model_that_does_not_reason(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+        await client.chat.completions.create(**KNOWS_NOTHING, reasoning_effort="low")
+    answer = await client.chat.completions.create(**KNOWS_NOTHING, reasoning_effort="none", max_tokens=1)
+    assert answer.usage.completion_tokens == 1
