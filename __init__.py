@@ -9,18 +9,24 @@ from .errors import PilotflameError
 from .handlers.contract import Context, batch
 
 if TYPE_CHECKING:
-    from .handlers.language_model.contract import Delta, GenerationRequest
+    from .handlers.language_model.contract import (
+        Delta,
+        EmbeddingRequest,
+        GenerationRequest,
+        RerankRequest,
+    )
     from .handlers.language_model.model import LanguageModel
     from .snapshot.handle import Snapshot
 
 __all__ = [
-    "Context", "Delta", "GenerationRequest", "PilotflameError", "__version__", "batch", "language_model",
+    "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest", "__version__", "batch",
+    "language_model",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Return what only language models need: it takes time to import."""
-    if name in ("Delta", "GenerationRequest"):
+    if name in ("Delta", "EmbeddingRequest", "GenerationRequest", "RerankRequest"):
         from .handlers.language_model import contract  # noqa: PLC0415
 
         return getattr(contract, name)

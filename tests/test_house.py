@@ -117,8 +117,10 @@ def test_the_face_is_short_and_sorted() -> None:
     names = [
         "Context",
         "Delta",
+        "EmbeddingRequest",
         "GenerationRequest",
         "PilotflameError",
+        "RerankRequest",
         "__version__",
         "batch",
         "language_model",
@@ -363,6 +365,7 @@ TOGETHER = {
     "rollback",
     "schema",
     "templates",
+    "tools",
     "container_launcher_ends",
     "container_launcher_pull",
     "container_launcher_s3",

@@ -1,7 +1,8 @@
-"""What a language-model handler takes and yields. HTTP dialects make these events, and turn these deltas into their own form.
+"""The events of language models, and their answers. HTTP dialects make these events, and turn the answers into their own form.
 
-A handler is an async generator, or any other generator, which takes a `GenerationRequest` and yields `Delta`s. The tokenizer and the chat template
-are the handler's own.
+The handler of a model that writes is a generator, which takes a `GenerationRequest` and yields `Delta`s. An encoder takes an
+`EmbeddingRequest` and returns an `EmbeddingOutput`. A reranker takes a `RerankRequest` and returns a `RerankOutput`. The tokenizer and
+the chat template are the handler's own.
 """
 
 from __future__ import annotations
@@ -214,3 +215,46 @@ class Delta(BaseModel):
     """The stop string or token that has ended the answer, except the model's own end."""
     usage: TokenUsage | None = None
     """The tokens of all answers so far. The first and the last delta of an answer have it."""
+
+
+Text = Annotated[str, Field(max_length=100_000)]
+
+
+class EmbeddingRequest(BaseModel):
+    """Texts to turn into vectors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)]
+
+
+class EmbeddingOutput(BaseModel):
+    """A vector for a text, and a list of vectors for a list of texts."""
+
+    embedding: list[float] | list[list[float]]
+    tokens: int = 0
+    """The tokens of all texts."""
+
+
+class RerankRequest(BaseModel):
+    """Documents to rank by how well they answer the query."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    query: Text
+    documents: list[Text] = Field(min_length=1, max_length=1024)
+
+
+class DocumentScore(BaseModel):
+    """How well a document answers, from 0 to 1."""
+
+    index: int = Field(ge=0)
+    score: float
+
+
+class RerankOutput(BaseModel):
+    """All documents, the best one first."""
+
+    results: list[DocumentScore]
+    tokens: int = 0
+    """The tokens of the query with each document."""

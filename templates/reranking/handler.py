@@ -5,24 +5,18 @@ The snapshot is the model's folder: config.json with one label, tokenizer files,
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 # The tokenizer's threads would not survive the fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pilotflame
 import torch
-from pydantic import BaseModel, Field
+from pilotflame import RerankRequest
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-Text = Annotated[str, Field(max_length=100_000)]
 # Pairs in one forward pass. More would take more memory, and no less time.
 PASS_PAIRS = 32
-
-
-class Event(BaseModel):
-    query: Text
-    documents: list[Text] = Field(min_length=1, max_length=1024)
 
 
 class Reranker:
@@ -37,8 +31,10 @@ class Reranker:
         self.model = AutoModelForSequenceClassification.from_config(config).eval()
 
     @torch.inference_mode()
-    def scores(self, query: str, documents: list[str]) -> list[float]:
+    def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
+        """Return the score of each document, and how many tokens all pairs have."""
         found: list[float] = []
+        count = 0
         for start in range(0, len(documents), PASS_PAIRS):
             part = documents[start : start + PASS_PAIRS]
             tokens = self.tokenizer(
@@ -47,7 +43,8 @@ class Reranker:
             )  # fmt: skip
             logits = self.model(**tokens.to(self.model.device)).logits
             found += logits[:, 0].float().sigmoid().tolist()
-        return found
+            count += int(tokens["attention_mask"].sum())
+        return found, count
 
 
 def build(context: pilotflame.Context) -> Reranker:
@@ -66,8 +63,8 @@ def rehearse(context: pilotflame.Context) -> None:
     context.state.scores("A query", ["A document of about the length that is usual."])
 
 
-def handler(event: Event, context: pilotflame.Context) -> dict[str, Any]:
+def handler(event: RerankRequest, context: pilotflame.Context) -> dict[str, Any]:
     """Return the index and the score (0 to 1) of each document, the best one first."""
-    scores = context.state.scores(event.query, event.documents)
+    scores, tokens = context.state.scores(event.query, event.documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    return {"results": [{"index": index, "score": scores[index]} for index in order]}
+    return {"results": [{"index": index, "score": scores[index]} for index in order], "tokens": tokens}

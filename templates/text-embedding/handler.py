@@ -7,27 +7,22 @@ with such a folder (all-MiniLM-L6-v2, e5, gte, ...), written out so that you can
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 # The tokenizer's threads would not survive the fork, and a batch does not need them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pilotflame
 import torch
-from pydantic import BaseModel, Field
+from pilotflame import EmbeddingRequest
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-Text = Annotated[str, Field(max_length=100_000)]
 # Texts in one forward pass. More would take more memory, and no less time.
 PASS_TEXTS = 64
 SAMPLE = "A sentence of about the length that is usual."
 # Tensors in encoder folders that are not the encoder's weights: computed indexes, heads for other tasks.
 NOT_NEEDED = (r"position_ids$", r"^pooler\.", r"^cls\.", r"^lm_head\.", r"^classifier\.")
-
-
-class Event(BaseModel):
-    text: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)]
 
 
 class Encoder:
@@ -53,14 +48,17 @@ class Encoder:
         return tokens.to(self.model.device)
 
     @torch.inference_mode()
-    def embed(self, texts: list[str]) -> list[list[float]]:
+    def embed(self, texts: list[str]) -> list[tuple[list[float], int]]:
+        """Return the vector of each text, and how many tokens it has."""
         tokens = self.tokenize(texts)
         vectors = self.model(**tokens).last_hidden_state
+        mask = tokens["attention_mask"]
         if self.first_token:
-            return normalize(vectors[:, 0], dim=1).tolist()
-        mask = tokens["attention_mask"].unsqueeze(-1).to(vectors.dtype)
-        means = (vectors * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
-        return normalize(means, dim=1).tolist()
+            found = vectors[:, 0]
+        else:
+            weights = mask.unsqueeze(-1).to(vectors.dtype)
+            found = (vectors * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        return list(zip(normalize(found, dim=1).tolist(), mask.sum(1).tolist(), strict=True))
 
 
 def build(context: pilotflame.Context) -> Encoder:
@@ -84,25 +82,27 @@ def rehearse(context: pilotflame.Context) -> None:
 
 
 @pilotflame.batch(max_size=32, example={"text": SAMPLE})
-def handler(events: list[Event], context: pilotflame.Context) -> list[dict[str, Any]]:
+def handler(events: list[EmbeddingRequest], context: pilotflame.Context) -> list[dict[str, Any]]:
     """Return one embedding for a text, and a list of embeddings for a list of texts."""
     texts = [text for event in events for text in _texts(event)]
     # Texts of about the same length are computed together, because padding is wasted work.
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-    vectors: list[list[float]] = [[]] * len(texts)
+    found: list[tuple[list[float], int]] = [([], 0)] * len(texts)
     for start in range(0, len(order), PASS_TEXTS):
         part = order[start : start + PASS_TEXTS]
-        for index, vector in zip(part, context.state.embed([texts[i] for i in part]), strict=True):
-            vectors[index] = vector
-    rest = iter(vectors)
-    return [
-        {"embedding": next(rest) if isinstance(event.text, str) else [next(rest) for _ in event.text]}
-        for event in events
-    ]
+        for index, one in zip(part, context.state.embed([texts[i] for i in part]), strict=True):
+            found[index] = one
+    rest = iter(found)
+    return [_answer(event, [next(rest) for _ in _texts(event)]) for event in events]
 
 
-def _texts(event: Event) -> list[str]:
+def _texts(event: EmbeddingRequest) -> list[str]:
     return [event.text] if isinstance(event.text, str) else event.text
+
+
+def _answer(event: EmbeddingRequest, found: list[tuple[list[float], int]]) -> dict[str, Any]:
+    vectors, tokens = zip(*found, strict=True)
+    return {"embedding": vectors[0] if isinstance(event.text, str) else list(vectors), "tokens": sum(tokens)}
 
 
 def _pools_first_token(folder: Path) -> bool:

@@ -6,8 +6,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
+from ....errors import PilotflameError
 from ....handlers.language_model.contract import Delta, TokenLogprob, TokenUsage, ToolCall
+from .errors import error_body
 from .requests import ChatRequest, CompletionRequest
+
+DONE = b"data: [DONE]\n\n"
 
 
 def usage_of(usage: TokenUsage) -> dict[str, Any]:
@@ -56,7 +62,7 @@ class CompletionAnswer:
         kind = "chat.completion" if self.chats else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage_of(self.usage)}
 
-    def chunks(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
+    def piece(self, prompt: int, delta: Delta) -> bytes:
         """Return the chunks of a stream for a delta. Each choice of a chat begins with its role."""
         index = self._index(prompt, delta)
         begins = index not in self._choices
@@ -67,11 +73,15 @@ class CompletionAnswer:
             chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None))
         if _says_something(delta):
             chunks.append(self._chunk(index, self._piece(index, delta, offset), delta))
-        return chunks
+        return b"".join(map(_event, chunks))
 
-    def last_chunk(self) -> dict[str, Any]:
-        """Return the chunk that has only the usage."""
-        return {**self._chunk_head(), "choices": [], "usage": usage_of(self.usage)}
+    def end(self) -> bytes:
+        """Return the chunk that has only the usage, if the request asks for it, and the end of the stream."""
+        usage = {**self._chunk_head(), "choices": [], "usage": usage_of(self.usage)}
+        return (_event(usage) if self.asked.stream_options.include_usage else b"") + DONE
+
+    def failed(self, error: PilotflameError) -> bytes:
+        return _event(error_body(error))
 
     def _index(self, prompt: int, delta: Delta) -> int:
         return prompt * self.asked.n + delta.index
@@ -101,7 +111,7 @@ class CompletionAnswer:
                 said["tool_calls"] = [{"index": number, **_call(call)} for number, call in calls]
             if delta.text or not said:
                 said["content"] = delta.text
-            return {"delta": said, "logprobs": _chat_logprobs(delta.logprobs)}
+            return {"delta": said, "logprobs": chat_logprobs(delta.logprobs)}
         return {"text": delta.text, "logprobs": _completion_logprobs(delta.logprobs, offset)}
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
@@ -116,7 +126,7 @@ class CompletionAnswer:
                 **_reasoning(choice.reasoning),
                 **calls,
             }
-            return {"index": index, "message": message, "logprobs": _chat_logprobs(choice.logprobs), **end}
+            return {"index": index, "message": message, "logprobs": chat_logprobs(choice.logprobs), **end}
         return {
             "index": index,
             "text": choice.text,
@@ -148,6 +158,10 @@ class _Choice:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
+def _event(body: Any) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
 def _says_something(delta: Delta) -> bool:
     """Return True if the caller gets a chunk for a delta."""
     said = delta.text or delta.reasoning or delta.tool_calls or delta.logprobs is not None
@@ -167,7 +181,8 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def _chat_logprobs(found: list[TokenLogprob] | None) -> dict[str, Any] | None:
+def chat_logprobs(found: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    """Return logprobs in the form of chats."""
     if found is None:
         return None
     return {

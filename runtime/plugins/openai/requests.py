@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....errors import BadInput
@@ -21,6 +20,7 @@ from ....handlers.language_model.contract import (
     ToolName,
 )
 from ...http.requests import validate
+from .messages import plain_message
 
 MOST_PROMPTS = 128
 T = TypeVar("T")
@@ -32,7 +32,7 @@ ANY_OBJECT = {"type": "object"}
 REMEDY = "docs/language-models.md lists the fields."
 UNSUPPORTED = {
     "functions", "function_call", "guided_json", "audio", "modalities", "best_of", "prediction", "web_search_options", "suffix",
-    "prompt_logprobs",
+    "prompt_logprobs", "previous_response_id", "conversation", "max_tool_calls",
 }  # fmt: skip
 """The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
 WITHOUT_EFFECT = {
@@ -181,7 +181,7 @@ class ChatRequest(_Request):
     def events(self) -> list[GenerationRequest]:
         """Return the event that the function gets."""
         top = (self.top_logprobs or 0) if self.logprobs else None
-        messages = [_plain(one) for one in self.messages]
+        messages = [plain_message(one, "messages") for one in self.messages]
         most = self.max_completion_tokens or self.max_tokens
         choice = (
             self.tool_choice.function if isinstance(self.tool_choice, NamedToolChoice) else self.tool_choice
@@ -228,43 +228,3 @@ def supported(body: Any) -> Any:
             raise BadInput(message, remedy=REMEDY, details={"field": name})
     left = UNSUPPORTED | WITHOUT_EFFECT
     return {name: value for name, value in body.items() if name not in left and value is not None}
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in the form of chat templates: its content is a text, and the arguments of calls are objects."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part if isinstance(part, str) else _text_of(part) for part in content)
-    plain = {**message, "content": "" if content is None else content}
-    if message.get("role") == "developer":
-        plain["role"] = "system"
-    if isinstance(calls := message.get("tool_calls"), list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: Any) -> dict[str, Any]:
-    """Return a call of an earlier answer. Raise BadInput if its arguments are no JSON object."""
-    try:
-        function = call["function"]
-        arguments = function.get("arguments") or "{}"
-        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-        plain = {**call, "function": {**function, "arguments": arguments}}
-    except (TypeError, KeyError, AttributeError, orjson.JSONDecodeError):
-        message = "The body is invalid: messages: tool_calls has one without a function or without arguments in JSON."
-        raise BadInput(
-            message, remedy="Send calls as the model made them.", details={"field": "messages"}
-        ) from None
-    return plain
-
-
-def _text_of(part: Any) -> str:
-    """Return the text of a part of a message's content. Raise BadInput if it is something else."""
-    if (
-        isinstance(part, dict)
-        and part.get("type") in ("text", "input_text")
-        and isinstance(part.get("text"), str)
-    ):
-        return str(part["text"])
-    message = "The body is invalid: messages: content has a part that is no text, which pilotflame does not support yet."
-    raise BadInput(message, remedy="Send texts.", details={"field": "messages"})

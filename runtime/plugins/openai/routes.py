@@ -1,37 +1,47 @@
-"""The routes of OpenAI's API: models, chats and completions.
+"""The routes of OpenAI's API: models, chats, completions, responses, embeddings; and rerank, as Jina and vLLM have it.
 
-`model` is the name of a function. Its handler takes a `GenerationRequest` and yields `Delta`s. This package knows nothing of how it makes
-them.
+`model` is the name of a function. Its handler takes the events of `handlers/language_model/contract.py`. This package knows nothing of how
+it answers them.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypeVar
 
-import orjson
 from aiohttp import web
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, DeadlineExceeded, PilotflameError, UnknownFunction
-from ....handlers.language_model.contract import GenerationRequest
+from ....handlers.language_model.contract import (
+    EmbeddingOutput,
+    EmbeddingRequest,
+    GenerationRequest,
+    RerankOutput,
+    RerankRequest,
+)
 from ...access.keys import Scope
-from ...api.invoke import Gateway
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
-from ...http.event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
-from ...http.requests import load_json, read_body, request_id_of, timeout_of, validate
+from ...generation.answering import respond
+from ...generation.models import model, models
+from ...http.event_stream import EVENTS
+from ...http.requests import load_json, read_body, request_id_of, validate
 from ...http.responses import json_response
 from ...http.routes import Route
 from .answers import CompletionAnswer
-from .deltas import Deltas
-from .errors import ERRORS, error_body
+from .encodings import EmbeddingsAnswer, EmbeddingsRequest, RankingAnswer, RankingRequest, output_of
+from .errors import ERRORS
 from .requests import REMEDY, ChatRequest, CompletionRequest, supported
+from .response_answers import ResponseAnswer
+from .response_requests import ResponseRequest
 
-DONE = b"data: [DONE]\n\n"
-CONTRACT = GenerationRequest.__name__
 _STATUSES = (400, 404, 408, 413, 422, 429, 500, 503, 504)
+
+
+CONTRACTS = (GenerationRequest, EmbeddingRequest, RerankRequest)
+"""The events of the functions that are models."""
+T = TypeVar("T", bound=BaseModel)
 
 
 class OpenAiModel(TypedDict):
@@ -61,6 +71,18 @@ class Completion(TypedDict):
     usage: NotRequired[dict[str, Any]]
 
 
+class ModelResponse(TypedDict):
+    """The answer to a request, in the items of the Responses API."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
 class OpenAiApi(ApiPlugin):
     """The routes below /openai/v1, and below /v1."""
 
@@ -77,15 +99,17 @@ class OpenAiApi(ApiPlugin):
             Route("GET", "/v1/models/{model}", self.model, call, "Show a language model.", OpenAiModel, **listed),
             Route("POST", "/v1/chat/completions", self.chat, call, "Answer a chat.", either, body=ChatRequest, **shared),
             Route("POST", "/v1/completions", self.complete, call, "Continue a text.", either, body=CompletionRequest, **shared),
+            Route("POST", "/v1/responses", self.respond, call, "Answer, in items.", {"application/json": ModelResponse, **EVENTS}, body=ResponseRequest, **shared),
+            Route("POST", "/v1/embeddings", self.embed, call, "Turn texts into vectors.", EmbeddingsAnswer, body=EmbeddingsRequest, **shared),
+            Route("POST", "/v1/rerank", self.rerank, call, "Rank documents by a query.", RankingAnswer, body=RankingRequest, **shared),
         ]  # fmt: skip
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        names = self.backend.names(request)
-        lives = [live for name in names if is_language_model(live := self.backend.functions.get(name))]
+        lives = models(self.backend, request, *CONTRACTS)
         return json_response({"object": "list", "data": [_model(live) for live in lives]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        return json_response(_model(self._live(request, request.match_info["model"])))
+        return json_response(_model(model(self.backend, request, request.match_info["model"], *CONTRACTS)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, ChatRequest)
@@ -96,90 +120,38 @@ class OpenAiApi(ApiPlugin):
     async def _answer(
         self, request: web.Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> web.StreamResponse:
-        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
-        asked: ChatRequest | CompletionRequest = validate(kind, supported(load_json(body)), REMEDY)
+        asked = await self._asked(request, kind)
         asked.check()
-        live = self._live(request, asked.model)
-        name, limit_s = live.record.function, timeout_of(request.headers, live.record.settings.timeout_s)
+        live = model(self.backend, request, asked.model, GenerationRequest)
         prefix = "chatcmpl" if kind is ChatRequest else "cmpl"
         answer = CompletionAnswer(f"{prefix}-{request_id_of(request.headers)}", asked)
-        events = asked.events()
-        send = _sent if asked.stream else _whole
-        # An error that leaves the group would be wrapped, so it is raised after the group.
-        async with asyncio.TaskGroup() as tasks:
-            deltas = Deltas(Gateway(self.backend), request, name, events, tasks)
-            try:
-                async with asyncio.timeout(limit_s + LAST_EVENT_S):
-                    return await send(request, answer, deltas)
-            except TimeoutError:
-                # The caller does not read the answer.
-                if request.transport is not None:
-                    request.transport.abort()
-                error: PilotflameError = DeadlineExceeded("The answer could not be sent in time.")
-            except PilotflameError as failed:
-                error = failed
-            finally:
-                deltas.close()
-        raise error
+        return await respond(self.backend, request, live, asked.events(), answer, stream=asked.stream)
 
-    def _live(self, request: web.Request, name: str) -> Live:
-        """Return a language model that the caller may see. Raise UnknownFunction or BadInput, which name the field."""
-        if name not in (known := self.backend.names(request)):
-            unknown = UnknownFunction.named(name, known)
-            raise UnknownFunction(unknown.message, remedy=unknown.remedy, details={"field": "model"})
-        live = self.backend.functions.get(name)
-        if not is_language_model(live):
-            message = f"{name} is no language model: its handler takes no {CONTRACT}."
-            raise BadInput(message, remedy="Call it at /invoke.", details={"field": "model"})
-        return live
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._asked(request, ResponseRequest)
+        live = model(self.backend, request, asked.model, GenerationRequest)
+        answer = ResponseAnswer(f"resp_{request_id_of(request.headers)}", asked)
+        return await respond(self.backend, request, live, [asked.event()], answer, stream=asked.stream)
 
+    async def embed(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._asked(request, EmbeddingsRequest)
+        live = model(self.backend, request, asked.model, EmbeddingRequest)
+        found = await self.call(request, live.record.function, {"text": asked.texts})
+        return json_response(asked.answer(output_of(found, EmbeddingOutput, live)))
 
-async def _whole(request: web.Request, answer: CompletionAnswer, deltas: Deltas) -> web.StreamResponse:
-    while (found := await deltas.next()) is not None:
-        answer.add(*found)
-    return json_response(answer.whole(), headers={"X-Request-Id": request_id_of(request.headers)})
+    async def rerank(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._asked(request, RankingRequest)
+        live = model(self.backend, request, asked.model, RerankRequest)
+        event = {"query": asked.query, "documents": asked.texts}
+        found = await self.call(request, live.record.function, event)
+        return json_response(
+            asked.answer(output_of(found, RerankOutput, live), request_id_of(request.headers))
+        )
 
-
-async def _sent(request: web.Request, answer: CompletionAnswer, deltas: Deltas) -> web.StreamResponse:
-    """Send the chunks as they come, and a comment while nothing comes.
-
-    An error before the first chunk or comment is raised. A later one is the last event.
-    """
-    headers = STREAM_HEADERS | {"X-Request-Id": request_id_of(request.headers)}
-    response = web.StreamResponse(headers=headers)
-    try:
-        while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    found = await deltas.next()
-            except TimeoutError:
-                await _write(request, response, HEARTBEAT)
-                continue
-            if found is None:
-                break
-            if chunks := answer.chunks(*found):
-                await _write(request, response, b"".join(map(_event, chunks)))
-    except PilotflameError as error:
-        if not response.prepared:
-            raise
-        await _write(request, response, _event(error_body(error)))
-    else:
-        last = [answer.last_chunk()] if answer.asked.stream_options.include_usage else []
-        await _write(request, response, b"".join(map(_event, last)) + DONE)
-    await response.write_eof()
-    return response
-
-
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    if not response.prepared:
-        await response.prepare(request)
-    await response.write(data)
-
-
-def is_language_model(live: Live) -> bool:
-    """Return True if the function's handler takes the events of language models."""
-    schema = (live.record.handler or {}).get("input_schema") or {}
-    return bool(schema.get("title") == CONTRACT)
+    async def _asked(self, request: web.Request, kind: type[T]) -> T:
+        """Return the body of a request. Raise BadInput, which names the field."""
+        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+        return validate(kind, supported(load_json(body)), REMEDY)
 
 
 def _model(live: Live) -> OpenAiModel:
@@ -190,7 +162,3 @@ def _model(live: Live) -> OpenAiModel:
         "created": int(record.created_at.timestamp()),
         "owned_by": "pilotflame",
     }
-
-
-def _event(body: Any) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"

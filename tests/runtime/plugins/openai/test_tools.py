@@ -175,3 +175,73 @@ async def test_reasoning_effort_of_a_model_that_does_not_reason(client: Any) -> 
         await client.chat.completions.create(**KNOWS_NOTHING, reasoning_effort="low")
     answer = await client.chat.completions.create(**KNOWS_NOTHING, reasoning_effort="none", max_tokens=1)
     assert answer.usage.completion_tokens == 1
+
+
+async def test_a_response_with_reasoning_and_calls(client: Any) -> None:
+    tool = {"type": "function", **TOOL["function"]}
+    asked: dict[str, Any] = {"model": "caller", "temperature": 0.0, "input": "Rain?", "tools": [tool]}
+    response = await client.responses.create(**asked)
+    assert response.status == "completed"
+    thought, message, *calls = response.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "Hm.")
+    assert response.output_text.strip() == message.content[0].text.strip() == "I ask."
+    assert [json.loads(call.arguments)["city"] for call in calls] == ["Ulm", "Rom"]
+    assert response.usage.input_tokens == len("weather:Rain?!<think>")
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+    async with client.responses.stream(**asked) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert final.output_text == response.output_text
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+
+    replies = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."} for call in calls
+    ]
+    history = [
+        {"role": "user", "content": "Rain?"},
+        *[item.model_dump() for item in response.output],
+        *replies,
+    ]
+    again = await client.responses.create(**asked | {"input": history}, max_output_tokens=2)
+    assert (again.status, again.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert again.usage.input_tokens == len(
+        "weather:Rain?I ask.<tool_call>Ulm</tool_call><tool_call>Rom</tool_call>It rains.It rains.!<think>"
+    )
+
+
+async def test_a_response_in_a_format(client: Any) -> None:
+    class Place(BaseModel):
+        kind: bool
+
+    response = await client.responses.parse(model="llm", instructions="Short.", input="A", text_format=Place)
+    assert isinstance(response.output_parsed, Place)
+    async with client.responses.stream(
+        model="llm", input="A", max_output_tokens=3, include=["message.output_text.logprobs"], top_logprobs=2
+    ) as stream:
+        events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].type == "response.incomplete"
+    assert "".join(event.delta for event in deltas) == events[-1].response.output_text
+    assert all(len(event.logprobs[0].top_logprobs) == 2 for event in deltas)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"truncation": "auto"}, "truncation"),
+    ],
+)
+async def test_what_a_response_refuses(client: Any, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**{"model": "llm", "input": "A", **fields})
+    assert caught.value.param == param

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from aiohttp import web
 from pydantic import ValidationError
 
-from ....errors import OutputInvalid, PilotflameError
-from ....handlers.language_model.contract import Delta, GenerationRequest
-from ...api.invoke import Gateway
-from ...http.requests import dump_json
+from ...errors import OutputInvalid, PilotflameError
+from ...handlers.language_model.contract import Delta, GenerationRequest
+from ..api.invoke import Gateway
+from ..http.requests import dump_json
 
 MOST_UNREAD = 64
 """The pieces of an answer that wait for its caller."""

@@ -1,0 +1,102 @@
+"""Responds to a request for text: with the whole answer, or with a stream of its pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ...errors import DeadlineExceeded, PilotflameError
+from ...handlers.language_model.contract import Delta, GenerationRequest
+from ..api.backend import Backend
+from ..api.invoke import Gateway
+from ..functions.live import Live
+from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
+from ..http.requests import request_id_of, timeout_of
+from ..http.responses import json_response
+from .deltas import Deltas
+
+
+class TextAnswer(Protocol):
+    """The answer to one request in the form of a protocol. It grows with each delta."""
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Add a piece of the answer to prompt number `prompt`."""
+
+    def whole(self) -> Any:
+        """Return the JSON value of the response to a request without a stream."""
+
+    def piece(self, prompt: int, delta: Delta) -> bytes:
+        """Add a piece, and return its events in a stream; b"" if it has none."""
+
+    def end(self) -> bytes:
+        """Return the last events of a stream."""
+
+    def failed(self, error: PilotflameError) -> bytes:
+        """Return the event of an error in a stream, which is the last one."""
+
+
+async def respond(
+    backend: Backend, request: web.Request, live: Live, events: Sequence[GenerationRequest], answer: TextAnswer, *, stream: bool
+) -> web.StreamResponse:  # fmt: skip
+    """Call the function once for each event, and return the response. Raise the function's error."""
+    limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
+    # An error that leaves the group would be wrapped, so it is raised after the group.
+    async with asyncio.TaskGroup() as tasks:
+        deltas = Deltas(Gateway(backend), request, live.record.function, events, tasks)
+        try:
+            async with asyncio.timeout(limit_s + LAST_EVENT_S):
+                return await (_sent if stream else _whole)(request, answer, deltas)
+        except TimeoutError:
+            # The caller does not read the answer.
+            if request.transport is not None:
+                request.transport.abort()
+            error: PilotflameError = DeadlineExceeded("The answer could not be sent in time.")
+        except PilotflameError as failed:
+            error = failed
+        finally:
+            deltas.close()
+    raise error
+
+
+async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
+    while (found := await deltas.next()) is not None:
+        answer.add(*found)
+    return json_response(answer.whole(), headers={"X-Request-Id": request_id_of(request.headers)})
+
+
+async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
+    """Send the events as they come, and a comment while nothing comes.
+
+    An error before the first event or comment is raised. A later one is the last event.
+    """
+    headers = STREAM_HEADERS | {"X-Request-Id": request_id_of(request.headers)}
+    response = web.StreamResponse(headers=headers)
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    found = await deltas.next()
+            except TimeoutError:
+                await _write(request, response, HEARTBEAT)
+                continue
+            if found is None:
+                break
+            if data := answer.piece(*found):
+                await _write(request, response, data)
+    except PilotflameError as error:
+        if not response.prepared:
+            raise
+        await _write(request, response, answer.failed(error))
+    else:
+        await _write(request, response, answer.end())
+    await response.write_eof()
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(data)

@@ -1,0 +1,58 @@
+"""Turns the messages of OpenAI's API into the form that chat templates read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from ....errors import BadInput
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The kinds of parts that are texts, and the fields with these texts."""
+
+
+def plain_message(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """Return a message whose content is a text, and whose calls have objects as arguments.
+
+    Raise BadInput, which names the field of the request, if the message has something else than texts.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        content = text_of(content, field)
+    plain = {**message, "content": "" if content is None else content}
+    if message.get("role") == "developer":
+        plain["role"] = "system"
+    if isinstance(calls := message.get("tool_calls"), list):
+        plain["tool_calls"] = [_plain_call(call, field) for call in calls]
+    return plain
+
+
+def text_of(parts: list[Any], field: str) -> str:
+    """Return the text of the parts of a content. Raise BadInput if one is something else."""
+    return "".join(part if isinstance(part, str) else _text_of(part, field) for part in parts)
+
+
+def _text_of(part: Any, field: str) -> str:
+    if (
+        isinstance(part, dict)
+        and (key := _TEXTS.get(str(part.get("type"))))
+        and isinstance(part.get(key), str)
+    ):
+        return str(part[key])
+    message = f"The body is invalid: {field}: content has a part that is no text, which pilotflame does not support yet."
+    raise BadInput(message, remedy="Send texts.", details={"field": field})
+
+
+def _plain_call(call: Any, field: str) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+        plain = {**call, "function": {**function, "arguments": arguments}}
+    except (TypeError, KeyError, AttributeError, orjson.JSONDecodeError):
+        message = f"The body is invalid: {field}: a call of a tool has no function, or no arguments in JSON."
+        raise BadInput(
+            message, remedy="Send calls as the model made them.", details={"field": field}
+        ) from None
+    return plain
