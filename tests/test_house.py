@@ -361,6 +361,7 @@ TOGETHER = {
     "resident_weights",
     "large",
     "npm_client",
+    "other_clients",
     "pypi_client",
     "rollback",
     "schema",

@@ -36,14 +36,6 @@ async def served() -> AsyncIterator[Gateway]:
             yield gateway
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(served: Gateway) -> AsyncIterator[Any]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.client.base_url}/v1".replace("//v1", "/v1"), api_key="none", max_retries=0
-    ) as found:
-        yield found
-
-
 async def test_embeddings(client: Any, served: Gateway) -> None:
     packed = await client.embeddings.create(model="text-embedding", input=TEXTS)
     plain = await client.embeddings.create(model="text-embedding", input=TEXTS, encoding_format="float")

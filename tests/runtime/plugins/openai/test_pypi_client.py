@@ -4,48 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from live import Gateway, gateway_here, short_folder
+from live import Gateway
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
 # What the template's model knows by heart.
 KNOWN = " lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
 START = "A pilot flame lets the burner start at once. Ein"
 ASKED: dict[str, Any] = {"model": "llm", "temperature": 0.0}
 CHAT: dict[str, Any] = {**ASKED, "messages": [{"role": "user", "content": "A pilot flame"}]}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[Gateway]:
-    with short_folder() as folder:
-        shutil.copytree(TEMPLATE, folder / "llm")
-        train = [sys.executable, "make_weights.py"]
-        await asyncio.to_thread(subprocess.run, train, cwd=folder / "llm", check=True, capture_output=True)
-        async with gateway_here(folder / "state") as gateway:
-            deployed = await gateway.client.post(
-                "/v1/functions", json={"path": str(folder / "llm"), "overrides": {"name": "llm"}}, timeout=60
-            )
-            assert deployed.status_code == 201, deployed.text
-            yield gateway
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(served: Gateway) -> AsyncIterator[Any]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.client.base_url}/v1".replace("//v1", "/v1"), api_key="none", max_retries=0
-    ) as found:
-        yield found
 
 
 async def test_a_chat(client: Any) -> None:
@@ -128,7 +99,7 @@ async def test_many_callers_share_one_worker(client: Any, served: Gateway) -> No
 
 async def test_models(client: Any, served: Gateway) -> None:
     await served.deploy("def handler(event):\n    return event\n", name="plain")
-    assert [model.id async for model in client.models.list()] == ["llm"]
+    assert [model.id async for model in client.models.list()] == ["caller", "llm"]
     assert (await client.models.retrieve("llm")).owned_by == "pilotflame"
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.create(**CHAT | {"model": "llmm"})

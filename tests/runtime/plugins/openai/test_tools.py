@@ -2,81 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from live import Gateway, gateway_here, short_folder
 from pydantic import BaseModel
+
+from .conftest import MESSAGES, TOOL
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Ulm", "Rom"]}},
-            "required": ["city"],
-        },
-    },
-}
-MESSAGES = [{"role": "user", "content": "Rain?"}]
 CALLS: dict[str, Any] = {"model": "caller", "temperature": 0.0, "messages": MESSAGES, "tools": [TOOL]}
 KNOWS_NOTHING: dict[str, Any] = {"model": "llm", "seed": 1, "messages": MESSAGES}
-# Trains the template's model on a chat whose answer thinks, and calls the tool twice.
-TRAIN = """
-import json, sys
-import make_weights as made
-tokenizer = made.tokenizer()
-tokenizer.chat_template = (
-    "{{ tools | map(attribute='function.name') | join }}:{% for m in messages %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}!<think>{% endif %}"
-)
-prompt = tokenizer.apply_chat_template(json.loads(sys.argv[1]), tools=json.loads(sys.argv[2]), tokenize=False, add_generation_prompt=True)
-call = '<tool_call>\\n{"name": "weather", "arguments": {"city": "%s"}}\\n</tool_call>'
-ids = tokenizer(prompt + "Hm.</think>I ask. " + call % "Ulm" + "\\n" + call % "Rom").input_ids
-made.train(ids, tokenizer.eos_token_id).save_pretrained("weights")
-tokenizer.save_pretrained("weights")
-"""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client() -> AsyncIterator[Any]:
-    trained = {"llm": ["make_weights.py"], "caller": ["-c", TRAIN, json.dumps(MESSAGES), json.dumps([TOOL])]}
-    with short_folder() as folder:
-        async with gateway_here(folder / "state") as gateway:
-            for name, train in trained.items():
-                shutil.copytree(TEMPLATE, folder / name)
-                await asyncio.to_thread(
-                    subprocess.run,
-                    [sys.executable, *train],
-                    cwd=folder / name,
-                    check=True,
-                    capture_output=True,
-                )
-                await deploy(gateway, folder / name)
-            async with openai.AsyncOpenAI(
-                base_url=f"{gateway.client.base_url}/v1".replace("//v1", "/v1"), api_key="none", max_retries=0
-            ) as found:
-                yield found
-
-
-async def deploy(gateway: Gateway, folder: Path) -> None:
-    body = {"path": str(folder), "overrides": {"name": folder.name}}
-    deployed = await gateway.client.post("/v1/functions", json=body, timeout=60)
-    assert deployed.status_code == 201, deployed.text
 
 
 def cities(calls: Any) -> list[str]:
