@@ -33,9 +33,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def language_model(snapshot: Snapshot, *, rows: int = 16, window: int = 65_536) -> LanguageModel:
+def language_model(
+    snapshot: Snapshot, *, rows: int = 16, window: int = 65_536, prefixes: Snapshot | None = None
+) -> LanguageModel:
     """Return a language model of a snapshot, for the hook `build`. It needs transformers. `LanguageModel` explains the limits."""
     # transformers takes seconds to import, and few functions need it.
     from .handlers.language_model.model import LanguageModel  # noqa: PLC0415
 
-    return LanguageModel(snapshot, rows=rows, window=window)
+    return LanguageModel(snapshot, rows=rows, window=window, prefixes=prefixes)

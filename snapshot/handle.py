@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,8 @@ class Snapshot:
         self._verified = verified
         self._cache, self._mounted = cache, mounted
         self._parks, self._gpus = parks, gpus
+        self.gated = False
+        """True if the function runs its model within `gate`. Then its worker need not wait for all weights, whatever thread that is."""
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
@@ -254,6 +256,14 @@ class Snapshot:
         if self._arrival is not None and not self._arrival.complete:
             found.append(Unlanded(self._mapping, self._arrival, subject))
         return found
+
+    def gate(self) -> AbstractContextManager[Any]:
+        """Return a context in which each torch operation of this thread waits for the bytes of its tensors."""
+        if not (awaited := self.awaited()):
+            return nullcontext()
+        from .restoring.gate import Gate  # noqa: PLC0415
+
+        return Gate(*awaited)
 
     def limit(self, deadline_s: float) -> None:
         """End each wait for bytes that are being fetched at `deadline_s`, in monotonic seconds."""

@@ -137,6 +137,11 @@ class Snapshots:
         """True while bytes are not fetched or copied yet. Then operations outside a `gate` may read wrong bytes."""
         return any(one.arriving for one in self._named.values())
 
+    @property
+    def gated(self) -> bool:
+        """True if the function itself gates all snapshots that still arrive."""
+        return all(one.gated for one in self._named.values() if one.arriving)
+
     def gate(self) -> AbstractContextManager[Any]:
         """Return a context in which each torch operation of this thread waits for the bytes of its tensors."""
         if not self._arriving:

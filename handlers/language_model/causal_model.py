@@ -34,6 +34,11 @@ class CausalModel:
         self.most_tokens = int(getattr(self._text, "max_position_embeddings", 0) or 1 << 20)
         """The tokens of the longest sequence."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, and so of keys and values."""
+        return next(self.module.parameters()).dtype
+
     def new_rows(self, columns: int = 0) -> Rows:
         """Return rows without a sequence, with room for `columns` tokens."""
         if self.why_alone:

@@ -7,14 +7,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .causal_model import CausalModel
 from .contract import Sampling
+from .prefixes import Prefix, Prefixes
 from .rows import Rows
 from .sampling import Logprobs, Sampler
 from .schedule import Chunk, ChunkTimes, ScheduledSequence, StepSchedule
@@ -43,6 +45,8 @@ class _Run:
     ids: list[int]
     sampler: Sampler
     ends: Collection[int]
+    prefix: Prefix | None
+    """The beginning of the prompt that is stored."""
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
     over: bool = False
@@ -64,12 +68,15 @@ _Made = tuple[_Run, Token | Exception]
 class Engine:
     """A model, its rows and its thread, which begins with the first sequence.
 
-    `window` limits the number of rows times the tokens of the longest.
+    `window` limits the number of rows times the tokens of the longest. Each step runs in a context of `gate`, which waits for weights
+    that still arrive.
     """
 
     model: CausalModel
     most_rows: int
     window: int
+    prefixes: Prefixes | None = None
+    gate: Callable[[], AbstractContextManager[Any]] = nullcontext
     _commands: queue.SimpleQueue[tuple[bool, _Run]] = field(default_factory=queue.SimpleQueue, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _arrived: int = field(default=0, init=False)
@@ -94,8 +101,11 @@ class Engine:
         leaves the engine with the next step. Raise what a step has raised.
         """
         self._arrived += 1
-        sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority)
-        run = _Run(sequence, list(ids), sampler, frozenset(ends), asyncio.get_running_loop(), asyncio.Queue())
+        prefix = self.prefix(ids)
+        stored = len(prefix.ids) if prefix is not None else 0
+        sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority, stored)
+        loop = asyncio.get_running_loop()
+        run = _Run(sequence, list(ids), sampler, frozenset(ends), prefix, loop, asyncio.Queue())
         self._begin(run)
         try:
             for left in range(most_new - 1, -1, -1):
@@ -110,6 +120,10 @@ class Engine:
         finally:
             if not run.over:
                 self._commands.put((False, run))
+
+    def prefix(self, ids: Sequence[int]) -> Prefix | None:
+        """Return the beginning of a prompt that is stored; None if there is none."""
+        return self.prefixes.longest(ids) if self.prefixes is not None else None
 
     def rehearse(self) -> None:
         """Read a prompt of a few tokens and make two, in this thread, so that later steps find all kernels loaded."""
@@ -135,7 +149,8 @@ class Engine:
         while True:
             try:
                 self._take_commands()
-                self._step()
+                with self.gate():
+                    self._step()
             except Exception as error:
                 LOG.exception("a step of the language model failed")
                 self._fail(error)
@@ -184,9 +199,12 @@ class Engine:
     def _read(self, chunk: Chunk) -> list[_Made]:
         """Read a part of a prompt. After the last part, the sequence joins the rows with its next token."""
         run, began_s = self._runs[chunk.sequence], time.perf_counter()
-        if chunk.begin == 0 or self._reading is None:
-            self._reading = self._new_row(chunk.sequence.tokens)
         try:
+            if chunk.begin == chunk.sequence.stored or self._reading is None:
+                self._reading = self._new_row(chunk.sequence.tokens)
+                if run.prefix is not None and self.prefixes is not None:
+                    self.prefixes.fill(self._reading, run.prefix)
+                    began_s = time.perf_counter()
             logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]])
         except Exception as error:
             # The rows of the other sequences are not affected.

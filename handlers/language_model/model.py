@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # The tokenizer's threads would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import InputInvalid
@@ -24,6 +27,7 @@ from .causal_model import CausalModel
 from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
 from .engine import Engine, Token
+from .prefixes import Prefix, Prefixes, write
 from .prompts import Prompts
 from .sampling import Sampler
 from .text import TextStream
@@ -54,11 +58,13 @@ class LanguageModel:
     It has no weights until a worker opens the snapshot.
     """
 
-    def __init__(self, snapshot: Snapshot, *, rows: int, window: int) -> None:
+    def __init__(
+        self, snapshot: Snapshot, *, rows: int, window: int, prefixes: Snapshot | None = None
+    ) -> None:
         """The snapshot is the folder of a model: config.json, tokenizer files, safetensors.
 
         At most `rows` sequences run together. `window` limits their number times the tokens of the longest one, and so the memory of their
-        keys and values. A single sequence has at most `window` tokens.
+        keys and values. A single sequence has at most `window` tokens. `prefixes` is what `pilotflame snapshot prefixes` has written.
         """
         folder = Path(snapshot.path)
         with snapshot.skeleton():
@@ -69,7 +75,13 @@ class LanguageModel:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._prompts = Prompts(self.tokenizer, vocabulary)
         causal = CausalModel(module, config)
-        self.engine = Engine(causal, rows, window)
+        self.causal = causal
+        self._snapshot = snapshot
+        stored = Prefixes(prefixes) if prefixes is not None else None
+        if stored is not None:
+            stored.read(self.origin)
+        snapshot.gated = True
+        self.engine = Engine(causal, rows, window, stored, snapshot.gate)
         self.most_tokens = min(causal.most_tokens, window)
         if causal.why_alone:
             # The function's log shows it.
@@ -80,6 +92,38 @@ class LanguageModel:
             self._defaults["temperature"] = 0.0
         self._ends = _ends(settings.get("eos_token_id"), config.eos_token_id, self.tokenizer.eos_token_id)
         self._forms = AnswerForms(self.tokenizer, self._prompts, self._ends)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """The facts about the model on which its keys and values depend."""
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        files = [self._snapshot.path / name for name in names]
+        told = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
+        manifest = self._snapshot.manifest.model_copy(update={"realm": "", "part": None})
+        return {
+            "weights": manifest.digest, "tokenizer": told.hexdigest(), "dtype": str(self.causal.dtype),
+            "transformers": transformers.__version__,
+        }  # fmt: skip
+
+    def write_prefixes(self, given: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, int]:
+        """Write the prefixes with these messages and tools into a folder. Return how many tokens each has.
+
+        The weights must have arrived. Raise InputInvalid if the chat template does not take the messages.
+        """
+        found = [Prefix(name, self._common(fields)) for name, fields in given.items()]
+        write(self.causal, found, self.origin, folder)
+        return {prefix.name: len(prefix.ids) for prefix in found}
+
+    def _common(self, fields: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the tokens of these messages that do not depend on the message after them."""
+        heard = ({"role": "user", "content": text} for text in ("A", "b"))
+        chats = [
+            GenerationRequest.model_validate({**fields, "messages": [*fields["messages"], one]})
+            for one in heard
+        ]
+        first, second = (self._prompts.prompt(chat).ids for chat in chats)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        return tuple(token for token, _ in same)
 
     def rehearse(self) -> None:
         """Make a few tokens, so that the first request finds all kernels loaded. Call it in the hook `rehearse`."""
@@ -104,7 +148,11 @@ class LanguageModel:
             (self._forms.constraint(request, prompt), self._forms.parts(request, prompt))
             for _ in range(request.n)
         ]
-        return _Plan(request, prompt.ids, most_new, TokenUsage(prompt_tokens=len(prompt.ids)), forms)
+        stored = self.engine.prefix(prompt.ids)
+        usage = TokenUsage(
+            prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
+        )
+        return _Plan(request, prompt.ids, most_new, usage, forms)
 
     def _most_new(self, request: GenerationRequest, prompt: int) -> int:
         room = self.most_tokens - prompt

@@ -63,6 +63,26 @@ class Rows:
             own.write(len(self.lengths), self.end - length, self.end, their, other.end - length)
         self.lengths.append(length)
 
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return len(self._layers)
+
+    def columns(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Return the keys and values of the only row, for each layer: (heads, tokens, size of a head).
+
+        None stands for a layer that shares the keys of another one.
+        """
+        begin = self.end - self.lengths[0]
+        return [layer.columns(begin, self.end) for layer in self._layers]
+
+    def fill(self, tokens: int, columns: list[tuple[Tensor, Tensor] | None]) -> None:
+        """Append tokens to the only row. The argument `columns` has the form of the result of `columns()`."""
+        self.extend(tokens)
+        for layer, pair in zip(self._layers, columns, strict=True):
+            if pair is not None:
+                layer.update(pair[0][None], pair[1][None])
+
     def leave(self, row: int) -> None:
         """Remove a row. The last row takes its number."""
         last = len(self.lengths) - 1
@@ -119,6 +139,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     get_max_cache_shape = get_max_length
+
+    def columns(self, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """Return the first row's keys and values in some columns; None if there are none."""
+        if self.keys is None or self.values is None:
+            return None
+        return self.keys[0, :, begin:end], self.values[0, :, begin:end]
 
     def write(self, row: int, begin: int, end: int, source: _Layer, at: int, source_row: int = 0) -> None:
         """Copy a row's columns from `source`, where they begin at column `at`.

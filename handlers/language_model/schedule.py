@@ -31,8 +31,13 @@ class ScheduledSequence:
     """The tokens at which it ends at the latest."""
     priority: int = 0
     """Sequences with a lower priority number come first."""
+    stored: int = 0
+    """The tokens at its beginning whose keys and values are stored, so that no step reads them."""
     read: int = 0
-    """How many tokens of the prompt have been read."""
+    """How many tokens of the prompt have been read, or are stored."""
+
+    def __post_init__(self) -> None:
+        self.read = self.stored
 
     @property
     def place(self) -> tuple[int, int]:
@@ -122,7 +127,7 @@ class StepSchedule:
             dropped.append(self.reading)
             self.reading = None
         for sequence in dropped:
-            sequence.read = 0
+            sequence.read = sequence.stored
             self.add(sequence)
         return dropped
 

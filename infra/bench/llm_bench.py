@@ -27,9 +27,12 @@ from gpu_model import deployed
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
+from pilotflame.handlers.language_model.prefixes import Prefix, Prefixes, write
 from pilotflame.handlers.language_model.sampling import Sampler
+from pilotflame.handlers.language_model.schedule import MOST_CHUNK
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from pilotflame.snapshot.handle import Snapshot
 from report import Report, parser
 
 GREEDY = Sampling(temperature=0.0)
@@ -47,6 +50,7 @@ LARGE: dict[str, Any] = {
     "intermediate_size": 2816,
 }
 ROWS = 16
+PREFIX_TOKENS = 1024
 STEPS = 30
 """The steps of a measurement of the engine."""
 
@@ -166,6 +170,33 @@ async def gaps(engine: Engine, *, reads: int) -> tuple[float, float]:
     return statistics.median(found) * 1e3, max(found) * 1e3
 
 
+def prefix_gain(model: CausalModel, folder: Path, rounds: int) -> float:
+    """Return the ratio of the processor times of two ways to a row of PREFIX_TOKENS: reading them, and copying what is stored."""
+    prefix = Prefix("all", tuple(prompt(PREFIX_TOKENS)))
+    write(model, [prefix], {}, folder)
+    snapshot = Snapshot(folder, create(folder))
+    stored = Prefixes(snapshot)
+    stored.read({})
+    snapshot.open()
+    rows = model.new_rows()
+
+    def took_s(copy: bool) -> float:
+        began_s = time.process_time()
+        one = model.new_rows(PREFIX_TOKENS)
+        one.lengths = [0]
+        if copy:
+            stored.fill(one, prefix)
+        else:
+            for begin in range(0, PREFIX_TOKENS, MOST_CHUNK):
+                model.forward(one, [[*prefix.ids[begin : begin + MOST_CHUNK]]])
+        rows.join(one)
+        rows.leave(0)
+        return time.process_time() - began_s
+
+    took_s(copy=True)
+    return median(rounds, lambda: took_s(copy=False) / took_s(copy=True))
+
+
 def median(rounds: int, ratio: Callable[[], float]) -> float:
     return statistics.median(ratio() for _ in range(rounds))
 
@@ -220,6 +251,10 @@ def main() -> int:
     torch.set_num_threads(1)
     with report.part("the engine"):
         rates(report, LARGE if arguments.large else SMALL, arguments.rounds)
+    with report.part("prefixes"), tempfile.TemporaryDirectory(prefix="pf-llm-", dir="/tmp") as folder:
+        model = module(SMALL)
+        gain = prefix_gain(CausalModel(model, model.config), Path(folder), 2 + arguments.rounds)
+        report.add("prefix_gain_1024", gain, "", ">= 15")
     for name, shape, target in (("small", SMALL, "<= 25"), ("1gb", LARGE, "<= 60")):
         with (
             report.part(f"from zero, {name}"),

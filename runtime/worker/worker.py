@@ -217,7 +217,7 @@ class Worker:
         """
         if snapshots.arriving:
             self._start_thread("weights", self._await_weights, snapshots)
-            if self._ungated:
+            if self._spec.wait_for_weights or (self._ungated and not snapshots.gated):
                 snapshots.wait()
 
     def _await_weights(self, snapshots: Snapshots) -> None:

@@ -36,7 +36,7 @@ UNSUPPORTED = {
 }  # fmt: skip
 """The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
 WITHOUT_EFFECT = {
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "verbosity",
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
 OWN = frozenset({"model", "stream", "stream_options", "messages", "prompt", "structured_outputs"})

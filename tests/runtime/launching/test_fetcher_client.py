@@ -61,6 +61,34 @@ async def test_the_first_answer_comes_from_weights_that_are_still_arriving(
     assert phases == pytest.approx(timing["total"], rel=0.02)
 
 
+ASYNC = (
+    HANDLER.partition("@torch.inference_mode()")[0].replace(
+        "    return net", "    context.snapshot.gated = GATED\n    return net"
+    )
+    + """
+import asyncio
+
+def compute(event, context):
+    with torch.inference_mode(), context.snapshot.gate():
+        return context.state(torch.tensor(event)).tolist()
+
+async def handler(event, context):
+    arrives = context.snapshot.arriving
+    return [arrives, await asyncio.to_thread(compute, event, context)]
+"""
+)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+async def test_an_async_handler_is_called_before_all_weights_are_there_if_it_gates_its_threads(
+    gateway: Gateway, weights: Weights, gated: bool
+) -> None:
+    settings = {"snapshot": weights.url, "name": "net"}
+    function = await gateway.deploy(ASYNC.replace("GATED", str(gated)), settings, check=False)
+    weights.server.faults = Faults(bytes_per_s=1e6)
+    assert await function.answer([1.0] * WIDTH) == [gated, weights.right]
+
+
 HALF = """
 import torch
 
