@@ -108,7 +108,7 @@ def print_rate(facts: dict[str, Any], text: str, size_bytes: int, started_s: flo
         "cache": ("snapshot_transfer", "List the snapshots in this node's cache, or drop one of them."),
         "prefixes": (
             "snapshot_prefixes",
-            "Compute beginnings that many prompts share, and write them to a snapshot.",
+            "Compute beginnings that many prompts of MODEL share, and write them to a snapshot.",
         ),
         "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, verified."),
         "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION, S3 or another folder."),

@@ -49,9 +49,10 @@ _FILE: TypeAdapter[dict[str, PromptBeginning]] = TypeAdapter(dict[str, PromptBeg
 )
 @options.as_json
 def prefixes(model: Path, file: Path, output: Path, as_json: bool) -> None:
-    """Compute beginnings that many prompts of MODEL share, such as a system prompt with tools, and write them to a snapshot.
+    """Compute beginnings that many prompts of MODEL share, and write them to a snapshot.
 
-    MODEL is the folder of a language model. PREFIXES.json has the messages and tools of each beginning, by its name. Name the output in
+    A beginning is for example a system prompt with tools. MODEL is the folder of a language model. PREFIXES.json has the messages and
+    tools of each beginning, by its name. Name the output in
     [snapshots] of pilotflame.toml, beside the model, and give it to language_model(..., prefixes=...). Make it again
     when the model, its tokenizer or the version of transformers changes.
 
