@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import os
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
@@ -21,6 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import InputInvalid
+from ..notes import note
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts
 from .causal_model import CausalModel
@@ -35,7 +35,6 @@ from .text import TextStream
 if TYPE_CHECKING:
     from ...snapshot.handle import Snapshot
 
-LOG = logging.getLogger(__name__)
 # The names of the sampling defaults that a model's authors may set.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -84,8 +83,7 @@ class LanguageModel:
         self.engine = Engine(causal, rows, window, stored, snapshot.gate)
         self.most_tokens = min(causal.most_tokens, window)
         if causal.why_alone:
-            # The function's log shows it.
-            LOG.warning("the model answers one request at a time, because %s", causal.why_alone)
+            note(f"The model answers one request at a time, because {causal.why_alone}.")
         settings = _generation_settings(folder)
         self._defaults = {name: settings[name] for name in _DEFAULTS if settings.get(name) is not None}
         if settings.get("do_sample") is False:

@@ -301,6 +301,7 @@ class Live:
         progress.add("build", build_s)
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
+        self.warnings += source.facts.get("notes", ())
         # The record is stored when the revision goes live, so the warnings survive a restart.
         found = {"handler": source.facts, "warnings": tuple(self.warnings)}
         self.record = self.record.model_copy(update=found)

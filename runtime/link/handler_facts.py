@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, Field, ValidationError
@@ -27,6 +27,8 @@ class HandlerFacts(BaseModel, frozen=True, extra="ignore", strict=True):
     output_schema: dict[str, Any] = Field(default_factory=dict)
     import_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     build_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    notes: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list, max_length=16)
+    """What the deployer should know (see `handlers/notes.py`)."""
 
 
 def checked(facts: Any) -> dict[str, Any]:

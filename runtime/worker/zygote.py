@@ -29,6 +29,7 @@ from setproctitle import setproctitle
 
 from ...errors import LauncherError, PilotflameError
 from ...handlers.failure import locate_frame
+from ...handlers.notes import NOTES
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import POSITION_SIGNAL, REQUEST_VARIABLE, STACKS_SIGNAL, Confinement, WorkerSpec
@@ -267,6 +268,7 @@ class RevisionZygote(Zygote):
             **self._built.handler.facts(),
             **times,
             "rehearses": self._built.handler.rehearse is not None,
+            "notes": NOTES,
         }
         threads = fork_safety.lasting_thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
