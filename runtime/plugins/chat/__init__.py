@@ -1,0 +1,1 @@
+"""This package talks to language models in the terminal."""
