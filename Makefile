@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -40,6 +40,9 @@ check: .venv/installed-test ## One room: lint, types, its tests, in less than a 
 
 test-slow: .venv/wheel ## The tests that take more than 30 s each, which `make test` leaves out
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+architectures: .venv/wheel ## The tokens of 32 architectures of language models beside those of `generate`, with three versions of transformers
+	$(BIN)/python infra/architectures.py
 
 versions: .venv/wheel ## The oldest and the newest libraries that pyproject.toml allows: install, and run their tests
 	$(BIN)/python infra/versions.py $(VERSIONS_ARGS)

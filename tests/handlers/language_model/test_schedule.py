@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.handlers.language_model.schedule import (
@@ -31,7 +32,10 @@ class History:
         prompt = self.random.randint(1, max(1, self.schedule.window // 2))
         new = self.random.randint(1, max(1, self.schedule.window - prompt))
         self.arrived += 1
-        sequence = ScheduledSequence(self.arrived, prompt, prompt + new, self.random.choice([0, 0, 1]))
+        stored = self.random.choice([0, 0, self.random.randrange(prompt)])
+        sequence = ScheduledSequence(
+            self.arrived, prompt, prompt + new, self.random.choice([0, 0, 1]), stored
+        )
         self.schedule.add(sequence)
         self.open.add(sequence)
 
@@ -54,7 +58,7 @@ class History:
             assert len(step.rows) * (max(one.tokens for one in step.rows) + 1) <= schedule.window
         if step.chunk is not None:
             assert step.chunk.begin < step.chunk.end <= step.chunk.sequence.tokens
-            assert step.chunk.begin == step.chunk.sequence.read
+            assert step.chunk.begin == step.chunk.sequence.read >= step.chunk.sequence.stored
             assert step.chunk.sequence not in step.rows
         if self.open:
             assert step.chunk is not None or step.rows
@@ -68,6 +72,17 @@ class History:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.integers(4, 200), st.randoms(use_true_random=False))
 def test_every_sequence_ends_within_the_limits(rows: int, window: int, random_: random.Random) -> None:
+    run_history(rows, window, random_)
+
+
+@pytest.mark.slow
+def test_ten_thousand_histories() -> None:
+    for seed in range(10_000):
+        drawn = random.Random(seed)
+        run_history(drawn.randint(1, 16), drawn.randint(4, 200), drawn)
+
+
+def run_history(rows: int, window: int, random_: random.Random) -> None:
     history = History(rows, window, random_)
     for _ in range(60):
         if random_.random() < 0.3:
