@@ -125,6 +125,11 @@ class GenerationRequest(Sampling):
         False, description="The last message is the beginning of the answer."
     )
     priority: int = Field(0, ge=0, le=4, description="0 is served first.")
+    first_token_by: float | None = Field(
+        None,
+        description="Refuse the request if its first token would come later than this Unix time, in seconds.",
+    )
+    token_ms: float | None = Field(None, gt=0, description="The longest mean time of a later token.")
     reasoning_effort: Effort | None = Field(None, description="How much the model reasons before it answers.")
     tools: list[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolName = Field(

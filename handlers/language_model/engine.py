@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...errors import Overloaded
+from .admission import Admission, EngineLoad, Targets
 from .causal_model import CausalModel
 from .contract import Sampling
 from .prefixes import Prefix, Prefixes
@@ -21,9 +24,8 @@ from .rows import Rows
 from .sampling import Logprobs, Sampler
 from .schedule import Chunk, ChunkTimes, ScheduledSequence, StepSchedule
 
+NO_TARGETS = Targets()
 LOG = logging.getLogger(__name__)
-SMOOTHING = 0.2
-"""The weight of the latest measurement in the averages of the times of steps."""
 
 
 class Token(NamedTuple):
@@ -47,9 +49,15 @@ class _Run:
     ends: Collection[int]
     prefix: Prefix | None
     """The beginning of the prompt that is stored."""
+    targets: Targets
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
     over: bool = False
+    prompt: int = field(init=False)
+    """The tokens of the prompt."""
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.ids)
 
     def put(self, item: Token | Exception) -> bool:
         """Give the caller a token. Return False if its event loop is closed."""
@@ -90,22 +98,27 @@ class Engine:
         """The runs of the rows, by the number of the row."""
         self._runs: dict[ScheduledSequence, _Run] = {}
         self._reading: Rows | None = None
-        self._step_s, self._chunks = 0.0, ChunkTimes()
+        self._chunks = ChunkTimes()
+        self._admission = Admission(self._chunks)
+        self._token_s = math.inf
+        """The shortest mean time of a token that a caller needs."""
 
     async def generate(
-        self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0
-    ) -> AsyncGenerator[Token]:
+        self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0,
+        targets: Targets = NO_TARGETS,
+    ) -> AsyncGenerator[Token]:  # fmt: skip
         """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
 
         The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
-        leaves the engine with the next step. Raise what a step has raised.
+        leaves the engine with the next step. Raise what a step has raised, and Overloaded if the first token would come later than
+        `targets` says. Their times are of `time.monotonic`.
         """
         self._arrived += 1
         prefix = self.prefix(ids)
         stored = len(prefix.ids) if prefix is not None else 0
         sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority, stored)
         loop = asyncio.get_running_loop()
-        run = _Run(sequence, list(ids), sampler, frozenset(ends), prefix, loop, asyncio.Queue())
+        run = _Run(sequence, list(ids), sampler, frozenset(ends), prefix, targets, loop, asyncio.Queue())
         self._begin(run)
         try:
             for left in range(most_new - 1, -1, -1):
@@ -156,7 +169,9 @@ class Engine:
                 self._fail(error)
 
     def _step(self) -> None:
-        step = self._schedule.step(self._chunks.tokens_within(self._step_s if self._members else 0.0))
+        self._refuse_late()
+        chunk_s = self._admission.chunk_s(len(self._members), self._token_s)
+        step = self._schedule.step(self._chunks.tokens_within(chunk_s))
         for sequence in step.dropped:
             self._leave(self._runs[sequence])
         made = self._continue()
@@ -181,10 +196,48 @@ class Engine:
             begins, run = self._commands.get()
             idle = False
             if begins:
+                if (late_s := self._late_s(run)) > 0:
+                    run.put(_overloaded(late_s))
+                    continue
                 self._runs[run.sequence] = run
                 self._schedule.add(run.sequence)
+                self._limit_rows()
             elif run.sequence in self._runs:
                 self._end(run)
+
+    def _late_s(self, run: _Run) -> float:
+        """Return the delay of the first token of a sequence that arrives now, in seconds; at most 0 if it is in time."""
+        if run.targets.first_by_s == math.inf:
+            return 0.0
+        load = EngineLoad(len(self._members), self._schedule.unread, self._schedule.most_rows, self._token_s)
+        tokens = run.sequence.tokens - run.sequence.stored
+        most_new = run.sequence.most_tokens - run.sequence.tokens
+        return (
+            time.monotonic() + self._admission.first_token_s(load, tokens, most_new) - run.targets.first_by_s
+        )
+
+    def _refuse_late(self) -> None:
+        """Fail the sequences that are next and would be late, if they have made no token."""
+        while (sequence := self._schedule.next) is not None:
+            run = self._runs[sequence]
+            read_s = self._admission.first_token_s(
+                EngineLoad(len(self._members), (), self.most_rows, self._token_s),
+                sequence.tokens - sequence.stored,
+                1,
+            )
+            late_s = time.monotonic() + read_s - run.targets.first_by_s
+            if late_s <= 0 or len(run.ids) > run.prompt:
+                return
+            run.put(_overloaded(late_s))
+            self._end(run)
+
+    def _limit_rows(self) -> None:
+        """Let no more rows run than the callers' times for a token allow."""
+        self._token_s = min((run.targets.token_s for run in self._runs.values()), default=math.inf)
+        within = self.most_rows
+        if self._token_s < math.inf:
+            within = self._admission.rows_within(self._token_s, within)
+        self._schedule.most_rows = within
 
     def _continue(self) -> list[_Made]:
         """Make the next token of each row."""
@@ -193,7 +246,7 @@ class Engine:
         began_s = time.perf_counter()
         logits = self.model.forward(self._rows, [[run.ids[-1]] for run in members])
         made = _choose(members, logits)
-        self._step_s = _average(self._step_s, time.perf_counter() - began_s)
+        self._admission.steps.note(len(members), time.perf_counter() - began_s)
         return made
 
     def _read(self, chunk: Chunk) -> list[_Made]:
@@ -229,6 +282,9 @@ class Engine:
         self._schedule.remove(run.sequence)
         self._leave(run)
         del self._runs[run.sequence]
+        if made := len(run.ids) - run.prompt:
+            self._admission.lengths.note(made)
+        self._limit_rows()
 
     def _leave(self, run: _Run) -> None:
         """Take a run out of the rows, or stop to read its prompt."""
@@ -273,5 +329,9 @@ def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
     return made
 
 
-def _average(before: float, latest: float) -> float:
-    return before + SMOOTHING * (latest - before) if before else latest
+def _overloaded(late_s: float) -> Overloaded:
+    return Overloaded(
+        f"The first token would come {late_s:.1f} s later than the request allows.",
+        remedy="Try again as Retry-After says, or allow more time.",
+        details={"retry_after_s": round(max(late_s, 0.1), 3)},
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import InputInvalid
 from ..notes import note
+from .admission import Targets
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts
 from .causal_model import CausalModel
@@ -49,6 +52,7 @@ class _Plan:
     usage: TokenUsage
     forms: list[tuple[Constraint | None, AnswerParts | None]]
     """The constraint and the reader of each answer."""
+    targets: Targets
 
 
 class LanguageModel:
@@ -150,7 +154,7 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        return _Plan(request, prompt.ids, most_new, usage, forms)
+        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request))
 
     def _most_new(self, request: GenerationRequest, prompt: int) -> int:
         room = self.most_tokens - prompt
@@ -205,9 +209,8 @@ class LanguageModel:
             yield Delta(index=index, text=self._decode(ids))
         sampler = Sampler(sampling, ids, ends, constraint)
         made = 0
-        async with aclosing(
-            self.engine.generate(ids, sampler, ends, plan.most_new, request.priority)
-        ) as tokens:
+        found = self.engine.generate(ids, sampler, ends, plan.most_new, request.priority, plan.targets)
+        async with aclosing(found) as tokens:
             async for token in tokens:
                 made += 1
                 usage.completion_tokens += 1
@@ -250,6 +253,15 @@ class LanguageModel:
     def _decode_marks(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
+
+
+def _targets(request: GenerationRequest) -> Targets:
+    """Return the caller's targets, by the engine's clock."""
+    by, token_ms = request.first_token_by, request.token_ms
+    return Targets(
+        math.inf if by is None else time.monotonic() + by - time.time(),
+        math.inf if token_ms is None else token_ms / 1000,
+    )
 
 
 def _add(delta: Delta, text: str, parts: AnswerParts | None, *, last: bool = False) -> None:

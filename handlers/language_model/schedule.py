@@ -80,6 +80,17 @@ class StepSchedule:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def unread(self) -> list[int]:
+        """The tokens to read of each prompt that waits or is being read."""
+        reading = [self.reading] if self.reading is not None else []
+        return [one.tokens - one.read for one in (*reading, *(entry[1] for entry in self._waiting))]
+
+    @property
+    def next(self) -> ScheduledSequence | None:
+        """The sequence that waits for its place the longest."""
+        return self._waiting[0][1] if self._waiting else None
+
     def add(self, sequence: ScheduledSequence) -> None:
         """Let a sequence wait for its place. Alone, it must fit into the window."""
         heapq.heappush(self._waiting, (sequence.place, sequence))
@@ -176,9 +187,13 @@ class ChunkTimes:
 
         `step_s` is the time of a step of the rows, 0 without rows.
         """
-        pass_s, token_s = self.line()
         if not step_s:
             return MOST_CHUNK
-        within = int((step_s - pass_s) / token_s) if token_s else LEAST_CHUNK
-        self._chosen = max(LEAST_CHUNK, min(MOST_CHUNK, 2 * self._chosen, within))
+        self._chosen = max(LEAST_CHUNK, min(2 * self._chosen, self.fitting(step_s)))
         return self._chosen
+
+    def fitting(self, seconds: float) -> int:
+        """Return how many tokens a pass reads in this time, within the limits of a chunk."""
+        pass_s, token_s = self.line()
+        within = int((seconds - pass_s) / token_s) if token_s else LEAST_CHUNK
+        return max(LEAST_CHUNK, min(MOST_CHUNK, within))

@@ -17,6 +17,7 @@ from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEA
 from ..http.requests import request_id_of, timeout_of
 from ..http.responses import json_response
 from .deltas import Deltas
+from .targets import with_targets
 
 
 class TextAnswer(Protocol):
@@ -42,10 +43,11 @@ async def respond(
     backend: Backend, request: web.Request, live: Live, events: Sequence[GenerationRequest], answer: TextAnswer, *, stream: bool
 ) -> web.StreamResponse:  # fmt: skip
     """Call the function once for each event, and return the response. Raise the function's error."""
+    asked = with_targets(request, events)
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
     # An error that leaves the group would be wrapped, so it is raised after the group.
     async with asyncio.TaskGroup() as tasks:
-        deltas = Deltas(Gateway(backend), request, live.record.function, events, tasks)
+        deltas = Deltas(Gateway(backend), request, live.record.function, asked, tasks)
         try:
             async with asyncio.timeout(limit_s + LAST_EVENT_S):
                 return await (_sent if stream else _whole)(request, answer, deltas)

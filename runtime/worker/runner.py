@@ -25,6 +25,7 @@ from ...errors import (
     HandlerFailed,
     InputInvalid,
     OutputInvalid,
+    Overloaded,
     PilotflameError,
     SnapshotError,
 )
@@ -272,7 +273,7 @@ class Runner(ABC):
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""
         self.suspects_device = self.suspects_device or may_be_of_device(error)
-        if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
+        if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid, Overloaded)):
             return error
         if isinstance(error, SnapshotError):
             return not_whole(error)

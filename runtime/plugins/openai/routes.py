@@ -25,6 +25,7 @@ from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...generation.answering import respond
 from ...generation.models import model, models
+from ...generation.targets import PARAMETERS as TARGETS
 from ...http.event_stream import EVENTS
 from ...http.requests import load_json, read_body, request_id_of, validate
 from ...http.responses import json_response
@@ -93,13 +94,14 @@ class OpenAiApi(ApiPlugin):
         call = Scope.INVOKE
         shared: dict[str, Any] = {"errors": _STATUSES, **ERRORS}
         listed: dict[str, Any] = {"errors": (404, 503), **ERRORS}
+        generates: dict[str, Any] = {**shared, "parameters": TARGETS}
         either: dict[str, Any] = {"application/json": Completion, **EVENTS}
         return [
             Route("GET", "/v1/models", self.models, call, "List the language models.", Models, **listed),
             Route("GET", "/v1/models/{model}", self.model, call, "Show a language model.", OpenAiModel, **listed),
-            Route("POST", "/v1/chat/completions", self.chat, call, "Answer a chat.", either, body=ChatRequest, **shared),
-            Route("POST", "/v1/completions", self.complete, call, "Continue a text.", either, body=CompletionRequest, **shared),
-            Route("POST", "/v1/responses", self.respond, call, "Answer, in items.", {"application/json": ModelResponse, **EVENTS}, body=ResponseRequest, **shared),
+            Route("POST", "/v1/chat/completions", self.chat, call, "Answer a chat.", either, body=ChatRequest, **generates),
+            Route("POST", "/v1/completions", self.complete, call, "Continue a text.", either, body=CompletionRequest, **generates),
+            Route("POST", "/v1/responses", self.respond, call, "Answer, in items.", {"application/json": ModelResponse, **EVENTS}, body=ResponseRequest, **generates),
             Route("POST", "/v1/embeddings", self.embed, call, "Turn texts into vectors.", EmbeddingsAnswer, body=EmbeddingsRequest, **shared),
             Route("POST", "/v1/rerank", self.rerank, call, "Rank documents by a query.", RankingAnswer, body=RankingRequest, **shared),
         ]  # fmt: skip

@@ -207,3 +207,19 @@ async def test_the_largest_seed_and_usage_from_the_first_chunk(client: Any) -> N
     )  # fmt: skip
     usages = [chunk.usage.prompt_tokens async for chunk in stream]
     assert set(usages) == {len("A pilot flame")}
+
+
+async def test_how_soon_the_tokens_are_needed(client: Any) -> None:
+    soon = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "60000"}
+    answer = await client.chat.completions.create(**CHAT, extra_headers=soon)
+    assert answer.choices[0].message.content == KNOWN
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(
+                **CHAT, extra_headers={"x-slo-ttft-ms": "0.001"}, stream=stream
+            )
+        assert (caught.value.status_code, caught.value.code) == (503, "overloaded")
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(**CHAT, extra_headers={"x-slo-ttft-ms": "soon"})
+    assert refused.value.param == "x-slo-ttft-ms"
