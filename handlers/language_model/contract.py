@@ -195,10 +195,10 @@ class TokenLogprob(BaseModel):
 class TokenUsage(BaseModel):
     """Numbers of tokens so far."""
 
-    prompt_tokens: int
-    cached_tokens: int = 0
+    prompt_tokens: int = Field(ge=0)
+    cached_tokens: int = Field(0, ge=0)
     """The tokens of the prompt whose keys and values were there already."""
-    completion_tokens: int = 0
+    completion_tokens: int = Field(0, ge=0)
 
 
 class Delta(BaseModel):
@@ -237,7 +237,7 @@ class EmbeddingOutput(BaseModel):
     """A vector for a text, and a list of vectors for a list of texts."""
 
     embedding: list[float] | list[list[float]]
-    tokens: int = 0
+    tokens: int = Field(0, ge=0)
     """The tokens of all texts."""
 
 
@@ -261,5 +261,5 @@ class RerankOutput(BaseModel):
     """All documents, the best one first."""
 
     results: list[DocumentScore]
-    tokens: int = 0
+    tokens: int = Field(0, ge=0)
     """The tokens of the query with each document."""

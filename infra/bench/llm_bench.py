@@ -24,6 +24,7 @@ import tokenizers
 import torch
 import transformers
 from gpu_model import deployed
+from llm_goodput import goodput
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
@@ -62,15 +63,15 @@ def config(shape: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def module(shape: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
+def module(shape: dict[str, Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     made: Any = transformers.LlamaForCausalLM(config(shape))
     return made.eval()
 
 
-def write_model(folder: Path, shape: dict[str, Any]) -> None:
+def write_model(folder: Path, shape: dict[str, Any], seed: int = 0) -> None:
     """Write a model in float32, a tokenizer of words, and a manifest."""
-    module(shape).save_pretrained(folder)
+    module(shape, seed).save_pretrained(folder)
     words = {f"w{number}": number for number in range(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -251,6 +252,12 @@ def main() -> int:
     torch.set_num_threads(1)
     with report.part("the engine"):
         rates(report, LARGE if arguments.large else SMALL, arguments.rounds)
+    with report.part("targets"):
+        model = module(SMALL)
+        causal = CausalModel(model, model.config)
+        engines = (Engine(causal, ROWS, 65_536), Engine(causal, ROWS, 65_536))
+        in_time, tokens = asyncio.run(goodput(*engines, arguments.rounds))
+        report.add("goodput_vs_fifo", in_time, f"with {tokens:.2f} of the tokens", ">= 1.5")
     with report.part("prefixes"), tempfile.TemporaryDirectory(prefix="pf-llm-", dir="/tmp") as folder:
         model = module(SMALL)
         gain = prefix_gain(CausalModel(model, model.config), Path(folder), 2 + arguments.rounds)

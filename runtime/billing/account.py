@@ -130,6 +130,10 @@ class Account:
             # the wall clock can be set.
             asyncio.get_running_loop().call_soon(self.check)
 
+    def note_tokens(self, *, prompt: int, cached: int = 0, generated: int = 0) -> None:
+        """Add the tokens of a call of a language model. `cached` is the part of `prompt` that the model did not need to read."""
+        self._add(Usage(prompt_tokens=prompt, cached_tokens=cached, generated_tokens=generated))
+
     def _add(self, used: Usage) -> None:
         self.total, self.today = self.total + used, self.today + used
         self._owe(self.owner, used)

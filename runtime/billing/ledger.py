@@ -142,7 +142,7 @@ class Ledger:
 
     async def readings(self) -> list[Reading]:
         """Return the metrics of usage and budgets."""
-        seconds, cost, budget = (dict[tuple[str, ...], float]() for _ in range(3))
+        seconds, cost, budget, tokens = (dict[tuple[str, ...], float]() for _ in range(4))
         for function, account in self._accounts.items():
             account.settle()
             used = account.total
@@ -156,12 +156,26 @@ class Ledger:
             if function not in self._node:
                 seconds.update({(function, rung): s for rung, s in held})
             cost[(function,)] = used.cost
+            kinds = (
+                ("prompt", used.prompt_tokens),
+                ("cached", used.cached_tokens),
+                ("generated", used.generated_tokens),
+            )
+            if used.prompt_tokens:
+                tokens.update({(function, kind): count for kind, count in kinds})
             if account.limited:
                 budget[(function,)] = account.share
         rungs = "Seconds on each rung: of workers, of parked ones, without a worker but with a zygote, and with files only."
         return [
             Reading("rung_seconds", rungs, seconds, ("function", "rung"), total=True),
             Reading("cost", "Money for memory, disk and devices, at the gateway's prices.", cost, total=True),
+            Reading(
+                "tokens",
+                "Tokens of language models. `cached` is a part of `prompt`.",
+                tokens,
+                ("function", "kind"),
+                total=True,
+            ),
             Reading("budget_used_ratio", "Used share of today's budget.", budget),
         ]
 

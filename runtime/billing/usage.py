@@ -60,6 +60,13 @@ class Usage:
     holding_cost: float = 0.0
     """The part of `cost` for memory, devices and files that were held while no call used them."""
 
+    prompt_tokens: float = 0.0
+    """Tokens of the prompts of language models, of the texts of encoders, and of the pairs of rerankers."""
+    cached_tokens: float = 0.0
+    """The part of `prompt_tokens` that the model did not need to read."""
+    generated_tokens: float = 0.0
+    """Tokens that language models have made."""
+
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(operator.add, figures(self), figures(other)))
 

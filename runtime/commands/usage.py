@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -14,6 +15,7 @@ from ..client.client import Client
 
 TIMES = ("busy", "idle", "starting", "zygote only", "files only")
 CALLS = ("calls", "cold starts", "waited")
+TOKENS = ("prompt tokens", "cached tokens", "generated tokens")
 # A smaller amount is only the rounding error of a difference of floats.
 NO_MONEY = 1e-12
 MONEY = ("using", "holding", "cost", "always on", "saved")
@@ -56,15 +58,17 @@ def usage(
         return display.print_json(found)
     if as_csv:
         return click.echo(_csv(by, found), nl=False)
-    rows = [_row(row["key"] or "-", row["usage"]) for row in found["rows"]]
+    # Most functions have no tokens, so these columns are left out without any.
+    tokens = TOKENS if found["total"]["prompt_tokens"] else ()
+    rows = [_row(row["key"] or "-", row["usage"], tokens) for row in found["rows"]]
     if not rows:
         return display.say("nothing was used in that time")
     money = (f"{name} {found['currency']}" for name in MONEY)
-    columns = (by, *TIMES, "memory GB h", *CALLS, *money)
-    return display.print_table(columns, [*rows, _row("all", found["total"])])
+    columns = (by, *TIMES, "memory GB h", *CALLS, *tokens, *money)
+    return display.print_table(columns, [*rows, _row("all", found["total"], tokens)])
 
 
-def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
+def _row(key: str, used: dict[str, float], tokens: Sequence[str]) -> tuple[str, ...]:
     times = (display.duration(used[f"{kind}_s"]) for kind in ("busy", "idle", "starting", "zygote", "local"))
     memory = f"{used['memory_gb_s'] / HOUR_S:.3g}"
     calls = (f"{used[kind]:.0f}" for kind in ("invocations", "cold_starts"))
@@ -76,7 +80,8 @@ def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
     )
     costs = (used["cost"] - used["holding_cost"], used["holding_cost"], used["cost"], used["always_on_cost"])
     money = (*map(_money, costs), _money(saved) + share)
-    cells = (*times, memory, *calls, display.duration(used["waiting_s"]))
+    counts = (f"{used[name.replace(' ', '_')]:.0f}" for name in tokens)
+    cells = (*times, memory, *calls, display.duration(used["waiting_s"]), *counts)
     if key.startswith("("):
         # These are rows of the node's own processes, which have neither workers nor calls.
         cells = tuple(memory if cell is memory else "-" for cell in cells)

@@ -10,8 +10,9 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ...errors import OutputInvalid, PilotflameError
-from ...handlers.language_model.contract import Delta, GenerationRequest
+from ...handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
 from ..api.invoke import Gateway
+from ..functions.live import Live
 from ..http.requests import dump_json
 
 MOST_UNREAD = 64
@@ -25,12 +26,12 @@ class Deltas:
         self,
         gateway: Gateway,
         request: web.Request,
-        name: str,
+        live: Live,
         events: Sequence[GenerationRequest],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Call the function `name` once for each event, in `tasks`."""
-        self._gateway, self._request, self._name = gateway, request, name
+        """Call the function once for each event, in `tasks`."""
+        self._gateway, self._request, self._live = gateway, request, live
         # If the caller reads slowly, the function waits.
         self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
         self._left = len(events)
@@ -54,17 +55,26 @@ class Deltas:
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         body = dump_json(event.model_dump(mode="json", exclude_unset=True))
+        usage = TokenUsage(prompt_tokens=0)
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
-                    await self._arrived.put((number, _delta(self._name, piece)))
+                    delta = _delta(self._live.record.function, piece)
+                    made = usage.completion_tokens + len(delta.tokens)
+                    usage = (delta.usage or usage).model_copy(update={"completion_tokens": made})
+                    await self._arrived.put((number, delta))
             await self._arrived.put(None)
         except PilotflameError as error:
             await self._arrived.put(error)
+        finally:
+            # Also the tokens of an answer whose caller has left.
+            self._live.function.account.note_tokens(
+                prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
+            )
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
-        revision, invocation = self._gateway.started(self._request, self._name, body, number)
+        revision, invocation = self._gateway.started(self._request, self._live.record.function, body, number)
         try:
             stream = invocation.stream
             while stream is not None and (pieces := await stream.take()):

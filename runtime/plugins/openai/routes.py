@@ -138,17 +138,19 @@ class OpenAiApi(ApiPlugin):
     async def embed(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, EmbeddingsRequest)
         live = model(self.backend, request, asked.model, EmbeddingRequest)
-        found = await self.call(request, live.record.function, {"text": asked.texts})
-        return json_response(asked.answer(output_of(found, EmbeddingOutput, live)))
+        found = output_of(
+            await self.call(request, live.record.function, {"text": asked.texts}), EmbeddingOutput, live
+        )
+        live.function.account.note_tokens(prompt=found.tokens)
+        return json_response(asked.answer(found))
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, RankingRequest)
         live = model(self.backend, request, asked.model, RerankRequest)
         event = {"query": asked.query, "documents": asked.texts}
-        found = await self.call(request, live.record.function, event)
-        return json_response(
-            asked.answer(output_of(found, RerankOutput, live), request_id_of(request.headers))
-        )
+        found = output_of(await self.call(request, live.record.function, event), RerankOutput, live)
+        live.function.account.note_tokens(prompt=found.tokens)
+        return json_response(asked.answer(found, request_id_of(request.headers)))
 
     async def _asked(self, request: web.Request, kind: type[T]) -> T:
         """Return the body of a request. Raise BadInput, which names the field."""

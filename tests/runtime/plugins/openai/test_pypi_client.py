@@ -223,3 +223,26 @@ async def test_how_soon_the_tokens_are_needed(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(**CHAT, extra_headers={"x-slo-ttft-ms": "soon"})
     assert refused.value.param == "x-slo-ttft-ms"
+
+
+async def test_tokens_are_in_the_usage_and_the_metrics(client: Any, served: Gateway) -> None:
+    async def used() -> tuple[float, float]:
+        rows = (await served.client.get("/v1/usage", params={"by": "function"})).json()["rows"]
+        found = next(row["usage"] for row in rows if row["key"] == "llm")
+        return found["prompt_tokens"], found["generated_tokens"]
+
+    before = await used()
+    answer = await client.chat.completions.create(**CHAT, n=2)
+    usage = answer.usage
+    stream = await client.chat.completions.create(
+        **CHAT | {"max_tokens": 400}, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(stream)
+    await stream.close()
+    await served.function("llm").settled(ready=1, in_flight=0)
+    after = await used()
+    assert after[0] - before[0] == 2 * usage.prompt_tokens
+    # The tokens of the answer whose caller left count too.
+    assert usage.completion_tokens < after[1] - before[1] < usage.completion_tokens + 400
+    metrics = (await served.client.get("/metrics")).text
+    assert f'pilotflame_tokens_total{{function="llm",kind="generated"}} {after[1]}' in metrics
