@@ -127,7 +127,7 @@ async def unloaded(engine: Engine, trace: Sequence[Call]) -> Limits:
 
 
 async def goodput(engine: Engine, plain: Engine, rounds: int) -> tuple[float, float]:
-    """Return two ratios, of requests in time and of tokens: an engine that gets targets, beside `plain`, which gets none."""
+    """Return two ratios, of requests in time and of tokens: of an engine with targets to `plain` without."""
     trace = calls()
     limits = await unloaded(plain, trace)
     # The engine learns how long its steps take.
