@@ -14,7 +14,7 @@ from ..api.backend import Backend
 from ..api.invoke import Gateway
 from ..functions.live import Live
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
-from ..http.requests import request_id_of, timeout_of
+from ..http.requests import timeout_of
 from ..http.responses import json_response
 from .deltas import Deltas
 from .targets import with_targets
@@ -66,7 +66,7 @@ async def respond(
 async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
     while (found := await deltas.next()) is not None:
         answer.add(*found)
-    return json_response(answer.whole(), headers={"X-Request-Id": request_id_of(request.headers)})
+    return json_response(answer.whole(), headers=deltas.headers)
 
 
 async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
@@ -74,31 +74,31 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
 
     An error before the first event or comment is raised. A later one is the last event.
     """
-    headers = STREAM_HEADERS | {"X-Request-Id": request_id_of(request.headers)}
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers=STREAM_HEADERS)
     try:
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     found = await deltas.next()
             except TimeoutError:
-                await _write(request, response, HEARTBEAT)
+                await _write(request, response, deltas, HEARTBEAT)
                 continue
             if found is None:
                 break
             if data := answer.piece(*found):
-                await _write(request, response, data)
+                await _write(request, response, deltas, data)
     except PilotflameError as error:
         if not response.prepared:
             raise
-        await _write(request, response, answer.failed(error))
+        await _write(request, response, deltas, answer.failed(error))
     else:
-        await _write(request, response, answer.end())
+        await _write(request, response, deltas, answer.end())
     await response.write_eof()
     return response
 
 
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+async def _write(request: web.Request, response: web.StreamResponse, deltas: Deltas, data: bytes) -> None:
     if not response.prepared:
+        response.headers.update(deltas.headers)
         await response.prepare(request)
     await response.write(data)

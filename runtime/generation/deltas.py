@@ -13,7 +13,9 @@ from ...errors import OutputInvalid, PilotflameError
 from ...handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
 from ..api.invoke import Gateway
 from ..functions.live import Live
-from ..http.requests import dump_json
+from ..http.requests import dump_json, request_id_of
+from ..http.responses import invocation_headers
+from ..serving.invocation import Invocation
 
 MOST_UNREAD = 64
 """The pieces of an answer that wait for its caller."""
@@ -32,6 +34,8 @@ class Deltas:
     ) -> None:
         """Call the function once for each event, in `tasks`."""
         self._gateway, self._request, self._live = gateway, request, live
+        self.headers = {"X-Request-Id": request_id_of(request.headers)}
+        """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
         # If the caller reads slowly, the function waits.
         self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
         self._left = len(events)
@@ -78,14 +82,20 @@ class Deltas:
         try:
             stream = invocation.stream
             while stream is not None and (pieces := await stream.take()):
+                self._note(number, invocation)
                 for piece in pieces:
                     yield piece
                 stream.consumed(len(pieces))
             output = await invocation.output
             if stream is None:
+                self._note(number, invocation)
                 yield output.payload
         finally:
             revision.cancel(invocation)
+
+    def _note(self, number: int, invocation: Invocation) -> None:
+        if number == 0 and "X-Worker-Id" not in self.headers:
+            self.headers = invocation_headers(invocation)
 
 
 def _delta(name: str, piece: bytes) -> Delta:

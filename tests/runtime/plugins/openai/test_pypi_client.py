@@ -246,3 +246,14 @@ async def test_tokens_are_in_the_usage_and_the_metrics(client: Any, served: Gate
     assert usage.completion_tokens < after[1] - before[1] < usage.completion_tokens + 400
     metrics = (await served.client.get("/metrics")).text
     assert f'pilotflame_tokens_total{{function="llm",kind="generated"}} {after[1]}' in metrics
+
+
+async def test_a_response_names_its_worker_and_shows_its_times(served: Gateway) -> None:
+    for stream in (False, True):
+        body = {**CHAT, "max_tokens": 2, "stream": stream}
+        headers = (
+            await served.client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+        ).headers
+        assert (headers["x-request-id"], headers["x-cold-start"]) == ("mine", "false")
+        assert headers["x-worker-id"]
+        assert "exec;dur=" in headers["server-timing"]
