@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 FinishReason = Literal["stop", "length", "tool_calls"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MOST_TOP = 20
+MOST_ANSWERS = 128
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenCount = Annotated[int, Field(ge=0, lt=1 << 53)]
 RESERVED = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -114,7 +116,7 @@ class GenerationRequest(Sampling):
     max_tokens: int | None = Field(
         None, ge=1, description="Tokens to make; None: as many as there is room for."
     )
-    n: int = Field(1, ge=1, le=128, description="How many answers.")
+    n: int = Field(1, ge=1, le=MOST_ANSWERS, description="How many answers.")
     stop: list[str] = Field(default_factory=list, max_length=16, description="Texts at which an answer ends.")
     include_stop_str_in_output: bool = False
     echo: bool = Field(False, description="Begin each answer with the prompt.")
@@ -195,10 +197,10 @@ class TokenLogprob(BaseModel):
 class TokenUsage(BaseModel):
     """Numbers of tokens so far."""
 
-    prompt_tokens: int = Field(ge=0)
-    cached_tokens: int = Field(0, ge=0)
+    prompt_tokens: TokenCount
+    cached_tokens: TokenCount = 0
     """The tokens of the prompt whose keys and values were there already."""
-    completion_tokens: int = Field(0, ge=0)
+    completion_tokens: TokenCount = 0
 
 
 class Delta(BaseModel):
@@ -206,7 +208,7 @@ class Delta(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    index: int = 0
+    index: int = Field(0, ge=0, lt=MOST_ANSWERS)
     """The number of the answer."""
     text: str = ""
     reasoning: str = ""
@@ -216,7 +218,7 @@ class Delta(BaseModel):
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     """Why the answer has ended; None until it has."""
-    stop_reason: str | int | None = None
+    stop_reason: str | TokenId | None = None
     """The stop string or token that has ended the answer, except the model's own end."""
     usage: TokenUsage | None = None
     """The tokens of all answers so far. The first and the last delta of an answer have it."""
@@ -237,7 +239,7 @@ class EmbeddingOutput(BaseModel):
     """A vector for a text, and a list of vectors for a list of texts."""
 
     embedding: list[float] | list[list[float]]
-    tokens: int = Field(0, ge=0)
+    tokens: TokenCount = 0
     """The tokens of all texts."""
 
 
@@ -253,7 +255,7 @@ class RerankRequest(BaseModel):
 class DocumentScore(BaseModel):
     """How well a document answers, from 0 to 1."""
 
-    index: int = Field(ge=0)
+    index: int = Field(ge=0, lt=1 << 31)
     score: float
 
 
@@ -261,5 +263,5 @@ class RerankOutput(BaseModel):
     """All documents, the best one first."""
 
     results: list[DocumentScore]
-    tokens: int = Field(0, ge=0)
+    tokens: TokenCount = 0
     """The tokens of the query with each document."""

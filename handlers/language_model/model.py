@@ -146,10 +146,9 @@ class LanguageModel:
     def _plan(self, request: GenerationRequest) -> _Plan:
         prompt = self._prompts.prompt(request)
         most_new = self._most_new(request, len(prompt.ids))
-        forms = [
-            (self._forms.constraint(request, prompt), self._forms.parts(request, prompt))
-            for _ in range(request.n)
-        ]
+        first = self._forms.constraint(request, prompt)
+        constraints = [first.copy() if first is not None else None for _ in range(request.n)]
+        forms = [(constraint, self._forms.parts(request, prompt)) for constraint in constraints]
         stored = self.engine.prefix(prompt.ids)
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0

@@ -165,3 +165,14 @@ def test_an_answer_whose_grammar_is_complete_ends_despite_min_tokens() -> None:
     logits = torch.randn(len(PLAIN_TOKENS))
     assert PLAIN_TOKENS.decode([sampler.choose(logits)[0] for _ in range(2)]) == "ab"
     assert sampler.complete
+
+
+def test_a_model_without_an_end_token() -> None:
+    tokenizer = byte_tokenizer(WITHOUT_TOOLS)
+    tokenizer.eos_token = None
+    constraint = Constraints(tokenizer, []).new('start: "ab"')
+    for token in tokenizer.encode("ab"):
+        assert not constraint.complete
+        constraint.accept(token)
+    assert constraint.complete
+    assert not constraint.copy().mask(torch.zeros(len(tokenizer)))[tokenizer.encode("a")[0]].isfinite()

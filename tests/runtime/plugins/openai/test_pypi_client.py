@@ -178,6 +178,20 @@ async def test_a_handler_of_ones_own(client: Any, served: Gateway) -> None:
     assert answer.usage.total_tokens == 6
 
 
+@pytest.mark.parametrize(
+    "fields", ["usage={'prompt_tokens': 1 << 70}", "index=200", "stop_reason=1 << 70", "index=-1"]
+)
+async def test_a_handler_that_yields_impossible_numbers(client: Any, served: Gateway, fields: str) -> None:
+    await served.deploy(
+        "from pilotflame import Delta, GenerationRequest\ndef handler(event: GenerationRequest):\n"
+        f"    yield Delta.model_construct({fields}, finish_reason='stop').model_dump()\n",
+        name="odd",
+    )
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.chat.completions.create(**CHAT | {"model": "odd"})
+    assert caught.value.code == "output_invalid"
+
+
 async def test_a_handler_that_yields_something_else(client: Any, served: Gateway) -> None:
     await served.deploy(
         "from pilotflame import GenerationRequest\ndef handler(event: GenerationRequest):\n    yield {'word': 1}\n",
