@@ -19,7 +19,7 @@ class AnswerForms:
 
     def __init__(self, tokenizer: Any, prompts: Prompts, ends: Sequence[int]) -> None:
         """`ends` are the tokens that end an answer."""
-        self._tokenizer, self._ends = tokenizer, ends
+        self._tokenizer = tokenizer
         self._chat = ChatForm.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
         marks = [
             THINK,
@@ -27,14 +27,18 @@ class AnswerForms:
             *((*self._chat.tools.begin, *self._chat.tools.end) if self._chat.tools else ()),
         ]
         self._tokens = prompts.single_tokens(marks)
-        self._constraints: Constraints | None = None
+        # A table of all tokens takes half a second for a large vocabulary. Here, all workers share it.
+        self._constraints, self._why_none = _constraints(tokenizer, ends)
 
     def constraint(self, request: GenerationRequest, prompt: Prompt) -> Constraint | None:
         """Return the constraint of an answer; None if it may be any text. Raise InputInvalid."""
         if (grammar := self._grammar(request, prompt)) is None:
             return None
         if self._constraints is None:
-            self._constraints = Constraints(self._tokenizer, self._ends)
+            raise InputInvalid(
+                f"This function can have neither tools nor output formats: {self._why_none}.",
+                remedy="Add llguidance to its requirements.txt, and use a model with a fast tokenizer.",
+            )
         return self._constraints.new(grammar)
 
     def parts(self, request: GenerationRequest, prompt: Prompt) -> AnswerParts | None:
@@ -90,6 +94,14 @@ class AnswerForms:
             return None
         tools, several = request.callable_tools, request.parallel_tool_calls
         return call_rules(tools, form, self._tokens, several=several, must=must)
+
+
+def _constraints(tokenizer: Any, ends: Sequence[int]) -> tuple[Constraints | None, str]:
+    """Return what makes constraints; or None, and why there is none."""
+    try:
+        return Constraints(tokenizer, ends), ""
+    except (ImportError, ValueError) as error:
+        return None, str(error)
 
 
 def _begun(prompt: Prompt) -> bool:

@@ -45,15 +45,10 @@ class Constraints:
     """Makes the constraints of one model's answers."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        """`ends` are the tokens that end an answer. Raise InputInvalid if llguidance is not installed."""
-        try:
-            import llguidance  # noqa: PLC0415  few requests need it
-            import llguidance.hf  # noqa: PLC0415
-        except ImportError:
-            raise InputInvalid(
-                "Tools and output formats need the package llguidance, which the function does not have.",
-                remedy="Add llguidance to its requirements.txt.",
-            ) from None
+        """`ends` are the tokens that end an answer. Raise ImportError without llguidance, and ValueError if it cannot use the tokenizer."""
+        import llguidance  # noqa: PLC0415  it may not be installed
+        import llguidance.hf  # noqa: PLC0415
+
         self._matcher: Any = llguidance.LLMatcher
         self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=[*ends] or None)
 

@@ -131,7 +131,9 @@ class GenerationRequest(Sampling):
         None,
         description="Refuse the request if its first token would come later than this Unix time, in seconds.",
     )
-    token_ms: float | None = Field(None, gt=0, description="The longest mean time of a later token.")
+    token_ms: float | None = Field(
+        None, gt=0, description="Refuse the request if its later tokens would take longer, in the mean."
+    )
     reasoning_effort: Effort | None = Field(None, description="How much the model reasons before it answers.")
     tools: list[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolName = Field(

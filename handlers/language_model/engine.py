@@ -25,6 +25,8 @@ from .sampling import Logprobs, Sampler
 from .schedule import Chunk, ChunkTimes, ScheduledSequence, StepSchedule
 
 NO_TARGETS = Targets()
+LEAST_RETRY_S = 0.1
+"""The shortest time after which a refused request should come again."""
 LOG = logging.getLogger(__name__)
 
 
@@ -100,8 +102,6 @@ class Engine:
         self._reading: Rows | None = None
         self._chunks = ChunkTimes()
         self._admission = Admission(self._chunks)
-        self._token_s = math.inf
-        """The shortest mean time of a token that a caller needs."""
 
     async def generate(
         self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0,
@@ -110,8 +110,8 @@ class Engine:
         """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
 
         The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
-        leaves the engine with the next step. Raise what a step has raised, and Overloaded if the first token would come later than
-        `targets` says. Their times are of `time.monotonic`.
+        leaves the engine with the next step. Raise what a step has raised, and Overloaded if the tokens would come later than `targets`
+        says, whose times are of `time.monotonic`.
         """
         self._arrived += 1
         prefix = self.prefix(ids)
@@ -170,8 +170,7 @@ class Engine:
 
     def _step(self) -> None:
         self._refuse_late()
-        chunk_s = self._admission.chunk_s(len(self._members), self._token_s)
-        step = self._schedule.step(self._chunks.tokens_within(chunk_s))
+        step = self._schedule.step(self._chunks.tokens_within(self._admission.chunk_s(self._load(()))))
         for sequence in step.dropped:
             self._leave(self._runs[sequence])
         made = self._continue()
@@ -196,48 +195,45 @@ class Engine:
             begins, run = self._commands.get()
             idle = False
             if begins:
-                if (late_s := self._late_s(run)) > 0:
-                    run.put(_overloaded(late_s))
+                if (refusal := self._refusal(run)) is not None:
+                    run.put(refusal)
                     continue
                 self._runs[run.sequence] = run
                 self._schedule.add(run.sequence)
-                self._limit_rows()
             elif run.sequence in self._runs:
                 self._end(run)
 
-    def _late_s(self, run: _Run) -> float:
-        """Return the delay of the first token of a sequence that arrives now, in seconds; at most 0 if it is in time."""
-        if run.targets.first_by_s == math.inf:
-            return 0.0
-        load = EngineLoad(len(self._members), self._schedule.unread, self._schedule.most_rows, self._token_s)
-        tokens = run.sequence.tokens - run.sequence.stored
+    def _load(self, unread: Sequence[int]) -> EngineLoad:
+        token_s = [run.targets.token_s for run in self._members]
+        # A longer chunk would slow the rows without a target.
+        shortest_s = min(token_s, default=math.inf) if math.inf not in token_s else math.inf
+        return EngineLoad(len(self._members), unread, self.most_rows, shortest_s)
+
+    def _refusal(self, run: _Run) -> Overloaded | None:
+        """Return why a sequence that arrives now would be late; None if it is in time."""
+        if run.targets == NO_TARGETS:
+            return None
+        load = self._load(self._schedule.unread)
+        if (token_s := self._admission.later_token_s(load)) > run.targets.token_s:
+            return _overloaded(f"A token would take {token_s * 1e3:.0f} ms at present.", LEAST_RETRY_S)
         most_new = run.sequence.most_tokens - run.sequence.tokens
-        return (
-            time.monotonic() + self._admission.first_token_s(load, tokens, most_new) - run.targets.first_by_s
-        )
+        return self._late(run, self._admission.first_token_s(load, _unread(run), most_new))
+
+    def _late(self, run: _Run, first_s: float) -> Overloaded | None:
+        """Return the refusal of a sequence whose first token would come in `first_s`; None if that is in time."""
+        late_s = time.monotonic() + first_s - run.targets.first_by_s
+        text = f"The first token would come {late_s:.1f} s later than the request allows."
+        return _overloaded(text, late_s) if late_s > 0 else None
 
     def _refuse_late(self) -> None:
         """Fail the sequences that are next and would be late, if they have made no token."""
         while (sequence := self._schedule.next) is not None:
             run = self._runs[sequence]
-            read_s = self._admission.first_token_s(
-                EngineLoad(len(self._members), (), self.most_rows, self._token_s),
-                sequence.tokens - sequence.stored,
-                1,
-            )
-            late_s = time.monotonic() + read_s - run.targets.first_by_s
-            if late_s <= 0 or len(run.ids) > run.prompt:
+            refusal = self._late(run, self._admission.first_token_s(self._load(()), _unread(run), 1))
+            if refusal is None or len(run.ids) > run.prompt:
                 return
-            run.put(_overloaded(late_s))
+            run.put(refusal)
             self._end(run)
-
-    def _limit_rows(self) -> None:
-        """Let no more rows run than the callers' times for a token allow."""
-        self._token_s = min((run.targets.token_s for run in self._runs.values()), default=math.inf)
-        within = self.most_rows
-        if self._token_s < math.inf:
-            within = self._admission.rows_within(self._token_s, within)
-        self._schedule.most_rows = within
 
     def _continue(self) -> list[_Made]:
         """Make the next token of each row."""
@@ -246,7 +242,7 @@ class Engine:
         began_s = time.perf_counter()
         logits = self.model.forward(self._rows, [[run.ids[-1]] for run in members])
         made = _choose(members, logits)
-        self._admission.steps.note(len(members), time.perf_counter() - began_s)
+        self._admission.note_step(len(members), time.perf_counter() - began_s)
         return made
 
     def _read(self, chunk: Chunk) -> list[_Made]:
@@ -283,8 +279,7 @@ class Engine:
         self._leave(run)
         del self._runs[run.sequence]
         if made := len(run.ids) - run.prompt:
-            self._admission.lengths.note(made)
-        self._limit_rows()
+            self._admission.note_answer(made)
 
     def _leave(self, run: _Run) -> None:
         """Take a run out of the rows, or stop to read its prompt."""
@@ -329,9 +324,11 @@ def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
     return made
 
 
-def _overloaded(late_s: float) -> Overloaded:
-    return Overloaded(
-        f"The first token would come {late_s:.1f} s later than the request allows.",
-        remedy="Try again as Retry-After says, or allow more time.",
-        details={"retry_after_s": round(max(late_s, 0.1), 3)},
-    )
+def _unread(run: _Run) -> int:
+    return run.sequence.tokens - run.sequence.stored
+
+
+def _overloaded(text: str, late_s: float) -> Overloaded:
+    retry_s = round(max(late_s, LEAST_RETRY_S), 3)
+    remedy = "Try again as Retry-After says, or allow more time."
+    return Overloaded(text, remedy=remedy, details={"retry_after_s": retry_s})

@@ -83,6 +83,8 @@ class LanguageModel:
         stored = Prefixes(prefixes) if prefixes is not None else None
         if stored is not None:
             stored.read(self.origin)
+            # The engine waits for the stored tensors when it needs them.
+            stored.snapshot.gated = True
         snapshot.gated = True
         self.engine = Engine(causal, rows, window, stored, snapshot.gate)
         self.most_tokens = min(causal.most_tokens, window)

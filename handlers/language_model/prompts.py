@@ -41,7 +41,8 @@ class Prompts:
 
     def single_tokens(self, texts: Collection[str]) -> set[str]:
         """Return which of these texts are one token of the model."""
-        return {text for text in texts if text in self._tokenizer.get_vocab()}
+        known: dict[str, int] = self._tokenizer.get_vocab()
+        return {*texts} & known.keys()
 
     def _first(self) -> list[int]:
         """Return the token before an empty prompt."""

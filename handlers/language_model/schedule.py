@@ -13,6 +13,8 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .times import TimeLine
+
 LEAST_CHUNK, MOST_CHUNK = 4, 512
 """The tokens of a prompt that one step reads."""
 DECAY = 0.95
@@ -156,31 +158,19 @@ class StepSchedule:
 
 
 class ChunkTimes:
-    """Learns how long a chunk takes: a time for the weights, which each pass reads, and a time for each token.
-
-    It is a line through the latest chunks, by least squares with weights that decay.
-    """
+    """Learns how long a chunk takes: a time for the weights, which each pass reads, and a time for each token."""
 
     def __init__(self) -> None:
-        # The weighted sums of 1, n, t, n² and n t, for chunks of n tokens that took t seconds.
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._times = TimeLine(DECAY)
         self._chosen = LEAST_CHUNK
         """The last result of `tokens_within` beside rows. The next one is at most twice as large, since the line may be wrong there."""
 
     def note(self, tokens: int, taken_s: float) -> None:
-        latest = (1.0, tokens, taken_s, tokens * tokens, tokens * taken_s)
-        self._sums = tuple(DECAY * one + new for one, new in zip(self._sums, latest, strict=True))  # type: ignore[assignment]
+        self._times.note(tokens, taken_s)
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds of a pass, and of each token."""
-        count, n, t, nn, nt = self._sums
-        if not n:
-            return 0.0, 0.0
-        spread = count * nn - n * n
-        # Chunks of one size show no line: then a pass costs nothing.
-        token_s = (count * nt - n * t) / spread if spread > 1e-3 * nn else t / n
-        token_s = min(max(token_s, 0.1 * t / n), t / n)
-        return max(0.0, (t - token_s * n) / count), token_s
+        """Return the seconds of a pass, and of each token. Chunks of one size show no line: then a pass costs nothing."""
+        return self._times.fit(least=0.1, level=1.0)
 
     def tokens_within(self, step_s: float) -> int:
         """Return how many tokens of a prompt a step should read, so that the rows wait no longer than another step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -34,7 +34,9 @@ class PromptBeginning(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-_FILE: TypeAdapter[dict[str, PromptBeginning]] = TypeAdapter(dict[str, PromptBeginning])
+# The names of tensors begin with it.
+_Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+_FILE: TypeAdapter[dict[str, PromptBeginning]] = TypeAdapter(dict[_Name, PromptBeginning])
 
 
 @click.command()

@@ -59,13 +59,12 @@ class Deltas:
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         body = dump_json(event.model_dump(mode="json", exclude_unset=True))
-        usage = TokenUsage(prompt_tokens=0)
+        usage, made = TokenUsage(prompt_tokens=0), 0
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
                     delta = _delta(self._live.record.function, piece)
-                    made = usage.completion_tokens + len(delta.tokens)
-                    usage = (delta.usage or usage).model_copy(update={"completion_tokens": made})
+                    usage, made = delta.usage or usage, made + len(delta.tokens)
                     await self._arrived.put((number, delta))
             await self._arrived.put(None)
         except PilotflameError as error:
@@ -73,7 +72,7 @@ class Deltas:
         finally:
             # Also the tokens of an answer whose caller has left.
             self._live.function.account.note_tokens(
-                prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
+                prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=made
             )
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:

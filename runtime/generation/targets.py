@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
-from ...errors import BadInput
 from ...handlers.language_model.contract import GenerationRequest
+from ..http.requests import positive
 from ..http.routes import Parameter, header
 
 FIRST, LATER = "x-slo-ttft-ms", "x-slo-tpot-ms"
@@ -20,30 +19,19 @@ PARAMETERS: tuple[Parameter, ...] = (
         FIRST, "Milliseconds to the first token. A request that would take longer is refused at once.", **_MS
     ),
     header(
-        LATER, "The longest mean time of a later token, in milliseconds. Fewer requests run at once.", **_MS
+        LATER,
+        "The longest mean time of a later token, in milliseconds. A request is refused if tokens take longer at present.",
+        **_MS,
     ),
 )
 
 
 def with_targets(request: web.Request, events: Sequence[GenerationRequest]) -> list[GenerationRequest]:
     """Return the events with the targets of the request's headers. Raise BadInput if one is no positive number."""
-    first_ms, later_ms = _number(request, FIRST), _number(request, LATER)
+    first_ms, later_ms = (positive(request.headers, name, "milliseconds") for name in (FIRST, LATER))
     found = {
         "first_token_by": time.time() + first_ms / 1000 if first_ms is not None else None,
         "token_ms": later_ms,
     }
     given = {name: value for name, value in found.items() if value is not None}
     return [event.model_copy(update=given) for event in events] if given else [*events]
-
-
-def _number(request: web.Request, name: str) -> float | None:
-    if (text := request.headers.get(name)) is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        message = f"The header {name} is {text!r:.40}, which is no positive number."
-        raise BadInput(message, remedy="Send milliseconds, such as 500.", details={"field": name})
-    return number

@@ -255,16 +255,21 @@ def accept_of(headers: Headers) -> str:
 
 def seconds(headers: Headers, name: str, default: float, most: float) -> float:
     """Return the seconds in a header, at most `most`; without it, `default`. Raises BadInput if invalid."""
-    text = headers.get(name)
-    if text is None:
-        return default
+    return default if (found := positive(headers, name, "seconds")) is None else min(found, most)
+
+
+def positive(headers: Headers, name: str, unit: str) -> float | None:
+    """Return the number in a header, or None without the header. Raise BadInput if it is not positive and finite."""
+    if (text := headers.get(name)) is None:
+        return None
     try:
         found = float(text)
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
-        raise BadInput(f"The header {name} is {text!r}.", remedy="It must be a positive number of seconds.")
-    return min(found, most)
+        remedy = f"It must be a positive number of {unit}."
+        raise BadInput(f"The header {name} is {text!r:.100}.", remedy=remedy, details={"field": name})
+    return found
 
 
 def timeout_of(headers: Headers, most: float) -> float:

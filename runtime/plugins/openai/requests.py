@@ -5,6 +5,7 @@ A field that would change the answer and is not supported is refused by name. A 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -174,9 +175,7 @@ class ChatRequest(_Request):
 
     def check(self) -> None:
         super().check()
-        if self.tool_choice == "required" and not self.tools:
-            message = "The body is invalid: tool_choice: a tool is required, and there are none."
-            raise BadInput(message, remedy="Send tools.", details={"field": "tool_choice"})
+        check_choice(self.tool_choice, self.tools)
 
     def events(self) -> list[GenerationRequest]:
         """Return the event that the function gets."""
@@ -214,6 +213,13 @@ class CompletionRequest(_Request):
         prompts: list[Any] = list(self.prompt) if several else [self.prompt]
         most = self.max_tokens or MOST_TOKENS
         return [self._event(prompt=prompt, max_tokens=most, top_logprobs=self.logprobs) for prompt in prompts]
+
+
+def check_choice(choice: object, tools: Sequence[object]) -> None:
+    """Raise BadInput if a call is required, and there are no tools."""
+    if choice not in ("none", "auto") and not tools:
+        message = "The body is invalid: tool_choice: a tool is required, and there are none."
+        raise BadInput(message, remedy="Send tools.", details={"field": "tool_choice"})
 
 
 def supported(body: Any) -> Any:

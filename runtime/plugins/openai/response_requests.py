@@ -17,7 +17,7 @@ from ....handlers.language_model.contract import (
 )
 from ...http.requests import validate
 from .messages import plain_message, text_of
-from .requests import ANY_OBJECT, REMEDY
+from .requests import ANY_OBJECT, REMEDY, check_choice
 
 SKIPPED = ("reasoning",)
 """The kinds of input items that a chat template does not need."""
@@ -111,6 +111,7 @@ class ResponseRequest(Sampling):
 
     def event(self) -> GenerationRequest:
         """Return the event that the function gets."""
+        check_choice(self.tool_choice, self.tools)
         fields = self.model_dump(include={*Sampling.model_fields, "chat_template_kwargs"}, exclude_unset=True)
         fields |= {
             "messages": self._messages(), "max_tokens": self.max_output_tokens, "output": self.text.format.output,

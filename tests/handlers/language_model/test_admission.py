@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import Overloaded
-from pilotflame.handlers.language_model.admission import (
-    Admission,
-    AnswerLengths,
-    EngineLoad,
-    StepTimes,
-    Targets,
-)
+from pilotflame.handlers.language_model.admission import Admission, EngineLoad, Targets
 from pilotflame.handlers.language_model.contract import Sampling
+from pilotflame.handlers.language_model.engine import NO_TARGETS, Engine
 from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes
 
@@ -32,29 +28,8 @@ def learned(pass_s: float, token_s: float, step_s: float, row_s: float) -> Admis
     for tokens in (4, 64, 16, 512):
         made.chunks.note(tokens, pass_s + token_s * tokens)
     for rows in (1, 4, 2, 16):
-        made.steps.note(rows, step_s + row_s * rows)
+        made.note_step(rows, step_s + row_s * rows)
     return made
-
-
-@given(st.floats(1e-4, 1.0), st.floats(0, 0.1), st.lists(st.integers(1, 16), min_size=2, max_size=40))
-def test_the_line_of_steps_is_found(step_s: float, row_s: float, rows: list[int]) -> None:
-    times = StepTimes()
-    assert times.step_s(3) == 0
-    for count in rows:
-        times.note(count, step_s + row_s * count)
-    if len(set(rows)) == 1:
-        assert times.step_s(rows[0]) == pytest.approx(step_s + row_s * rows[0])
-    elif max(rows) >= 2 * min(rows):
-        assert times.step_s(20) == pytest.approx(step_s + row_s * 20, rel=0.05)
-
-
-def test_the_mean_length_of_answers() -> None:
-    lengths = AnswerLengths()
-    assert (lengths.mean(40), lengths.mean(4000)) == (40, 128)
-    for tokens in [1000, *[10] * 200]:
-        lengths.note(tokens)
-    assert lengths.mean(4000) == 10
-    assert lengths.mean(5) == 5
 
 
 def test_the_first_token_of_an_idle_engine_takes_a_pass() -> None:
@@ -77,35 +52,82 @@ def test_more_work_never_makes_the_first_token_earlier(
     assert base <= made.first_token_s(EngineLoad(rows, unread, 4, token_s), tokens, new + 50) + 1e-9
 
 
-def test_the_rows_and_chunks_that_keep_to_a_time_for_a_token() -> None:
+def test_requests_that_wait_for_a_row_wait_for_answers_of_the_usual_length() -> None:
     made = learned(0.01, 0.001, 0.02, 0.01)
-    assert made.rows_within(math.inf, 16) == 16
-    assert made.rows_within(0.2, 16) == 8
-    assert made.rows_within(0.001, 16) == 1
-    assert made.chunk_s(0, 0.2) == 0
-    assert made.chunk_s(1, math.inf) == pytest.approx(0.03)
-    assert made.chunk_s(1, 0.2) == pytest.approx(0.9 * 0.2 - 0.03)
+    full = EngineLoad(4, (), 4)
+    read_s = made.first_token_s(EngineLoad(3, (), 4), 10, 40)
+    assert made.first_token_s(full, 10, 40) == pytest.approx(40 * 2 * 0.06 / 4 + read_s, rel=0.2)
+    for tokens in [1000, *[10] * 200]:
+        made.note_answer(tokens)
+    assert made.first_token_s(full, 10, 4000) == pytest.approx(10 * 2 * 0.06 / 4 + read_s, rel=0.2)
+
+
+def test_the_time_of_a_token_and_the_chunk_that_it_leaves() -> None:
+    made = learned(0.01, 0.001, 0.02, 0.01)
+    assert made.later_token_s(EngineLoad(0, (), 4)) == pytest.approx(2 * 0.03)
+    assert (
+        made.later_token_s(EngineLoad(2, [5], 4))
+        == made.later_token_s(EngineLoad(4, (), 4))
+        == pytest.approx(2 * 0.06)
+    )
+    assert made.chunk_s(EngineLoad(0, (), 4, 0.2)) == 0
+    assert made.chunk_s(EngineLoad(1, (), 4)) == pytest.approx(0.03)
+    assert made.chunk_s(EngineLoad(1, (), 4, 0.2)) == pytest.approx(0.9 * 0.2 - 0.03)
+    assert made.chunk_s(EngineLoad(1, (), 4, 0.001)) == pytest.approx(0.03)
+
+
+PROMPT = [5] * 40
+
+
+async def run(
+    engine: Engine, targets: Targets = NO_TARGETS, new: int = 30, begun: asyncio.Event | None = None
+) -> int:
+    made = 0
+    async with aclosing(
+        engine.generate(PROMPT, Sampler(GREEDY, PROMPT, ()), (), new, targets=targets)
+    ) as tokens:
+        async for _ in tokens:
+            made += 1
+            if begun is not None:
+                begun.set()
+    return made
 
 
 async def test_a_request_that_would_be_late_is_refused_and_the_others_go_on() -> None:
     engine, _ = engine_of("llama", rows=2)
-    prompt = [5] * 40
-
-    async def run(targets: Targets, new: int = 30) -> int:
-        tokens = engine.generate(prompt, Sampler(GREEDY, prompt, ()), (), new, targets=targets)
-        return len([token async for token in tokens])
-
     # The engine learns its times.
-    assert await asyncio.gather(run(Targets()), run(Targets())) == [30, 30]
-    assert await run(Targets(time.monotonic() + 60, 60.0)) == 30
+    assert await asyncio.gather(run(engine), run(engine)) == [30, 30]
+    assert await run(engine, Targets(time.monotonic() + 60, 60.0)) == 30
     with pytest.raises(Overloaded) as caught:
-        await run(Targets(time.monotonic() - 1))
+        await run(engine, Targets(time.monotonic() - 1))
     assert caught.value.details["retry_after_s"] >= 1
-    # Two long requests take the rows for longer than the third may wait.
+    with pytest.raises(Overloaded, match="A token would take"):
+        await run(engine, Targets(token_s=1e-9))
+    # Two long requests have the rows, so the third would wait for one of their ends.
+    begun = [asyncio.Event(), asyncio.Event()]
     async with asyncio.TaskGroup() as tasks:
-        long = [tasks.create_task(run(Targets(), 400)) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        long = [tasks.create_task(run(engine, new=400, begun=event)) for event in begun]
+        for event in begun:
+            await event.wait()
         with pytest.raises(Overloaded):
-            await run(Targets(time.monotonic() + 0.01))
+            await run(engine, Targets(time.monotonic()))
     assert [task.result() for task in long] == [400, 400]
-    assert await run(Targets(time.monotonic() + 60)) == 30
+    assert await run(engine, Targets(time.monotonic() + 60)) == 30
+
+
+async def test_a_target_does_not_slow_a_request_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_of("llama", rows=4)
+    loads: list[EngineLoad] = []
+    chunk_s = Admission.chunk_s
+
+    def seen(self: Admission, load: EngineLoad) -> float:
+        loads.append(load)
+        return chunk_s(self, load)
+
+    monkeypatch.setattr(Admission, "chunk_s", seen)
+    assert await asyncio.gather(run(engine), run(engine, Targets(token_s=60.0)), run(engine)) == [30] * 3
+    assert {load.token_s for load in loads if load.rows > 1} == {math.inf}
+    assert max(load.rows for load in loads) == 3
+    loads.clear()
+    assert await asyncio.gather(*(run(engine, Targets(token_s=60.0)) for _ in range(2))) == [30] * 2
+    assert {load.token_s for load in loads if load.rows} == {60.0}

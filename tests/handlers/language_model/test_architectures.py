@@ -84,7 +84,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", {**EXPERTS, "attention_chunk_size": 16, "intermediate_size_mlp": 48}),
     "lfm2": ("lfm2", {**GROUPED, "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }  # fmt: skip
-# Those that were tried on 4.57; later versions run all.
+# Version 4.57 runs these, and later versions run all.
 TRIED_ON_4 = {
     "llama", "qwen2", "qwen3", "mistral, window", "gemma2", "gemma3", "phi3", "gpt2", "bloom", "mixtral", "falcon", "gpt_oss"
 }  # fmt: skip

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
+import npm
 import pytest
 from live import Gateway
 
@@ -43,29 +41,16 @@ main().catch((error) => { console.error(error); process.exit(1); });
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which Node finds the packages."""
-    if shutil.which("node") is None or (npm := shutil.which("npm")) is None:
-        pytest.skip("Node and npm are not installed")
     folder = tmp_path_factory.mktemp("npm")
-    install = [npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), *VERSIONS]
-    done = subprocess.run(install, capture_output=True, text=True, check=False, timeout=90)
-    assert done.returncode == 0, done.stderr
+    npm.install(folder, *VERSIONS)
     return folder
-
-
-async def finished(*command: str, cwd: Path) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 90)
-    assert process.returncode == 0, (out + err).decode()
-    return out.decode()
 
 
 async def test_the_client_of_npm(served: Gateway, packages: Path) -> None:
     (packages / "test.js").write_text(SCRIPT)
     base = f"{served.client.base_url}/v1".replace("//v1", "/v1")
     found = json.loads(
-        await finished("node", "test.js", base, json.dumps(MESSAGES), json.dumps([TOOL]), cwd=packages)
+        await npm.finished("node", "test.js", base, json.dumps(MESSAGES), json.dumps([TOOL]), cwd=packages)
     )
     known = " lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
     assert found["models"] == ["caller", "llm"]
@@ -80,5 +65,5 @@ async def test_all_probes_of_compatcanary(served: Gateway, packages: Path, tmp_p
     await deploy(served, tmp_path, "echo", ["-c", TRAIN_ECHO])
     base = f"{served.client.base_url}/v1".replace("//v1", "/v1")
     options = ("--base-url", base, "--model", "echo", "--format", "json", "--fail-on", "never")
-    report = json.loads(await finished("node_modules/.bin/compatcanary", "scan", *options, cwd=packages))
+    report = json.loads(await npm.finished("node_modules/.bin/compatcanary", "scan", *options, cwd=packages))
     assert {probe["status"] for probe in report["results"]} == {"pass"}, json.dumps(report, indent=1)

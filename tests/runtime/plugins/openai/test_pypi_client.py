@@ -114,6 +114,7 @@ async def test_models(client: Any, served: Gateway) -> None:
         ({"extra_body": {"invented": 1}}, "invented"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
@@ -234,6 +235,8 @@ async def test_how_soon_the_tokens_are_needed(client: Any) -> None:
             )
         assert (caught.value.status_code, caught.value.code) == (503, "overloaded")
         assert int(caught.value.response.headers["retry-after"]) >= 1
+    with pytest.raises(openai.InternalServerError, match="A token would take"):
+        await client.chat.completions.create(**CHAT, extra_headers={"x-slo-tpot-ms": "0.0001"})
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(**CHAT, extra_headers={"x-slo-ttft-ms": "soon"})
     assert refused.value.param == "x-slo-ttft-ms"

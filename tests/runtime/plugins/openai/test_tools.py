@@ -177,6 +177,7 @@ async def test_a_response_in_a_format(client: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"truncation": "auto"}, "truncation"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ],
 )
 async def test_what_a_response_refuses(client: Any, fields: dict[str, Any], param: str) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import npm
 import pytest
-from live import LIMIT_S, Gate, Gateway
+from live import Gate, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -33,30 +32,19 @@ for (const [method, ...args] of calls) {
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client in a folder of its own. Skips where Node or npm's registry is missing."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if node is None or npm is None:
-        pytest.skip("Node or npm is missing")
+    """The client in a folder of its own. Skips the tests without Node or npm."""
     folder = tmp_path_factory.mktemp("npm")
-    install = [npm, "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", CLIENT]
-    done = subprocess.run(install, cwd=folder, capture_output=True, timeout=90, check=False)
-    if done.returncode:
-        pytest.skip(f"npm has no {CLIENT}: {done.stderr.decode()[-300:]}")
+    npm.install(folder, CLIENT)
     (folder / "call.mjs").write_text(SCRIPT)
     return folder / "call.mjs"
 
 
 async def said(script: Path, gateway: Gateway, function: str, *calls: list[Any]) -> list[Any]:
     """Return the results of the calls of the client's methods."""
-    process = await asyncio.create_subprocess_exec(
-        "node", str(script), f"{gateway.url}/v2", function, json.dumps(calls),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    async with asyncio.timeout(LIMIT_S):
-        output, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
+    words = (f"{gateway.url}/v2", function, json.dumps(calls))
+    output = await npm.finished("node", str(script), *words, cwd=script.parent)
     # The client itself prints how it waits.
-    answers = [line for line in output.decode().splitlines() if line.startswith("answer ")]
+    answers = [line for line in output.splitlines() if line.startswith("answer ")]
     return [json.loads(line.removeprefix("answer ")) for line in answers]
 
 

@@ -1,0 +1,76 @@
+"""Which grammar an answer gets, by the request and by what is known of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pilotflame.errors import InputInvalid
+from pilotflame.handlers.language_model.answer_form import AnswerForms
+from pilotflame.handlers.language_model.contract import GenerationRequest
+from pilotflame.handlers.language_model.prompts import Prompts
+from tiny_tokenizer import HERMES, THINKING, WITHOUT_TOOLS, byte_tokenizer
+
+MARKS = ("<tool_call>", "</tool_call>")
+CHAT = [{"role": "user", "content": "Rain?"}]
+
+
+def tool(*, strict: bool = False) -> dict[str, Any]:
+    return {"function": {"name": "weather", "strict": strict}}
+
+
+def has_constraint(template: str, *, marks: tuple[str, ...] = MARKS, **fields: Any) -> bool:
+    tokenizer = byte_tokenizer(template, marks)
+    prompts = Prompts(tokenizer, len(tokenizer))
+    request = GenerationRequest.model_validate({"messages": CHAT, **fields})
+    forms = AnswerForms(tokenizer, prompts, [tokenizer.eos_token_id])
+    return forms.constraint(request, prompts.prompt(request)) is not None
+
+
+def test_only_what_must_hold_has_a_grammar() -> None:
+    assert not has_constraint(HERMES)
+    assert not has_constraint(HERMES, tools=[tool()])
+    assert has_constraint(HERMES, tools=[tool(strict=True)])
+    assert not has_constraint(HERMES, tools=[tool(strict=True)], marks=())
+    assert not has_constraint(HERMES, tools=[tool(strict=True)], tool_choice="none")
+    assert has_constraint(HERMES, tools=[tool()], tool_choice="required")
+    assert has_constraint(WITHOUT_TOOLS, tools=[tool()], tool_choice={"name": "weather"})
+    assert has_constraint(THINKING, output={"choice": ["yes"]})
+    assert has_constraint(HERMES, output={"grammar": 'start: "x"'})
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "told"),
+    [
+        (WITHOUT_TOOLS, {"tools": [tool()]}, "does not show tools"),
+        (
+            "tools <tool_call><function=",
+            {"tools": [tool()], "tool_choice": "required"},
+            "No grammar is known",
+        ),
+    ],
+)
+def test_tools_that_a_model_cannot_have(template: str, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputInvalid, match=told):
+        has_constraint(template, **fields)
+
+
+def test_a_tokenizer_that_llguidance_cannot_use() -> None:
+    class Slow:
+        """A tokenizer that is written in Python."""
+
+        chat_template = WITHOUT_TOOLS
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+        def encode(self, _text: str) -> list[int]:
+            return [0]
+
+    prompts = Prompts(Slow(), 1)
+    forms = AnswerForms(Slow(), prompts, [0])
+    plain = GenerationRequest(prompt="a")
+    assert forms.constraint(plain, prompts.prompt(plain)) is None
+    formed = GenerationRequest.model_validate({"prompt": "a", "output": {"choice": ["a"]}})
+    with pytest.raises(InputInvalid, match="Only fast tokenizers"):
+        forms.constraint(formed, prompts.prompt(formed))
