@@ -112,9 +112,14 @@ class LanguageModel:
     def write_prefixes(self, given: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, int]:
         """Write the prefixes with these messages and tools into a folder. Return how many tokens each has.
 
-        The weights must have arrived. Raise InputInvalid if the chat template does not take the messages.
+        The weights must have arrived. Raise InputInvalid if the chat template does not take the messages, or writes nothing of them.
         """
         found = [Prefix(name, self._common(fields)) for name, fields in given.items()]
+        if empty := [prefix.name for prefix in found if not prefix.ids]:
+            raise InputInvalid(
+                f"The prefix {empty[0]!r} has no tokens: chats with it have no common beginning.",
+                remedy="Give it messages or tools that the chat template writes first.",
+            )
         write(self.causal, found, self.origin, folder)
         return {prefix.name: len(prefix.ids) for prefix in found}
 

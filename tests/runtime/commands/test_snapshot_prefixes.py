@@ -100,6 +100,8 @@ async def test_prefixes_of_another_model_are_refused_at_deploy(served: Gateway, 
         ("{}", "no beginnings"),
         ("[", "the file"),
         ('{"a": {"message": []}}', "a.message"),
+        ('{"a b": {"messages": []}}', "a b"),
+        ('{"a": {"messages": []}}', "'a' has no tokens"),
         ('{"a": {"tools": [{}]}}', "a.tools.0.function"),
     ],
 )
