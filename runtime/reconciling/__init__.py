@@ -8,6 +8,7 @@ Start reading at `reconciler.py`.
         Demand          measures the load of the revision
         Pool            starts, parks, wakes and ends the revision's workers
           ZygoteSupervisor  keeps the zygote, from which workers are forked, and the standby
+          HeldWeights       keeps the fetched weights on this node while the revision has workers
       GpuPlaces         books the memory of the node's GPUs
       Function          tells whether a function may run; its revisions share its keep-alive plan, budget and signals
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from ...errors import ActivationFailed, PilotflameError, SourceDenied
+from ...errors import ActivationFailed, PilotflameError
 from ..billing.usage import RungClock, Usage
-from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
+from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import KILLED_S, Child, Launcher
-from ..link.worker_spec import Weights, WorkerSpec
+from ..link.worker_spec import WorkerSpec
 from ..scaling.placement import Holding
 from ..serving.replica import START_TIMEOUT_S, CallEvents, Replica, ReplicaState, WorkerEvents
 from ..serving.replicas import ReplicaList
@@ -20,6 +20,7 @@ from ..telemetry.logs import Log
 from ..telemetry.rung_name import RungName
 from ..telemetry.timeline import Activation
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
+from .held_weights import HeldWeights
 from .standby_places import StandbyPlaces
 from .zygote_supervisor import ZygoteSupervisor
 
@@ -41,11 +42,11 @@ class PoolEvents(WorkerEvents, Protocol):
 
 
 class Pool:
-    """The workers of one revision, and the pool's holds on the weights, which these workers share."""
+    """The workers of one revision, and the holds on their weights."""
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        calls: CallEvents, events: PoolEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]],
+        calls: CallEvents, events: PoolEvents, fetcher: FetcherClient, secrets: Callable[[], dict[str, str]],
         measure: bool, gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it. `numbers` yields the
@@ -82,11 +83,8 @@ class Pool:
         self._gpus, self._claimant = gpus, claimant
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
         self._past_held_s = self._past_parked_s = 0.0
-        self._weights = weights if spec.remote else None
-        self._fetching: dict[str, FetchProgress] = {}
-        self._holding = asyncio.Lock()
-        self._drops_weights = False
-        """True if the weights should leave the memory after the last worker has ended."""
+        self.weights = HeldWeights(spec, fetcher, secrets)
+        """The fetched weights, which all workers share."""
         self._ending = 0
         """The number of removed workers whose processes still run. While they do, the weights stay in memory."""
 
@@ -152,7 +150,7 @@ class Pool:
             standby = self.zygote.take_standby()
             at = places[number] if number < len(places) else None
             place = self._gpus.take(self._claimant, standby, at)
-            if standby is not None and self._weights is None:
+            if standby is not None and not self.weights.any:
                 self._activate(standby, activation, place)
             else:
                 self.replicas.note_asked(activation.asked_s)
@@ -165,8 +163,8 @@ class Pool:
         """Activate `child`, or fork a child first if it is None. Fetch the weights at the same time."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self._weights is not None:
-                    tasks.create_task(self._fetch(self._weights, activation))
+                if self.weights.any:
+                    tasks.create_task(self.weights.fetch(activation))
                 child = child or await self.zygote.fork(self._gpus.rehearsal_mb(self._claimant, place))
             self.zygote.check_open()
         except BaseException as failed:
@@ -189,7 +187,7 @@ class Pool:
     def _activate(self, child: Child, activation: Activation, place: GpuPlace | None) -> None:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
-        weights_s = min((one.left_s for one in self._fetching.values()), default=None)
+        weights_s = self.weights.left_s
         contained = bool(self._spec.image)
         env = (
             self._gpus.environment(self._spec.resources, place, contained=contained)
@@ -227,38 +225,11 @@ class Pool:
         self.zygote.reset_delay()
         self._measure = self._measure and not replica.measured
 
-    # -- weights: one hold on each snapshot, for all workers of the pool
-
-    async def _fetch(self, weights: FetcherClient, activation: Activation) -> None:
-        """Fetch and hold the weights that are not held yet, and again the weights whose fetch failed."""
-        async with self._holding:
-            self._drops_weights = False
-            for progress in [one for one in self._fetching.values() if one.error is not None]:
-                self._release_hold(weights, progress)
-            missing = [one for one in self._spec.remote if one.name not in self._fetching]
-            await all_of(self._hold(weights, one) for one in missing)
-            activation.mark_fetching(progress.fetch for progress in self._fetching.values())
-
-    async def _hold(self, weights: FetcherClient, one: Weights) -> None:
-        self._fetching[one.name] = await weights.hold(one, self._secrets(), user=self)
-
-    def _release_hold(self, weights: FetcherClient, progress: FetchProgress) -> None:
-        del self._fetching[progress.weights.name]
-        weights.release(progress)
-
-    def _release_weights(self) -> None:
-        for progress in list(self._fetching.values()):
-            if self._weights is not None:
-                self._release_hold(self._weights, progress)
-
-    @property
-    def resident_bytes(self) -> int:
-        """The number of bytes of the fetched weights that are in memory."""
-        return self._weights.resident_bytes(self) if self._weights is not None else 0
+    # -- weights
 
     def drop_weights(self) -> None:
         """Let the fetched weights leave the memory once there is no worker. Weights that are not on the disk stay."""
-        self._drops_weights = True
+        self.weights.drop()
         self._drop_unused_weights()
 
     def note_gone(self) -> None:
@@ -267,30 +238,8 @@ class Pool:
         self._drop_unused_weights()
 
     def _drop_unused_weights(self) -> None:
-        used = self.replicas.held or self._ending
-        if self._drops_weights and self._weights is not None and not used:
-            self._drops_weights = False
-            self._release_weights()
-            self._weights.drop(self)
-
-    def explain(self, error: PilotflameError) -> PilotflameError:
-        """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""
-        cause = next((one.error for one in self._fetching.values() if one.error is not None), None)
-        if cause is None or not _only_missing(error):
-            return error
-        message = f"The weights are not whole: {cause.message}"
-        details = {**cause.details, "cause": cause.code}
-        return ActivationFailed(message, remedy=cause.remedy, details=details)
-
-    def unheard(self, error: PilotflameError) -> list[FetchProgress]:
-        """If `error` says that weights are missing and the fetcher has reported no failure yet, return the open
-        fetches.
-
-        Otherwise return no fetches.
-        """
-        fetching = list(self._fetching.values())
-        heard = any(one.error is not None for one in fetching)
-        return [] if heard or not _only_missing(error) else [one for one in fetching if not one.ended.done()]
+        if not (self.replicas.held or self._ending):
+            self.weights.drop_unused()
 
     # -- parking
 
@@ -345,7 +294,7 @@ class Pool:
     def release(self) -> None:
         """If there is no worker, release the weights, and end the zygote unless the settings keep it."""
         if not self.replicas.held:
-            self._release_weights()
+            self.weights.release()
             self.zygote.release()
 
     async def close(self, timeout_s: float) -> None:
@@ -362,18 +311,11 @@ class Pool:
                 child.link.drain()
             else:
                 child.link.close()
-        self._release_weights()
-        if self._weights is not None:
-            self._weights.forget(self)
+        self.weights.close()
         await self.zygote.wait_closed()
         # The unfinished starts have failed, but they count as workers until they have given their places back.
         if self._starts:
             await asyncio.wait(self._starts, timeout=KILLED_S)
-
-
-def _only_missing(error: PilotflameError) -> bool:
-    """Return True if `error` is a worker's report that its weights are missing. Only the fetcher knows why."""
-    return error.details.get("cause") == SourceDenied.code
 
 
 def _unexpected(error: Exception) -> ActivationFailed:

@@ -127,7 +127,7 @@ class ProcessEvents(PoolEvents):
 
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
-        if self._one.pool.unheard(error):
+        if self._one.pool.weights.unheard(error):
             self.unexplained += 1
             self._tasks.create_task(self._fail_start_later(error))
         else:
@@ -137,14 +137,14 @@ class ProcessEvents(PoolEvents):
         """Wait until the fetcher reports why the weights are missing: its report may come after the worker's report."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CAUSE_TIMEOUT_S):
-                while fetching := self._one.pool.unheard(error):
+                while fetching := self._one.pool.weights.unheard(error):
                     ended = [one.ended for one in fetching]
                     await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         self.unexplained -= 1
         self._fail_start(error)
 
     def _fail_start(self, error: PilotflameError) -> None:
-        error = self._one.pool.explain(error)
+        error = self._one.pool.weights.explain(error)
         self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
         self._on_activation("failed")
         self.starts.note_failure(error)

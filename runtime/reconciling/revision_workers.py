@@ -134,7 +134,7 @@ class RevisionWorkers:
     @property
     def resident_bytes(self) -> int:
         """The number of bytes of the fetched weights that are in memory."""
-        return self.pool.resident_bytes
+        return self.pool.weights.resident_bytes
 
     @property
     def activations(self) -> int:
@@ -172,7 +172,7 @@ class RevisionWorkers:
             return RungName.READY
         if self.pool.zygote.source is not None:
             return RungName.ZYGOTE
-        return RungName.RESIDENT if self.pool.resident_bytes else RungName.LOCAL
+        return RungName.RESIDENT if self.pool.weights.resident_bytes else RungName.LOCAL
 
     @property
     def stands_on(self) -> RungName:
@@ -382,7 +382,7 @@ class RevisionWorkers:
             self.pool.zygote.rest()
         elif stand.climbs and stand.rung is RungName.ZYGOTE:
             self._tasks.create_task(self.pool.zygote.warm())
-        if stand.rung is RungName.LOCAL and self.pool.resident_bytes:
+        if stand.rung is RungName.LOCAL and self.pool.weights.resident_bytes:
             self.pool.drop_weights()
 
     def _bar(self) -> None:
@@ -607,7 +607,7 @@ class RevisionWorkers:
     # -- events of invocations
 
     def explain(self, error: PilotflameError) -> PilotflameError:
-        return self.pool.explain(error)
+        return self.pool.weights.explain(error)
 
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
         self.pool.zygote.schedule_standby()

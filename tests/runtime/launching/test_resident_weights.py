@@ -52,7 +52,7 @@ async def test_weights_leave_the_memory_when_their_last_function_gives_them_up(
     # The second function wants them still.
     revisions[0].function.ladder.yield_to(RungName.LOCAL)
     assert revisions[0].rung is RungName.LOCAL
-    assert revisions[1].pool.resident_bytes == disk.list()[0].allocated_bytes
+    assert revisions[1].pool.weights.resident_bytes == disk.list()[0].allocated_bytes
     assert await in_tier(memory)
     revisions[1].function.ladder.yield_to(RungName.LOCAL)
     await until(lambda: in_tier(memory, 0), "weights that have left the memory")
