@@ -9,6 +9,8 @@ from .errors import PilotflameError
 from .handlers.contract import Context, batch
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from .handlers.language_model.contract import (
         Delta,
         EmbeddingRequest,
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
         RerankRequest,
     )
     from .handlers.language_model.model import LanguageModel
+    from .snapshot.adapters import Adapters
     from .snapshot.handle import Snapshot
 
 __all__ = [
@@ -34,10 +37,13 @@ def __getattr__(name: str) -> Any:
 
 
 def language_model(
-    snapshot: Snapshot, *, rows: int = 16, window: int = 65_536, prefixes: Snapshot | None = None
-) -> LanguageModel:
+    snapshot: Snapshot, *, rows: int = 16, window: int = 65_536, prefixes: Snapshot | None = None,
+    adapters: Adapters | None = None, most_adapters: int = 8, pinned: Collection[str] = (),
+) -> LanguageModel:  # fmt: skip
     """Return a language model of a snapshot, for the hook `build`. It needs transformers. `LanguageModel` explains the limits."""
     # transformers takes seconds to import, and few functions need it.
     from .handlers.language_model.model import LanguageModel  # noqa: PLC0415
 
-    return LanguageModel(snapshot, rows=rows, window=window, prefixes=prefixes)
+    return LanguageModel(
+        snapshot, rows=rows, window=window, prefixes=prefixes, adapters=adapters, most_adapters=most_adapters, pinned=pinned
+    )  # fmt: skip

@@ -16,6 +16,7 @@ The text beside a class says what has happened when it is raised.
     ├── SnapshotError               the weights cannot be used
     │   ├── ManifestError               the manifest is missing, malformed or of another version
     │   ├── HeaderError                 a safetensors file is malformed
+    │   ├── NoSuchSnapshot              the handler asks for a snapshot that the settings do not have
     │   ├── SnapshotMismatch            tensors are missing or unexpected, or their shape or dtype differs
     │   ├── SnapshotChanged             a shard is no longer the file that the manifest describes
     │   ├── SnapshotCorrupt             the size or digest of stored data differs from the manifest
@@ -205,6 +206,10 @@ class ManifestError(SnapshotError, code="manifest_invalid"): ...
 
 
 class HeaderError(SnapshotError, code="safetensors_invalid"): ...
+
+
+class NoSuchSnapshot(SnapshotError, code="no_such_snapshot"):
+    """The handler asks for a snapshot that the settings do not have."""
 
 
 class SnapshotMismatch(SnapshotError, code="snapshot_mismatch"): ...

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..errors import HandlerFailed, HandlerSignatureError, SnapshotError
+from ..errors import HandlerFailed, HandlerSignatureError, NoSuchSnapshot
 
 if TYPE_CHECKING:
+    from ..snapshot.adapters import Adapters
     from ..snapshot.handle import Snapshot
     from ..snapshot.named import Snapshots
 
@@ -241,7 +242,7 @@ class Context:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The weights of the setting `snapshot`. Raises SnapshotError if the settings name no snapshot, or several
+        """The weights of the setting `snapshot`. Raises NoSuchSnapshot if the settings name no snapshot, or several
         snapshots.
         """
         found = self._all_snapshots(
@@ -250,17 +251,27 @@ class Context:
         if found.only is None:
             names = ", ".join(found)
             fault = f"Function {self.function!r} has named snapshots ({names}), but its handler asked for the only one."
-            raise SnapshotError(fault, remedy=f'Write context.snapshots["{next(iter(found))}"].')
+            raise NoSuchSnapshot(fault, remedy=f'Write context.snapshots["{next(iter(found))}"].')
         return found.only
 
     @property
     def snapshots(self) -> Snapshots:
-        """The weights of the table `[snapshots]`, by name. Raises SnapshotError if the settings have no such table."""
+        """The weights of the table `[snapshots]`, by name. Raises NoSuchSnapshot if the settings have no such table."""
         found = self._all_snapshots('Set `[snapshots]` with `NAME = "path/to/weights"` in pilotflame.toml.')
         if found.only is not None:
             fault = f"Function {self.function!r} has one snapshot, without a name, but its handler asked for named ones."
-            raise SnapshotError(fault, remedy="Write context.snapshot, or name it in [snapshots].")
+            raise NoSuchSnapshot(fault, remedy="Write context.snapshot, or name it in [snapshots].")
         return found
+
+    @property
+    def adapters(self) -> Adapters:
+        """The small snapshots of the table `[adapters]`, by name, which are fetched when they are first opened.
+
+        Raises NoSuchSnapshot if the settings have no snapshot.
+        """
+        return self._all_snapshots(
+            'Set `[adapters]` with `NAME = "path/to/weights"` in pilotflame.toml.'
+        ).adapters
 
     def _all_snapshots(self, remedy: str) -> Snapshots:
         found = self._snapshots
@@ -268,5 +279,5 @@ class Context:
             found = self.items[0]._snapshots  # noqa: SLF001  those of the same worker
         if found is None:
             fault = f"Function {self.function!r} has no snapshot, but its handler asked for one."
-            raise SnapshotError(fault, remedy=remedy)
+            raise NoSuchSnapshot(fault, remedy=remedy)
         return found

@@ -57,6 +57,7 @@ TESTS = {
     "orjson": "runtime/jobs/test_store.py handlers/test_codec.py",
     "packaging": "runtime/packaging/test_requirements.py",
     "pathspec": "runtime/packaging/test_code.py",
+    "peft": "handlers/language_model/test_adapters.py",
     "prometheus-client": "runtime/telemetry/test_metrics.py",
     "psutil": "runtime/functions/test_rest.py",
     "pydantic": "runtime/settings/test_function_settings.py handlers/test_contract.py runtime/api/test_openapi.py",

@@ -19,6 +19,7 @@ EXTRAS = {
     "google.auth": "clouds",
     "numpy": "torch",
     "obstore": "clouds",
+    "peft": "transformers",
     "safetensors": "torch",
     "tensorizer": "tensorizer",
     "torch": "torch",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # The subject of the error that torch is not installed.
 _SUBJECT = "context.snapshot"
 UPLOAD_TIMEOUT_S = 600.0
+ADAPTERS = "adapters."
+"""The names of the snapshots in the table `[adapters]` begin with it. No name in `[snapshots]` has a dot."""
 
 
 class Snapshot:
@@ -83,6 +85,11 @@ class Snapshot:
     def path(self) -> Path:
         """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights."""
         return self.root if self.root.is_dir() else self.root.parent
+
+    @property
+    def fetched(self) -> bool:
+        """True if the weights are fetched into the node's cache."""
+        return self._cache is not None
 
     def skeleton(self) -> AbstractContextManager[None]:
         """Return a context in which new modules have parameters without memory (on the meta device).
@@ -359,4 +366,9 @@ class Snapshot:
 
 def subject_of(name: str) -> str:
     """Return the name of a snapshot in messages, made from its key in the settings. "" for the only snapshot."""
-    return f"snapshots.{name}" if name else ""
+    return name if not name or is_adapter(name) else f"snapshots.{name}"
+
+
+def is_adapter(name: str) -> bool:
+    """Return True if the snapshot is of the table `[adapters]`, and so fetched when a request first needs it."""
+    return name.startswith(ADAPTERS)

@@ -14,7 +14,8 @@ from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SnapshotError
+from ..errors import NoSuchSnapshot
+from .adapters import Adapters
 from .extras import needs
 from .handle import Snapshot
 
@@ -29,17 +30,18 @@ _NO_NAMES: Mapping[str, Any] = MappingProxyType({})
 class Snapshots:
     """The snapshots of one function, on this node: `context.snapshots["style"]`. Iteration yields their names."""
 
-    def __init__(self, snapshots: Iterable[Snapshot]) -> None:
+    def __init__(self, snapshots: Iterable[Snapshot], adapters: Adapters | None = None) -> None:
+        self.adapters = adapters if adapters is not None else Adapters()
         self._named = {one.name: one for one in snapshots}
         # The snapshots with bytes that are not fetched or copied yet. Each call of `gate` removes complete snapshots.
         self._arriving: list[Snapshot] = []
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return the snapshot with this name. Raises SnapshotError if there is none."""
+        """Return the snapshot with this name. Raises NoSuchSnapshot if there is none."""
         if (found := self._named.get(name)) is not None:
             return found
         fault = f"There is no snapshot {name!r} (there: {', '.join(self._named)})."
-        raise SnapshotError(fault, remedy="Name it in [snapshots] of pilotflame.toml.")
+        raise NoSuchSnapshot(fault, remedy="Name it in [snapshots] of pilotflame.toml.")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._named)
@@ -79,7 +81,7 @@ class Snapshots:
             from .restoring.plan import Supply, make_plans  # noqa: PLC0415  only restoring loads torch
 
         for name in (*prefixes, *ignore):
-            # Raises SnapshotError if there is no snapshot with this name.
+            # Raises NoSuchSnapshot if there is no snapshot with this name.
             _ = self[name]
         supplies = {
             name: Supply(one.manifest, prefixes.get(name, ""), ignore.get(name, ()))

@@ -339,6 +339,7 @@ def test_tests_mirror_the_sources() -> None:
 # Tests of several files at once, by what they show.
 TOGETHER = {
     "all_routes",
+    "named_adapters",
     "architectures",
     "cached_parts",
     "compiled",

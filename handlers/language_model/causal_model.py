@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from .adapters import ModelAdapters
 from .rows import Alone, Rows
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -20,8 +22,10 @@ OWN_CACHES = {"deepseek_v4", "minimax"}
 class CausalModel:
     """A model and the way to call it. All its methods run on the model's device, and none is called by two threads at once."""
 
-    def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
-        self.module = model
+    def __init__(
+        self, model: nn.Module, config: PretrainedConfig, adapters: ModelAdapters | None = None
+    ) -> None:
+        self.module, self.adapters = model, adapters
         self._config = config
         self._text: PretrainedConfig = config.get_text_config(decoder=True)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
@@ -46,8 +50,11 @@ class CausalModel:
         layers = int(self._text.num_hidden_layers)
         return Rows(layers, columns) if columns else Rows(layers)
 
-    def forward(self, rows: Rows, ids: list[list[int]]) -> Tensor:
-        """Append the tokens `ids` (rows, tokens) to the rows. Return the logits after the last tokens: (rows, vocabulary)."""
+    def forward(self, rows: Rows, ids: list[list[int]], adapters: Sequence[str] = ()) -> Tensor:
+        """Append the tokens `ids` (rows, tokens) to the rows. Return the logits after the last tokens: (rows, vocabulary).
+
+        `adapters` has the name of each row's adapter, or "" for a row without one. By default, no row has one.
+        """
         tokens, device = len(ids[0]), next(self.module.parameters()).device
         mask = rows.extend(tokens)
         arguments: dict[str, Any] = {
@@ -58,8 +65,12 @@ class CausalModel:
             "use_cache": True,
             "logits_to_keep": 1,
         }
+        taken = {name: value for name, value in arguments.items() if name in self._takes}
         with torch.inference_mode():
-            found = self.module(**{name: value for name, value in arguments.items() if name in self._takes})
+            if self.adapters is None:
+                found = self.module(**taken)
+            else:
+                found = self.adapters.forward(adapters or [""] * len(ids), taken)
             logits: Tensor = found.logits[:, -1]
         return logits
 

@@ -127,6 +127,9 @@ class GenerationRequest(Sampling):
         False, description="The last message is the beginning of the answer."
     )
     priority: int = Field(0, ge=0, le=4, description="0 is served first.")
+    adapter: str | None = Field(
+        None, min_length=1, max_length=63, description="The adapter (LoRA) that answers, by its name."
+    )
     first_token_by: float | None = Field(
         None,
         description="Refuse the request if its first token would come later than this Unix time, in seconds.",

@@ -51,6 +51,8 @@ class _Run:
     ends: Collection[int]
     prefix: Prefix | None
     """The beginning of the prompt that is stored."""
+    adapter: str
+    """The name of its adapter; "" for none."""
     targets: Targets
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
@@ -105,20 +107,22 @@ class Engine:
 
     async def generate(
         self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0,
-        targets: Targets = NO_TARGETS,
+        targets: Targets = NO_TARGETS, adapter: str = "",
     ) -> AsyncGenerator[Token]:  # fmt: skip
         """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
 
         The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
         leaves the engine with the next step. Raise what a step has raised, and Overloaded if the tokens would come later than `targets`
-        says, whose times are of `time.monotonic`.
+        says, whose times are of `time.monotonic`. The adapter must have arrived.
         """
         self._arrived += 1
-        prefix = self.prefix(ids)
+        prefix = self.prefix(ids, adapter)
         stored = len(prefix.ids) if prefix is not None else 0
         sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority, stored)
         loop = asyncio.get_running_loop()
-        run = _Run(sequence, list(ids), sampler, frozenset(ends), prefix, targets, loop, asyncio.Queue())
+        run = _Run(
+            sequence, list(ids), sampler, frozenset(ends), prefix, adapter, targets, loop, asyncio.Queue()
+        )
         self._begin(run)
         try:
             for left in range(most_new - 1, -1, -1):
@@ -134,9 +138,9 @@ class Engine:
             if not run.over:
                 self._commands.put((False, run))
 
-    def prefix(self, ids: Sequence[int]) -> Prefix | None:
-        """Return the beginning of a prompt that is stored; None if there is none."""
-        return self.prefixes.longest(ids) if self.prefixes is not None else None
+    def prefix(self, ids: Sequence[int], adapter: str = "") -> Prefix | None:
+        """Return the beginning of a prompt that is stored; None if there is none, as with an adapter, which changes keys and values."""
+        return self.prefixes.longest(ids) if self.prefixes is not None and not adapter else None
 
     def rehearse(self) -> None:
         """Read a prompt of a few tokens and make two, in this thread, so that later steps find all kernels loaded."""
@@ -240,7 +244,9 @@ class Engine:
         if not (members := self._members):
             return []
         began_s = time.perf_counter()
-        logits = self.model.forward(self._rows, [[run.ids[-1]] for run in members])
+        logits = self.model.forward(
+            self._rows, [[run.ids[-1]] for run in members], [run.adapter for run in members]
+        )
         made = _choose(members, logits)
         self._admission.note_step(len(members), time.perf_counter() - began_s)
         return made
@@ -253,8 +259,9 @@ class Engine:
                 self._reading = self._new_row(chunk.sequence.tokens)
                 if run.prefix is not None and self.prefixes is not None:
                     self.prefixes.fill(self._reading, run.prefix)
-                    began_s = time.perf_counter()
-            logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]])
+                self._load_adapter(run)
+                began_s = time.perf_counter()
+            logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]], [run.adapter])
         except Exception as error:
             # The rows of the other sequences are not affected.
             LOG.exception("a prompt could not be read")
@@ -268,6 +275,10 @@ class Engine:
             self._reading = None
         self._chunks.note(chunk.end - chunk.begin, time.perf_counter() - began_s)
         return made
+
+    def _load_adapter(self, run: _Run) -> None:
+        if run.adapter and self.model.adapters is not None:
+            self.model.adapters.load(run.adapter, {member.adapter for member in self._members})
 
     def _new_row(self, columns: int) -> Rows:
         rows = self.model.new_rows(columns)

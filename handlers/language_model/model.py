@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import InputInvalid
 from ..notes import note
+from .adapters import ModelAdapters
 from .admission import Targets
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts
@@ -36,6 +37,7 @@ from .sampling import Sampler
 from .text import TextStream
 
 if TYPE_CHECKING:
+    from ...snapshot.adapters import Adapters
     from ...snapshot.handle import Snapshot
 
 # The names of the sampling defaults that a model's authors may set.
@@ -62,12 +64,16 @@ class LanguageModel:
     """
 
     def __init__(
-        self, snapshot: Snapshot, *, rows: int, window: int, prefixes: Snapshot | None = None
-    ) -> None:
+        self, snapshot: Snapshot, *, rows: int, window: int, prefixes: Snapshot | None = None,
+        adapters: Adapters | None = None, most_adapters: int = 8, pinned: Collection[str] = (),
+    ) -> None:  # fmt: skip
         """The snapshot is the folder of a model: config.json, tokenizer files, safetensors.
 
         At most `rows` sequences run together. `window` limits their number times the tokens of the longest one, and so the memory of their
         keys and values. A single sequence has at most `window` tokens. `prefixes` is what `pilotflame snapshot prefixes` has written.
+
+        `adapters` are `context.adapters`. At most `most_adapters` of them stay in the model while no sequence uses them: the least recently
+        used leaves first, and the `pinned` never leave.
         """
         folder = Path(snapshot.path)
         with snapshot.skeleton():
@@ -77,7 +83,8 @@ class LanguageModel:
         vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._prompts = Prompts(self.tokenizer, vocabulary)
-        causal = CausalModel(module, config)
+        self._adapters = ModelAdapters(module, adapters, most_adapters, pinned) if adapters else None
+        causal = CausalModel(module, config, self._adapters)
         self.causal = causal
         self._snapshot = snapshot
         stored = Prefixes(prefixes) if prefixes is not None else None
@@ -145,22 +152,34 @@ class LanguageModel:
         Raises InputInvalid if the request does not fit the model.
         """
         plan = await asyncio.to_thread(self._plan, request)
+        if self._adapters is not None and request.adapter is not None:
+            await self._adapters.arrive(request.adapter)
         answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
         async with aclosing(answers):
             async for delta in answers:
                 yield delta
 
     def _plan(self, request: GenerationRequest) -> _Plan:
+        self._check_adapter(request.adapter)
         prompt = self._prompts.prompt(request)
         most_new = self._most_new(request, len(prompt.ids))
         first = self._forms.constraint(request, prompt)
         constraints = [first.copy() if first is not None else None for _ in range(request.n)]
         forms = [(constraint, self._forms.parts(request, prompt)) for constraint in constraints]
-        stored = self.engine.prefix(prompt.ids)
+        stored = self.engine.prefix(prompt.ids, request.adapter or "")
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
         return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request))
+
+    def _check_adapter(self, name: str | None) -> None:
+        there = self._adapters.names if self._adapters is not None else []
+        if name is not None and name not in there:
+            shown = f"there: {', '.join(there)}" if there else "it has none"
+            raise InputInvalid(
+                f"The model has no adapter {name!r} ({shown}).",
+                remedy="Name it in [adapters] of pilotflame.toml.",
+            )
 
     def _most_new(self, request: GenerationRequest, prompt: int) -> int:
         room = self.most_tokens - prompt
@@ -215,7 +234,9 @@ class LanguageModel:
             yield Delta(index=index, text=self._decode(ids))
         sampler = Sampler(sampling, ids, ends, constraint)
         made = 0
-        found = self.engine.generate(ids, sampler, ends, plan.most_new, request.priority, plan.targets)
+        found = self.engine.generate(
+            ids, sampler, ends, plan.most_new, request.priority, plan.targets, request.adapter or ""
+        )
         async with aclosing(found) as tokens:
             async for token in tokens:
                 made += 1

@@ -226,7 +226,8 @@ def _described(
     rules: _SourceRules,
 ) -> StoredSnapshot:
     """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
-    folder, part = _folder_of(staged, name), settings.snapshot_part
+    folder = _folder_of(staged, name)
+    part = settings.snapshot_part if not name else SnapshotPart()
     folder.mkdir(parents=True, exist_ok=True)
     if (root := local.get(name)) is None:
         return StoredSnapshot(url=_fetch_manifest(settings.all_snapshots[name], folder, part, log, rules))

@@ -1,13 +1,30 @@
-"""Finds the functions that have a language model: their handlers take the events of `handlers/language_model`."""
+"""Finds the functions that have a language model: their handlers take the events of `handlers/language_model`.
+
+Callers write `function` or `function:adapter`.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from aiohttp import web
 from pydantic import BaseModel
 
 from ...errors import BadInput, UnknownFunction
+from ...handlers.language_model.contract import GenerationRequest
 from ..api.backend import Backend
 from ..functions.live import Live
+
+
+class Generator(NamedTuple):
+    """A function that writes text, perhaps with one of its adapters."""
+
+    live: Live
+    adapter: str
+
+    def event(self, given: GenerationRequest) -> GenerationRequest:
+        """Return the event that asks this model."""
+        return given.model_copy(update={"adapter": self.adapter}) if self.adapter else given
 
 
 def takes(live: Live, contract: type[BaseModel]) -> bool:
@@ -32,3 +49,21 @@ def model(backend: Backend, request: web.Request, name: str, *contracts: type[Ba
         message = f"{name} is no language model of this kind: its handler takes no {contracts[0].__name__}."
         raise BadInput(message, remedy="Call it at /invoke.", details={"field": "model"})
     return live
+
+
+def generator(backend: Backend, request: web.Request, name: str) -> Generator:
+    """Return the model `name` that writes text. Raise UnknownFunction or BadInput, which name the field `model`."""
+    function, _, adapter = name.partition(":")
+    live = model(backend, request, function, GenerationRequest)
+    if adapter and adapter not in (there := adapters(live)):
+        fault = f"{function} has no adapter {adapter[:80]!r}."
+        remedy = (
+            f"Use one of: {', '.join(there)}." if there else "Name it in [adapters] of its pilotflame.toml."
+        )
+        raise UnknownFunction(fault, remedy=remedy, details={"field": "model"})
+    return Generator(live, adapter)
+
+
+def adapters(live: Live) -> list[str]:
+    """Return the names of the adapters with which a function writes text."""
+    return list(live.record.settings.adapters) if takes(live, GenerationRequest) else []

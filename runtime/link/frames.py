@@ -93,6 +93,11 @@ class FrameKind(enum.IntEnum):
     # Down: import and build the handler. The head has the function's secrets. It is the first frame that a zygote, or a
     # spawned worker, gets.
     BUILD = 30
+    # Up: the worker needs the adapter with the "name" in the head, which is fetched on use.
+    NEED = 31
+    # Down: the answer to NEED. The files of the adapter "name" can be mapped, and all bytes are there within
+    # "weights_s". Or the head has the "error".
+    HELD = 32
 
 
 class Frame(NamedTuple):

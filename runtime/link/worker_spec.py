@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...snapshot.handle import subject_of
+from ...snapshot.handle import is_adapter, subject_of
 from ...snapshot.sources.access import ANY, Access
 from ..settings.resources import Resources
 
@@ -64,6 +64,11 @@ class Weights(BaseModel):
     def subject(self) -> str:
         """The name of the snapshot in messages; "" if the function has only one snapshot."""
         return subject_of(self.name)
+
+    @property
+    def on_use(self) -> bool:
+        """True if it is an adapter, which is fetched when a worker first needs it."""
+        return is_adapter(self.name)
 
 
 class CompiledCode(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ...errors import ActivationFailed, PilotflameError, SourceDenied
+from ...errors import ActivationFailed, LauncherError, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 from ..link.worker_spec import Weights, WorkerSpec
 from ..telemetry.timeline import Activation
@@ -21,14 +21,17 @@ class HeldWeights:
         self._spec, self._fetcher, self._secrets = spec, fetcher, secrets
         self._progress: dict[str, FetchProgress] = {}
         """The holds, by the names of the snapshots."""
+        self._on_use: dict[str, FetchProgress] = {}
+        """The holds on adapters."""
+        self._holding_on_use = {one.name: asyncio.Lock() for one in spec.remote if one.on_use}
         self._holding = asyncio.Lock()
         self._drops = False
         """True if the weights should leave the memory once no worker uses them."""
 
     @property
-    def any(self) -> bool:
-        """True if the revision has weights that are fetched."""
-        return bool(self._spec.remote)
+    def at_start(self) -> list[Weights]:
+        """The weights that must be fetched before a worker starts."""
+        return [one for one in self._spec.remote if not one.on_use]
 
     @property
     def left_s(self) -> float | None:
@@ -38,29 +41,48 @@ class HeldWeights:
     @property
     def resident_bytes(self) -> int:
         """The number of bytes of these weights that are in memory."""
-        return self._fetcher.resident_bytes(self) if self.any else 0
+        return self._fetcher.resident_bytes(self) if self._spec.remote else 0
 
     async def fetch(self, activation: Activation) -> None:
         """Fetch and hold the weights that are not held yet, and again the weights whose fetch failed."""
         async with self._holding:
             self._drops = False
             for progress in [one for one in self._progress.values() if one.error is not None]:
-                self._release(progress)
-            missing = [one for one in self._spec.remote if one.name not in self._progress]
+                self._release(self._progress, progress)
+            missing = [one for one in self.at_start if one.name not in self._progress]
             await all_of(self._hold(one) for one in missing)
             activation.mark_fetching(progress.fetch for progress in self._progress.values())
 
     async def _hold(self, one: Weights) -> None:
         self._progress[one.name] = await self._fetcher.hold(one, self._secrets(), user=self)
 
-    def _release(self, progress: FetchProgress) -> None:
-        del self._progress[progress.weights.name]
+    async def fetch_on_use(self, name: str) -> float:
+        """Fetch and hold an adapter that a worker needs. Return how long its bytes may still take to arrive.
+
+        Raise LauncherError if the revision fetches no such adapter, and what `FetcherClient.hold` raises.
+        """
+        if (lock := self._holding_on_use.get(name)) is None:
+            raise LauncherError(f"{self._spec.label} has no adapter {name[:80]!r} that is fetched.")
+        async with lock:
+            progress = self._on_use.get(name)
+            if progress is not None and progress.error is not None:
+                self._release(self._on_use, progress)
+                progress = None
+            if progress is None:
+                wanted = next(one for one in self._spec.remote if one.name == name)
+                progress = await self._fetcher.hold(wanted, self._secrets(), user=self)
+                self._on_use[name] = progress
+        return progress.left_s
+
+    def _release(self, holds: dict[str, FetchProgress], progress: FetchProgress) -> None:
+        del holds[progress.weights.name]
         self._fetcher.release(progress)
 
     def release(self) -> None:
         """End all holds. The cache may evict the weights."""
-        for progress in list(self._progress.values()):
-            self._release(progress)
+        for holds in (self._progress, self._on_use):
+            for progress in list(holds.values()):
+                self._release(holds, progress)
 
     def drop(self) -> None:
         """Let the weights leave the memory at the next `drop_unused`. Weights that are not on the disk stay."""
@@ -68,7 +90,7 @@ class HeldWeights:
 
     def drop_unused(self) -> None:
         """Let the weights leave the memory if `drop` was called. The caller says so when no worker uses them."""
-        if self._drops and self.any:
+        if self._drops and self._spec.remote:
             self._drops = False
             self.release()
             self._fetcher.drop(self)
@@ -76,7 +98,8 @@ class HeldWeights:
     def close(self) -> None:
         """End all holds: the revision has ended."""
         self.release()
-        self._fetcher.forget(self)
+        if self._spec.remote:
+            self._fetcher.forget(self)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""

@@ -150,7 +150,7 @@ class Pool:
             standby = self.zygote.take_standby()
             at = places[number] if number < len(places) else None
             place = self._gpus.take(self._claimant, standby, at)
-            if standby is not None and not self.weights.any:
+            if standby is not None and not self.weights.at_start:
                 self._activate(standby, activation, place)
             else:
                 self.replicas.note_asked(activation.asked_s)
@@ -163,7 +163,7 @@ class Pool:
         """Activate `child`, or fork a child first if it is None. Fetch the weights at the same time."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self.weights.any:
+                if self.weights.at_start:
                     tasks.create_task(self.weights.fetch(activation))
                 child = child or await self.zygote.fork(self._gpus.rehearsal_mb(self._claimant, place))
             self.zygote.check_open()

@@ -125,6 +125,19 @@ class ProcessEvents(PoolEvents):
         if parks == replica.parks:
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)
 
+    def on_need(self, replica: Replica, name: str) -> None:
+        self._tasks.create_task(self._hold_adapter(replica, name))
+
+    async def _hold_adapter(self, replica: Replica, name: str) -> None:
+        """Have an adapter fetched that a worker needs, and tell the worker when it can be mapped."""
+        try:
+            held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
+        except PilotflameError as error:
+            self._logs.write("gateway", f"adapter {name[:80]} could not be fetched: {error}", "error")
+            held = error
+        if not replica.child.link.closed:
+            replica.tell_held(name, held)
+
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
         if self._one.pool.weights.unheard(error):

@@ -65,6 +65,9 @@ class WorkerEvents(Protocol):
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         """A worker has given back device memory. `reserved` has the bytes that torch's allocator keeps of each GPU."""
 
+    def on_need(self, replica: Replica, name: str) -> None:
+        """A worker waits for an adapter, which is fetched on use."""
+
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed. The worker had started, or may have started, the `started` invocations."""
 
@@ -181,6 +184,11 @@ class Replica:
     def _grant(self, channel: int, count: int) -> None:
         if channel in self.outstanding.calls:
             self.child.link.send_json(FrameKind.MORE, channel, {"count": count})
+
+    def tell_held(self, name: str, held: float | PilotflameError) -> None:
+        """Tell the worker that an adapter's files can be mapped, and within how many seconds its bytes arrive; or why not."""
+        outcome = {"error": held.to_wire()} if isinstance(held, PilotflameError) else {"weights_s": held}
+        self.child.link.send_json(FrameKind.HELD, 0, {"name": name, **outcome})
 
     def cancel(self, invocation: Invocation) -> bool:
         """Tell the worker that the caller of an invocation has left. The handler call may still go on.
@@ -338,6 +346,8 @@ class Replica:
                 self._events.on_leaving(self)
         elif kind == FrameKind.COPIED:
             self._on_copied(head)
+        elif kind == FrameKind.NEED:
+            self._events.on_need(self, str(head["name"]))
         elif kind == FrameKind.FAILED:
             self.reported_failure = True
             self._start_timer.cancel()

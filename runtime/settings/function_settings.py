@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
 from ...handlers.dialect import parse_reference
-from ...snapshot.handle import subject_of
+from ...snapshot.handle import ADAPTERS, subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
 from .event_source import AnySource
@@ -48,7 +48,7 @@ FROM_FOLDER = "the folder's name"
 RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
 # Tables in which the keys are any names.
-_OPEN_TABLES = frozenset({"env", "snapshots"})
+_OPEN_TABLES = frozenset({"adapters", "env", "snapshots"})
 _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
@@ -193,14 +193,18 @@ def _snapshot_problem(snapshot: str | None, key: str = "snapshot") -> str | None
     return f"{key} is {snapshot!r}; allowed: the path of a folder or of a .safetensors file, or a URL"
 
 
-def _snapshots_problem(snapshots: dict[str, str]) -> str | None:
+def _snapshots_problem(snapshots: dict[str, str], table: str = "snapshots") -> str | None:
     for name in snapshots:
         if not _SNAPSHOT_NAME.fullmatch(name):
-            return f"snapshots.{name[:80]} has no valid name; allowed: 1 to 63 of a-z, A-Z, 0-9, _ and -, first a letter or digit"
+            return f"{table}.{name[:80]} has no valid name; allowed: 1 to 63 of a-z, A-Z, 0-9, _ and -, first a letter or digit"
     if len({name.lower() for name in snapshots}) < len(snapshots):
-        return "snapshots has two names that differ only in capital letters, which some file systems do not tell apart"
-    found = (_snapshot_problem(where, setting_of(name)) for name, where in snapshots.items())
+        return f"{table} has two names that differ only in capital letters, which some file systems do not tell apart"
+    found = (_snapshot_problem(where, f"{table}.{name}") for name, where in snapshots.items())
     return "; ".join(filter(None, found)) or None
+
+
+def _adapters_problem(adapters: dict[str, str]) -> str | None:
+    return _snapshots_problem(adapters, "adapters")
 
 
 def _env_problem(env: dict[str, str]) -> str | None:
@@ -292,6 +296,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Instead of snapshot, several by name, such as a base and an adapter: NAME = what snapshot may be."
         ' The handler finds them in context.snapshots["NAME"]. Each is fetched and kept for itself.',
     )
+    adapters: Annotated[dict[str, str], Field(max_length=256), checked(_adapters_problem)] = Field(
+        {},
+        description="Small snapshots beside the others, such as LoRA adapters: NAME = what snapshot may be. Each is fetched when"
+        " a request first needs it. The handler finds them in context.adapters.",
+    )
     snapshot_part: SnapshotPart = Field(
         default_factory=SnapshotPart, description="What the function needs of its snapshot."
     )
@@ -363,6 +372,8 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
             raise ValueError(
                 "snapshot_part cannot be used with [snapshots]; remove it, or use one snapshot: snapshot = …"
             )
+        if self.adapters and not (self.snapshot or self.snapshots):
+            raise ValueError("adapters are set, but snapshot is not; set snapshot, or remove [adapters]")
         if self.snapshot is None and (self.snapshot_part.tensors or self.snapshot_part.slices):
             raise ValueError(
                 "snapshot_part is set, but snapshot is not; set snapshot, or remove snapshot_part"
@@ -405,8 +416,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def all_snapshots(self) -> dict[str, str]:
-        """All snapshots in the settings, by name. The snapshot in the setting `snapshot` has the name ""."""
-        return self.snapshots if self.snapshot is None else {"": self.snapshot}
+        """All snapshots in the settings, by name.
+
+        The snapshot in the setting `snapshot` has the name "". The names of adapters begin with `ADAPTERS`.
+        """
+        first = self.snapshots if self.snapshot is None else {"": self.snapshot}
+        return first | {f"{ADAPTERS}{name}": where for name, where in self.adapters.items()}
 
     @property
     def snapshot_urls(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ...handlers.contract import Context
 from ...handlers.failure import explain
 from ...handlers.handler import Handler, Hook
 from ...handlers.resolve import resolve
+from ...snapshot.adapters import Adapters
 from ...snapshot.handle import Snapshot
 from ...snapshot.named import Snapshots
 from ..link.worker_spec import Weights, WorkerSpec
@@ -101,7 +102,10 @@ def _keep_compiled(spec: WorkerSpec) -> bool:
 
 
 def _snapshots(spec: WorkerSpec) -> Snapshots | None:
-    return Snapshots(_snapshot(spec, one) for one in spec.weights) if spec.weights else None
+    if not spec.weights:
+        return None
+    adapters = Adapters(_snapshot(spec, one) for one in spec.weights if one.on_use)
+    return Snapshots((_snapshot(spec, one) for one in spec.weights if not one.on_use), adapters)
 
 
 def _snapshot(spec: WorkerSpec, weights: Weights) -> Snapshot:

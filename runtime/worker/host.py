@@ -6,10 +6,11 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ...errors import OutputInvalid
+from ...errors import LauncherError, OutputInvalid, PilotflameError, SnapshotError
 from ...handlers.codec import JSON_TYPE, OutputCodec
 from ..link.connection import Link
 from ..link.frames import FrameKind, check_output
@@ -20,6 +21,8 @@ PROGRESS_INTERVAL_S = 0.05
 MAX_CONCURRENCY = 1024
 # How long a handler thread waits for the event loop to do what the thread asked for. Then the thread goes on anyway.
 LOOP_TIMEOUT_S = 10.0
+# How long a thread waits until the gateway's fetcher has found a snapshot. The fetcher answers within 300 s.
+HOLD_TIMEOUT_S = 330.0
 
 
 class WorkerHost:
@@ -35,6 +38,8 @@ class WorkerHost:
         self._lock = threading.Lock()
         self._latest: dict[int, bytes] = {}
         self._waiting = False
+        # The adapters that the gateway has yet to answer for, by name.
+        self._needed: dict[str, Future[float]] = {}
 
     def progress(self, channel: int, value: Any) -> None:
         """Report the progress of the invocation on `channel`. Raise OutputInvalid if `value` is not JSON, or too large."""
@@ -71,6 +76,33 @@ class WorkerHost:
         """Run `concurrency` invocations at the same time, if the handler is async."""
         resize = partial(self._runner.resize, min(max(1, concurrency), MAX_CONCURRENCY))
         self._on_loop(resize, "the change of the concurrency")
+
+    def fetch(self, name: str) -> float:
+        """Have an adapter fetched. Return the seconds within which its bytes arrive, once its files can be mapped.
+
+        Blocks. Raise what the fetch has raised, LauncherError if the gateway does not answer, and SnapshotError on the event loop.
+        """
+        if threading.get_ident() == self._loop_thread:
+            fault = "An adapter was opened on the event loop, which would stop while it is fetched."
+            raise SnapshotError(fault, remedy="Write: await asyncio.to_thread(context.adapters.open, NAME).")
+        with self._lock:
+            needed = self._needed[name] = Future()
+            self._link.send_json(FrameKind.NEED, 0, {"name": name})
+        try:
+            return needed.result(HOLD_TIMEOUT_S)
+        except TimeoutError:
+            raise LauncherError(
+                f"The gateway did not say within {HOLD_TIMEOUT_S:.0f} s where {name} is."
+            ) from None
+
+    def on_held(self, head: Mapping[str, Any]) -> None:
+        """Learn from a HELD frame that an adapter can be mapped, or why not."""
+        if (needed := self._needed.pop(head["name"], None)) is None:
+            return
+        if "error" in head:
+            needed.set_exception(PilotflameError.from_wire(head["error"]))
+        else:
+            needed.set_result(float(head["weights_s"]))
 
     def _on_loop(self, act: Callable[[], None], what: str) -> None:
         """Call `act` on the event loop's thread and wait until it is done. `what` names it in a message.

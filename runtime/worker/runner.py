@@ -24,10 +24,13 @@ from ...errors import (
     Cancelled,
     HandlerFailed,
     InputInvalid,
+    NoSuchSnapshot,
     OutputInvalid,
     Overloaded,
+    PackageMissing,
     PilotflameError,
     SnapshotError,
+    SnapshotMismatch,
 )
 from ...handlers.codec import JSON_TYPE
 from ...handlers.contract import Cancellation, Context
@@ -41,6 +44,8 @@ from .devices import may_be_of_device
 
 # The weight of the newest duration in the moving average of durations.
 SMOOTHING = 0.2
+# These are faults of the handler or of its settings. Other errors of snapshots say that bytes are missing.
+OF_HANDLERS = (NoSuchSnapshot, PackageMissing, SnapshotMismatch)
 
 
 @dataclass(eq=False, slots=True)
@@ -275,7 +280,7 @@ class Runner(ABC):
         self.suspects_device = self.suspects_device or may_be_of_device(error)
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid, Overloaded)):
             return error
-        if isinstance(error, SnapshotError):
+        if isinstance(error, SnapshotError) and not isinstance(error, OF_HANDLERS):
             return not_whole(error)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
         return explain(HandlerFailed, what, error, self.root, remedy=remedy)

@@ -103,6 +103,8 @@ class Worker:
             self._tasks = tasks
             self._runner = self._make_runner(tasks)
             self._host = WorkerHost(self._link, self._runner, self._drain)
+            if self._snapshots is not None:
+                self._snapshots.adapters.fetch = self._host.fetch
             self._parking = WorkerParking(
                 self._snapshots, self._link, tasks, self._on_frame, self._follow_weights, self._drain
             )
@@ -297,6 +299,8 @@ class Worker:
             self._runner.grant(frame.channel, int(frame.json()["count"]))
         elif frame.kind == FrameKind.ACTIVATE:
             self._activate(frame.json())
+        elif frame.kind == FrameKind.HELD:
+            self._host.on_held(frame.json())
         elif frame.kind == FrameKind.DRAIN:
             self._released.set()
             self._drain()

@@ -82,19 +82,20 @@ def chat(
     """Talk to a language model. Answers are printed as they are made, and a line says how long they took.
 
     Without MESSAGE, each line that you type is a message. Ctrl-C stops an answer, and Ctrl-D ends the chat. Lines may also come from a
-    pipe.
+    pipe. Write FUNCTION:ADAPTER for one of the function's adapters.
 
     \b
     Examples:
       pilotflame chat smol
       pilotflame chat smol "Why is the sky blue?" --max-tokens 200
     """
-    given = {"temperature": temperature, "max_tokens": max_tokens}
-    sampling = {key: value for key, value in given.items() if value is not None}
+    function, _, adapter = name.partition(":")
+    given = {"temperature": temperature, "max_tokens": max_tokens, "adapter": adapter or None}
+    asked = {key: value for key, value in given.items() if value is not None}
     history: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     for text in _messages(message):
         history.append({"role": "user", "content": text})
-        answer = _answer(client, name, {"messages": history, **sampling}, quiet=as_json)
+        answer = _answer(client, function, {"messages": history, **asked}, quiet=as_json)
         history.append({"role": "assistant", "content": answer.text})
         if as_json:
             display.print_json(answer.facts)

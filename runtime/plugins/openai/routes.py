@@ -24,7 +24,7 @@ from ...access.keys import Scope
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...generation.answering import respond
-from ...generation.models import model, models
+from ...generation.models import adapters, generator, model, models
 from ...generation.targets import PARAMETERS as TARGETS
 from ...http.event_stream import EVENTS
 from ...http.requests import load_json, read_body, request_id_of, validate
@@ -52,6 +52,8 @@ class OpenAiModel(TypedDict):
     object: str
     created: int
     owned_by: str
+    parent: NotRequired[str]
+    """The model to which the adapter belongs."""
 
 
 class Models(TypedDict):
@@ -108,10 +110,14 @@ class OpenAiApi(ApiPlugin):
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         lives = models(self.backend, request, *CONTRACTS)
-        return json_response({"object": "list", "data": [_model(live) for live in lives]})
+        found = [_model(live, adapter) for live in lives for adapter in ("", *adapters(live))]
+        return json_response({"object": "list", "data": found})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        return json_response(_model(model(self.backend, request, request.match_info["model"], *CONTRACTS)))
+        name = request.match_info["model"]
+        if ":" in name:
+            return json_response(_model(*generator(self.backend, request, name)))
+        return json_response(_model(model(self.backend, request, name, *CONTRACTS)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, ChatRequest)
@@ -124,16 +130,18 @@ class OpenAiApi(ApiPlugin):
     ) -> web.StreamResponse:
         asked = await self._asked(request, kind)
         asked.check()
-        live = model(self.backend, request, asked.model, GenerationRequest)
+        writes = generator(self.backend, request, asked.model)
         prefix = "chatcmpl" if kind is ChatRequest else "cmpl"
         answer = CompletionAnswer(f"{prefix}-{request_id_of(request.headers)}", asked)
-        return await respond(self.backend, request, live, asked.events(), answer, stream=asked.stream)
+        events = [writes.event(event) for event in asked.events()]
+        return await respond(self.backend, request, writes.live, events, answer, stream=asked.stream)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, ResponseRequest)
-        live = model(self.backend, request, asked.model, GenerationRequest)
+        writes = generator(self.backend, request, asked.model)
         answer = ResponseAnswer(f"resp_{request_id_of(request.headers)}", asked)
-        return await respond(self.backend, request, live, [asked.event()], answer, stream=asked.stream)
+        events = [writes.event(asked.event())]
+        return await respond(self.backend, request, writes.live, events, answer, stream=asked.stream)
 
     async def embed(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, EmbeddingsRequest)
@@ -158,11 +166,12 @@ class OpenAiApi(ApiPlugin):
         return validate(kind, supported(load_json(body)), REMEDY)
 
 
-def _model(live: Live) -> OpenAiModel:
+def _model(live: Live, adapter: str = "") -> OpenAiModel:
     record = live.record
-    return {
-        "id": record.function,
+    found: OpenAiModel = {
+        "id": f"{record.function}:{adapter}" if adapter else record.function,
         "object": "model",
         "created": int(record.created_at.timestamp()),
         "owned_by": "pilotflame",
     }
+    return found | {"parent": record.function} if adapter else found

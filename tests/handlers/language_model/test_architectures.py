@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,20 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from pilotflame.handlers.language_model.adapters import ModelAdapters
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.prefixes import Prefix, Prefixes, write
 from pilotflame.handlers.language_model.schedule import ChunkTimes
+from pilotflame.snapshot.adapters import Adapters
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.handle import Snapshot
+from pilotflame.snapshot.handle import ADAPTERS, Snapshot
+from tiny_adapters import with_adapter, write_adapter
 from tiny_causal import VOCABULARY, generated
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .test_engine import prompts, tokens
+from .test_adapters import tokens
+from .test_engine import prompts
 
 pytestmark = pytest.mark.slow
 NEW = 12
@@ -109,21 +114,30 @@ async def test_the_tokens_are_those_of_generate(
         pytest.skip("not tried with this version of transformers")
     monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 7)
     module = made(*ARCHITECTURES[name])
-    model = CausalModel(module, module.config)
+    for seed, adapter in enumerate(("red", "green")):
+        write_adapter(module, tmp_path / adapter, seed)
+    places = [(adapter, tmp_path / adapter) for adapter in ("red", "green")]
+    snapshots = [Snapshot(place, create(place), name=f"{ADAPTERS}{adapter}") for adapter, place in places]
+    adapters = ModelAdapters(module, Adapters(snapshots), 1)
+    model = CausalModel(module, module.config, adapters)
     prefixes = None
     beginning = Prefix("all", tuple(range(3, 23)))
     if not model.why_alone:
-        write(model, [beginning], {}, tmp_path)
-        prefixes = Prefixes(Snapshot(tmp_path, create(tmp_path)))
+        write(model, [beginning], {}, tmp_path / "prefixes")
+        prefixes = Prefixes(Snapshot(tmp_path / "prefixes", create(tmp_path / "prefixes")))
         prefixes.read({})
         prefixes.snapshot.open()
     given = [[*beginning.ids, *one] if number % 3 == 0 else one for number, one in enumerate(prompts(21, 60))]
+    # Every second sequence has an adapter.
+    asked = [(("", "red", "", "green")[number % 4], prompt) for number, prompt in enumerate(given)]
+    references = {"": copy.deepcopy(module)}
+    references |= {name: with_adapter(module, tmp_path / name) for name in ("red", "green")}
     ties = 0
-    for rows, some in ((1, given[:2]), (4, given[2:8]), (16, given)):
+    for rows, some in ((1, asked[:2]), (4, asked[2:8]), (16, asked)):
         engine = Engine(model, rows, 4000, prefixes)
-        found = await asyncio.gather(*(tokens(engine, one, NEW) for one in some))
-        for prompt, own in zip(some, found, strict=True):
-            ties += same_until_a_tie(module, prompt, own)
+        found = await asyncio.gather(*(tokens(engine, adapters, name, one, NEW) for name, one in some))
+        for (name, prompt), own in zip(some, found, strict=True):
+            ties += same_until_a_tie(references[name], prompt, own)
     with capsys.disabled():
         why = f", alone: {model.why_alone}" if model.why_alone else ""
         print(f"{name}: {ties} of 29 sequences end in a tie{why}")

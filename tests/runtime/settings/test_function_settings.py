@@ -243,6 +243,14 @@ def test_several_snapshots_have_names(tmp_path: Path) -> None:
     assert settings.snapshot_paths(tmp_path) == {"style": (tmp_path / "adapters/two").resolve()}
 
 
+def test_adapters_are_snapshots_of_another_table(tmp_path: Path) -> None:
+    file = 'snapshot = "s3://bucket/base"\n[adapters]\nbase = "hf://org/one"\n'
+    settings = read_settings(folder_with(tmp_path, file), overrides={"adapters.style": "lora"})
+    assert list(settings.all_snapshots) == ["", "adapters.base", "adapters.style"]
+    assert settings.snapshot_urls == {"": "s3://bucket/base", "adapters.base": "hf://org/one"}
+    assert settings.snapshot_paths(tmp_path) == {"adapters.style": (tmp_path / "lora").resolve()}
+
+
 @pytest.mark.parametrize(
     ("toml", "named"),
     [
@@ -255,6 +263,9 @@ def test_several_snapshots_have_names(tmp_path: Path) -> None:
         ("snapshots = 1", "it should be a table"),
         ('[snapshots]\na = "v"\n[snapshot_part]\ntensors = ["x"]', "snapshot_part cannot be used with [snapshots]"),
         ("[snapshots]\n" + "\n".join(f'a{n} = "v"' for n in range(33)), "snapshots is"),
+        ('[adapters]\na = "v"', "adapters are set, but snapshot is not"),
+        ('snapshot = "w"\n[adapters]\n"a.b" = "v"', "adapters.a.b has no valid name"),
+        ('snapshot = "w"\n[adapters]\na = ""', "adapters.a is ''; allowed: the path"),
     ],
 )  # fmt: skip
 def test_snapshots_that_cannot_be_are_refused(tmp_path: Path, toml: str, named: str) -> None:

@@ -1,0 +1,173 @@
+"""Puts adapters (LoRA, as peft writes them) into a model, so that each row of a batch uses its own. peft has the layers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import nn
+
+from ...errors import PilotflameError, SnapshotError, SnapshotMismatch
+from ...snapshot.adapters import Adapters as AdapterSnapshots
+from ...snapshot.extras import needs
+from ...snapshot.handle import Snapshot
+
+CONFIG = "adapter_config.json"
+BASE = "__base__"
+"""peft's name of a row without an adapter."""
+MOST_FETCHES = 4
+# Rows that use these cannot share a batch with other rows.
+_REFUSED = (
+    "use_dora",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+)
+
+
+class ModelAdapters:
+    """The adapters of a model. At most `most` of them are in the module; the least recently used leaves for another one.
+
+    `arrive` runs on an event loop. The other methods run on the thread of the model's steps.
+    """
+
+    def __init__(
+        self, module: nn.Module, snapshots: AdapterSnapshots, most: int, pinned: Collection[str] = ()
+    ) -> None:
+        """Adapters in `pinned` never leave. Raise SnapshotError if an adapter's configuration cannot be used."""
+        self._module, self._snapshots, self._most, self._pinned = module, snapshots, most, frozenset(pinned)
+        for name in self._pinned:
+            # Raises SnapshotError if there is none.
+            _ = snapshots[name]
+        self._configs = {name: _config(name, snapshots[name]) for name in snapshots}
+        self._wrapped: Any = None
+        """peft's model around the module, from the first adapter on."""
+        self._loaded: dict[str, None] = {}
+        """The adapters in the module, the least recently used first."""
+        self._arriving: dict[str, asyncio.Future[Snapshot]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All adapters, whether they have arrived or not."""
+        return list(self._configs)
+
+    @property
+    def loaded(self) -> list[str]:
+        """The adapters in the module, the least recently used first."""
+        return list(self._loaded)
+
+    async def arrive(self, name: str) -> None:
+        """Wait until all bytes of an adapter are on this node. The first call has it fetched. Raise SnapshotError or SourceError."""
+        if (arriving := self._arriving.get(name)) is None or _failed(arriving):
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(MOST_FETCHES, thread_name_prefix="adapter")
+            loop = asyncio.get_running_loop()
+            arriving = loop.run_in_executor(self._threads, self._snapshots.open, name)
+            self._arriving[name] = arriving
+        # A caller who leaves does not end the fetch, for which others may wait.
+        await asyncio.shield(arriving)
+
+    def load(self, name: str, used: Collection[str]) -> None:
+        """Put an adapter that has arrived into the module, if it is not there. `used` are the adapters of the present rows.
+
+        Raise SnapshotMismatch if its tensors do not fit the model.
+        """
+        if name not in self._loaded:
+            self._insert(name)
+        self._loaded.pop(name, None)
+        self._loaded[name] = None
+        for other in self.loaded:
+            if len(self._loaded) <= self._most:
+                return
+            if other not in self._pinned and other not in used and other != name:
+                self._remove(other, keep=name)
+                del self._loaded[other]
+
+    def forward(self, names: Sequence[str], arguments: Mapping[str, Any]) -> Any:
+        """Call the module. `names` has the adapter of each row, or "" for a row without one."""
+        if self._wrapped is None:
+            return self._module(**arguments)
+        return self._wrapped(**arguments, adapter_names=[name or BASE for name in names])
+
+    def _insert(self, name: str) -> None:
+        from peft import PeftModel, set_peft_model_state_dict  # noqa: PLC0415  only models with adapters need it
+
+        parameter = next(self._module.parameters())
+        tensors = {
+            key: tensor.to(parameter.device, parameter.dtype)
+            for key, tensor in self._snapshots[name].load("*").items()
+        }
+        try:
+            if self._wrapped is None:
+                self._wrapped = PeftModel(
+                    self._module,
+                    self._configs[name],
+                    name,
+                    autocast_adapter_dtype=False,
+                    low_cpu_mem_usage=True,
+                ).eval()
+            else:
+                self._wrapped.add_adapter(name, self._configs[name], low_cpu_mem_usage=True)
+            found: Any = set_peft_model_state_dict(self._wrapped, tensors, name, low_cpu_mem_usage=True)
+            missing = [key for key in found.missing_keys if f".{name}." in key]
+            if wrong := [*missing, *found.unexpected_keys]:
+                raise SnapshotMismatch(_misfit(name, f"{len(wrong)} tensors, such as {wrong[0]}"))
+        except (RuntimeError, ValueError, KeyError) as error:
+            self._remove(name)
+            raise SnapshotMismatch(_misfit(name, str(error)[:500])) from error
+        except PilotflameError:
+            self._remove(name)
+            raise
+
+    def _remove(self, name: str, keep: str = "") -> None:
+        """Take an adapter out of the module, also if it was inserted in part."""
+        if self._wrapped is None:
+            return
+        if not self._loaded:
+            # peft's model needs an adapter.
+            self._wrapped.unload()
+            self._wrapped = None
+        elif name in self._wrapped.peft_config:
+            if keep:
+                # Rows name their adapters, so the active adapter is without effect. But peft warns if it is deleted.
+                self._wrapped.set_adapter(keep)
+            self._wrapped.delete_adapter(name)
+
+
+def _failed(arriving: asyncio.Future[Snapshot]) -> bool:
+    return arriving.done() and (arriving.cancelled() or arriving.exception() is not None)
+
+
+def _config(name: str, snapshot: Snapshot) -> Any:
+    """Return the configuration of an adapter. Raise SnapshotError, which names the field, if it cannot be used."""
+    with needs("language_model(adapters=...)", "peft"):
+        from peft import LoraConfig  # noqa: PLC0415
+
+    try:
+        given = json.loads((snapshot.path / CONFIG).read_text())
+        kind = given["peft_type"]
+        config = LoraConfig.from_pretrained(str(snapshot.path)) if kind == "LORA" else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SnapshotError(
+            f"The adapter {name} has no valid {CONFIG}: {error}.",
+            remedy="Save it with peft's `save_pretrained`.",
+        ) from error
+    refused = [field for field in _REFUSED if given.get(field)]
+    if config is None or refused or config.bias != "none":
+        field = "peft_type" if config is None else refused[0] if refused else "bias"
+        raise SnapshotError(
+            f"The adapter {name} has {field} = {given.get(field)!r} in {CONFIG}: it cannot share a batch.",
+            remedy="Only plain LoRA adapters can. Merge this one into the model, as a function of its own.",
+        )
+    config.inference_mode = True
+    return config
+
+
+def _misfit(name: str, what: str) -> str:
+    return f"The adapter {name} does not fit the model: {what}."

@@ -1,0 +1,65 @@
+"""Defines the object that a handler receives as `context.adapters`: the snapshots of the table `[adapters]`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+
+from ..errors import NoSuchSnapshot
+from .handle import ADAPTERS, Snapshot
+
+Fetch = Callable[[str], float]
+"""Has a snapshot fetched, by its full name. Returns the seconds within which its bytes arrive, once its files can be mapped."""
+
+
+class Adapters:
+    """Small snapshots by their names. Each is fetched and mapped when `open` is first called for it. Iteration yields names."""
+
+    def __init__(self, snapshots: Iterable[Snapshot] = ()) -> None:
+        self._named = {one.name.removeprefix(ADAPTERS): one for one in snapshots}
+        self._locks = {name: Lock() for name in self._named}
+        self._opened = set[str]()
+        self.fetch: Fetch | None = None
+        """A worker sets it before its handler runs. Until then, nothing can be opened that is not on this node."""
+
+    def __getitem__(self, name: str) -> Snapshot:
+        """Return an adapter, which may not be open yet. Its `path` and `manifest` are there. Raises NoSuchSnapshot if there is none."""
+        if (found := self._named.get(name)) is not None:
+            return found
+        there = f"there: {', '.join(self._named)}" if self._named else "there are none"
+        raise NoSuchSnapshot(
+            f"There is no adapter {name!r} ({there}).", remedy="Name it in [adapters] of pilotflame.toml."
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._named
+
+    def open(self, name: str) -> Snapshot:
+        """Return an adapter with all its bytes, mapped. The first call fetches it.
+
+        Blocks, so async handlers call it with `asyncio.to_thread`. Several threads may call it at once. Raises NoSuchSnapshot
+        if there is no such adapter, or what the fetch has raised. The next call fetches again.
+        """
+        found = self[name]
+        with self._locks[name]:
+            if name not in self._opened:
+                self._open(found)
+                self._opened.add(name)
+        return found
+
+    def _open(self, one: Snapshot) -> None:
+        within_s = self.fetch(one.name) if one.fetched and self.fetch is not None else None
+        one.open()
+        if within_s is not None:
+            one.limit(time.monotonic() + within_s)
+        one.wait()
+
+    def __repr__(self) -> str:
+        return f"Adapters({list(self._named)!r})"
