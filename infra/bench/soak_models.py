@@ -1,4 +1,4 @@
-"""Ten language models of 1 GB behind one gateway in 4 GB of memory, with callers who choose at random.
+"""Ten language models of 1 GB, one of them with ten adapters, behind one gateway in 4 GB of memory. Callers choose at random.
 
     python infra/bench/soak_models.py [--seconds N] [--callers N]
 
@@ -23,14 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import peft
+import torch
 from control import Control, gateway
 from gpu_model import TEMPLATE
-from llm_bench import LARGE, write_model
+from llm_bench import LARGE, module, write_model
 from pilotflame.runtime.launching.cgroups import make_cgroup
 from pilotflame.runtime.settings.resources import Resources
 from report import parser
 
-MODELS = 10
+MODELS = ADAPTERS = 10
+OF_ADAPTERS = 0.3
+"""The share of the requests that name an adapter."""
 MEMORY_MB = 4096
 TOKENS = 4
 PATIENCE_S = 60
@@ -43,13 +47,36 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     """The seconds until an answer."""
+    models: set[str] = field(default_factory=set)
+    """The models and adapters that have answered."""
     wrong: list[str] = field(default_factory=list)
 
 
-def call(address: str, number: int, wanted: dict[int, str], tally: Tally) -> None:
+def write_adapters(folder: Path) -> None:
+    """Write adapters of the first model, each into a folder of its own."""
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    made = peft.get_peft_model(module(LARGE), config, "0")
+    for number in range(1, ADAPTERS):
+        made.add_adapter(str(number), config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    made.save_pretrained(str(folder))
+
+
+def drawn_model(drawn: random.Random) -> str:
+    """Return the name of a model, or of an adapter of the first one."""
+    if drawn.random() < OF_ADAPTERS:
+        return f"model-0:a{drawn.randrange(ADAPTERS)}"
+    return f"model-{drawn.randrange(MODELS)}"
+
+
+def call(address: str, model: str, wanted: dict[str, str], tally: Tally) -> None:
     """Ask one model, and check its answer."""
     connection = http.client.HTTPConnection(address, timeout=PATIENCE_S + 30)
-    body = {"model": f"model-{number}", "prompt": "w1 w2 w3", "max_tokens": TOKENS, "temperature": 0}
+    body = {"model": model, "prompt": "w1 w2 w3", "max_tokens": TOKENS, "temperature": 0}
     began_s = time.perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -58,11 +85,12 @@ def call(address: str, number: int, wanted: dict[int, str], tally: Tally) -> Non
     tally.statuses[str(answer.status)] += 1
     if answer.status == 200:
         found = json.loads(text)["choices"][0]["text"]
+        tally.models.add(model)
         tally.waits_s.append(time.perf_counter() - began_s)
-        if found != wanted.setdefault(number, found):
-            tally.wrong.append(f"model-{number}: {found!r}, not {wanted[number]!r}")
+        if found != wanted.setdefault(model, found):
+            tally.wrong.append(f"{model}: {found!r}, not {wanted[model]!r}")
     elif answer.status not in (429, 503) or "Retry-After" not in answer.headers:
-        tally.wrong.append(f"model-{number}: {answer.status} {text[:300]}")
+        tally.wrong.append(f"{model}: {answer.status} {text[:300]}")
     else:
         time.sleep(min(5.0, float(answer.headers["Retry-After"])))
 
@@ -85,7 +113,7 @@ def limited() -> Iterator[None]:
 
 def run(control: Control, seconds: float, callers: int) -> Tally:
     """Let callers ask for some time."""
-    tally, wanted, lock = Tally(), dict[int, str](), threading.Lock()
+    tally, wanted, lock = Tally(), dict[str, str](), threading.Lock()
     address, until_s = urlsplit(control.url).netloc, time.monotonic() + seconds
     failures: list[BaseException] = []
 
@@ -94,8 +122,8 @@ def run(control: Control, seconds: float, callers: int) -> Tally:
         try:
             while time.monotonic() < until_s:
                 with lock:
-                    number = drawn.randrange(MODELS)
-                call(address, number, wanted, tally)
+                    model = drawn_model(drawn)
+                call(address, model, wanted, tally)
         except (OSError, http.client.HTTPException) as error:
             failures.append(error)
 
@@ -117,15 +145,21 @@ def main() -> int:
         for number in range(MODELS):
             write_model(Path(place) / str(number), LARGE, seed=number)
             print(f"model {number} is written", flush=True)
+        write_adapters(Path(place) / "adapters")
         with limited(), gateway({"PILOTFLAME_DRAIN_S": "5"}) as (_, control):
             for number in range(MODELS):
-                control.deploy(str(TEMPLATE), name=f"model-{number}", snapshot=str(Path(place) / str(number)))
+                named = range(0 if number else ADAPTERS)
+                adapters = {f"adapters.a{one}": f"{place}/adapters/{one}" for one in named}
+                control.deploy(
+                    str(TEMPLATE), name=f"model-{number}", snapshot=str(Path(place) / str(number)), **adapters
+                )
             tally = run(control, arguments.seconds, arguments.callers)
             # The gateway has closed the connection that was idle meanwhile.
             with closing(Control(control.url)) as fresh:
                 rungs = Counter(fresh.status(f"model-{number}")["rung"] for number in range(MODELS))
     middle, slow = statistics.median(tally.waits_s), sorted(tally.waits_s)[int(len(tally.waits_s) * 0.95)]
     print(f"{len(tally.waits_s)} answers, median {middle:.2f} s, p95 {slow:.2f} s")
+    print(f"{len(tally.models)} models and adapters have answered")
     print(f"statuses {dict(tally.statuses)}, rungs {dict(rungs)}")
     for text in tally.wrong[:10]:
         print(f"WRONG {text}")
