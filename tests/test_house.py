@@ -363,6 +363,7 @@ TOGETHER = {
     "resident_weights",
     "large",
     "npm_client",
+    "inference_client",
     "other_clients",
     "pypi_client",
     "rollback",

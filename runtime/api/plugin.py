@@ -25,6 +25,8 @@ class ApiPlugin:
 
     base: ClassVar[str] = ""
     """The prefix of the paths of its routes, such as "/cog". The paths without the prefix exist only with `bare_paths`."""
+    other_bases: ClassVar[tuple[str, ...]] = ()
+    """Other prefixes with which the paths exist too, such as the prefixes of other platforms with the same API."""
     always_bare: ClassVar[bool] = False
     """True if the paths without the prefix exist in any case, except paths that another plugin has."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
@@ -100,8 +102,8 @@ class Plugins:
     def rows(self) -> dict[str, list[Route]]:
         """Return the rows of each plugin by its name."""
         found = {
-            name: based(plugin.base, plugin.routes(), bare=self._bare and not plugin.always_bare)
-            for name, plugin in self._by_name.items()
+            name: based(api.base, api.routes(), api.other_bases, bare=self._bare and not api.always_bare)
+            for name, api in self._by_name.items()
         }
         taken = {(row.method, row.path) for rows in found.values() for row in rows}
         for name, plugin in self._by_name.items():

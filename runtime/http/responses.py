@@ -140,7 +140,7 @@ class ErrorResponses:
     """A middleware that turns typed errors, unknown paths and wrong methods into error responses."""
 
     def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
-        """`formats` maps beginnings of paths to their error format. All other paths use `error_reply`."""
+        """`formats` maps beginnings of paths, or whole paths of routes, to their error format. All other paths use `error_reply`."""
         self._formats = formats
 
     @web.middleware
@@ -161,7 +161,9 @@ class ErrorResponses:
             return self._response(request, UnknownRoute(message, remedy="/openapi.json lists the routes."))
 
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
-        formats = [form for prefix, form in self._formats.items() if request.path.startswith(prefix)]
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
+        formats = [form for key, form in self._formats.items() if key == path or request.path.startswith(key)]
         # Only a deploy raises errors with tracebacks here. Its caller has sent the code, and so may see the traceback.
         if not formats and error.private and caller_of(request).has(Scope.DEPLOY):
             error_format: ErrorFormat = functools.partial(error_reply, private=True)

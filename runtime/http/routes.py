@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -172,14 +173,19 @@ class Route:
     """
     error_format: ErrorFormat | None = None
     """Makes the responses for errors on all paths that begin with the same text as `path` up to its first variable,
-    even if no route matches. None if this row adds no format.
+    even if no route matches. If rows of another format begin with this text, it only makes those for `path` itself.
+    None if this row adds no format.
     """
     error_type: Any = ErrorBody
 
 
-def based(base: str, routes: Sequence[Route], *, bare: bool) -> list[Route]:
-    """Return the rows with the prefix `base` and, with `bare`, also the rows without this prefix."""
-    return [*(replace(row, path=base + row.path) for row in routes), *(routes if bare and base else ())]
+def based(base: str, routes: Sequence[Route], others: Iterable[str] = (), *, bare: bool) -> list[Route]:
+    """Return the rows with the prefix `base` and with each prefix of `others`.
+
+    With `bare`, also return the rows without a prefix, except a row whose path is empty without it.
+    """
+    found = [replace(row, path=prefix + row.path) for prefix in (base, *others) for row in routes]
+    return found + [row for row in routes if bare and base and row.path]
 
 
 def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:
@@ -231,8 +237,22 @@ def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | No
 
 
 def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
-    """Return the error formats by the beginning of the path, which is the part before the path's first variable."""
-    return {route.path.partition("{")[0]: route.error_format for route in routes if route.error_format}
+    """Return the error formats by the beginning of the path, which is the part before the path's first variable.
+
+    If rows of several formats share a beginning, the format of each is returned by its whole path.
+    """
+    sharing = defaultdict[str, set[ErrorFormat | None]](set)
+    for route in routes:
+        sharing[_beginning(route)].add(route.error_format)
+    return {
+        route.path if len(sharing[_beginning(route)]) > 1 else _beginning(route): route.error_format
+        for route in routes
+        if route.error_format
+    }
+
+
+def _beginning(route: Route) -> str:
+    return route.path.partition("{")[0]
 
 
 def _choose(rows: tuple[Route, ...]) -> Handler:

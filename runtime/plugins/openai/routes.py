@@ -1,6 +1,6 @@
 """The routes of OpenAI's API: models, chats, completions, responses, embeddings; and rerank, as Jina and vLLM have it.
 
-`model` is the name of a function. Its handler takes the events of `handlers/language_model/contract.py`. This package knows nothing of how
+`model` is the name of a function, unless the path has the name. The function's handler takes the events of `handlers/language_model/contract.py`. This package knows nothing of how
 it answers them.
 """
 
@@ -24,7 +24,7 @@ from ...access.keys import Scope
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...generation.answering import respond
-from ...generation.models import adapters, generator, model, models
+from ...generation.models import Generator, adapters, generator, model, models
 from ...generation.targets import PARAMETERS as TARGETS
 from ...http.event_stream import EVENTS
 from ...http.requests import load_json, read_body, request_id_of, validate
@@ -87,15 +87,16 @@ class ModelResponse(TypedDict):
 
 
 class OpenAiApi(ApiPlugin):
-    """The routes below /openai/v1, and below /v1."""
+    """The routes below /openai/v1 and /v1; and for one function, at the paths that RunPod's and TGI's servers have."""
 
     base = "/openai"
+    other_bases = ("/v2/{function}/openai", "/tgi/{function}")
     always_bare = True
 
     def routes(self) -> Sequence[Route]:
         call = Scope.INVOKE
         shared: dict[str, Any] = {"errors": _STATUSES, **ERRORS}
-        listed: dict[str, Any] = {"errors": (404, 503), **ERRORS}
+        listed: dict[str, Any] = {"errors": (400, 404, 503), **ERRORS}
         generates: dict[str, Any] = {**shared, "parameters": TARGETS}
         either: dict[str, Any] = {"application/json": Completion, **EVENTS}
         return [
@@ -109,15 +110,15 @@ class OpenAiApi(ApiPlugin):
         ]  # fmt: skip
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        lives = models(self.backend, request, *CONTRACTS)
+        lives = self._models(request)
         found = [_model(live, adapter) for live in lives for adapter in ("", *adapters(live))]
         return json_response({"object": "list", "data": found})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["model"]
         if ":" in name:
-            return json_response(_model(*generator(self.backend, request, name)))
-        return json_response(_model(model(self.backend, request, name, *CONTRACTS)))
+            return json_response(_model(*self._writer(request, name)))
+        return json_response(_model(self._named(request, name, *CONTRACTS)))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, ChatRequest)
@@ -130,7 +131,7 @@ class OpenAiApi(ApiPlugin):
     ) -> web.StreamResponse:
         asked = await self._asked(request, kind)
         asked.check()
-        writes = generator(self.backend, request, asked.model)
+        writes = self._writer(request, asked.model)
         prefix = "chatcmpl" if kind is ChatRequest else "cmpl"
         answer = CompletionAnswer(f"{prefix}-{request_id_of(request.headers)}", asked)
         events = [writes.event(event) for event in asked.events()]
@@ -138,14 +139,14 @@ class OpenAiApi(ApiPlugin):
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, ResponseRequest)
-        writes = generator(self.backend, request, asked.model)
+        writes = self._writer(request, asked.model)
         answer = ResponseAnswer(f"resp_{request_id_of(request.headers)}", asked)
         events = [writes.event(asked.event())]
         return await respond(self.backend, request, writes.live, events, answer, stream=asked.stream)
 
     async def embed(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, EmbeddingsRequest)
-        live = model(self.backend, request, asked.model, EmbeddingRequest)
+        live = self._named(request, asked.model, EmbeddingRequest)
         found = output_of(
             await self.call(request, live.record.function, {"text": asked.texts}), EmbeddingOutput, live
         )
@@ -154,7 +155,7 @@ class OpenAiApi(ApiPlugin):
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(request, RankingRequest)
-        live = model(self.backend, request, asked.model, RerankRequest)
+        live = self._named(request, asked.model, RerankRequest)
         event = {"query": asked.query, "documents": asked.texts}
         found = output_of(await self.call(request, live.record.function, event), RerankOutput, live)
         live.function.account.note_tokens(prompt=found.tokens)
@@ -162,8 +163,25 @@ class OpenAiApi(ApiPlugin):
 
     async def _asked(self, request: web.Request, kind: type[T]) -> T:
         """Return the body of a request. Raise BadInput, which names the field."""
-        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
-        return validate(kind, supported(load_json(body)), REMEDY)
+        body = load_json(await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s))
+        if isinstance(body, dict) and (name := request.match_info.get("function")) is not None:
+            body = {"model": name, **body}
+        return validate(kind, supported(body), REMEDY)
+
+    def _models(self, request: web.Request) -> list[Live]:
+        """Return the models that the caller may use: if the path has the name of a function, this function only."""
+        if (name := request.match_info.get("function")) is not None:
+            return [model(self.backend, request, name, *CONTRACTS)]
+        return models(self.backend, request, *CONTRACTS)
+
+    def _named(self, request: web.Request, name: str, *contracts: type[BaseModel]) -> Live:
+        """Return the function in the path, whatever `model` the request names, or else the function `name`."""
+        return model(self.backend, request, request.match_info.get("function", name), *contracts)
+
+    def _writer(self, request: web.Request, name: str) -> Generator:
+        """Return the function in the path, with an adapter if `name` is function:adapter, or else the model `name`."""
+        function = request.match_info.get("function", name)
+        return generator(self.backend, request, name if name.startswith(f"{function}:") else function)
 
 
 def _model(live: Live, adapter: str = "") -> OpenAiModel:

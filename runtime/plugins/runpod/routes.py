@@ -18,10 +18,12 @@ from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
+from ....handlers.language_model.contract import GenerationRequest
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
+from ...generation.models import takes
 from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
 from ...http.requests import Headers, dump_json, load_json, owner_of, validate
 from ...http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
@@ -41,6 +43,8 @@ LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 10
 BEFORE = Parameter("before", "A job's id: only older ones.")
 SUBMIT_ERRORS = (400, 404, 408, 409, 413, 422, 503)
 JOB_ERRORS = (404, 410, 503)
+OPENAI_FIELDS = {"openai_route", "openai_input"}
+"""The fields of a job's input with which RunPod's worker-vllm calls OpenAI's API."""
 _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
 
@@ -263,9 +267,19 @@ class QueueApi(ApiPlugin):
         if not isinstance(found, dict) or "input" not in found:
             raise BadInput("The body has no input.", remedy=remedy)
         wanted = validate(JobRequest, found, remedy, InputInvalid)
+        _check_input(live, wanted.input)
         body = dump_json(wanted.input)
         job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **wanted.fields())
         return job, replayed | {"X-Request-Id": job.id}
+
+
+def _check_input(live: Live, given: Any) -> None:
+    """Raise InputInvalid if a job for a language model has a request of OpenAI's API, in the form of RunPod's worker-vllm."""
+    if isinstance(given, dict) and OPENAI_FIELDS & given.keys() and takes(live, GenerationRequest):
+        field, name = min(OPENAI_FIELDS & given.keys()), live.record.function
+        message = f"The body is invalid: input.{field}: {name} takes no requests of OpenAI's API as jobs."
+        remedy = f"Send the request itself to /v2/{name}/openai/v1, or an input with messages or a prompt."
+        raise InputInvalid(message, remedy=remedy, details={"field": f"input.{field}"})
 
 
 def _throttled(live: Live, queued: int) -> int:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from pilotflame.errors import PluginError, UnsupportedMedia
 from pilotflame.runtime.access.keys import Scope
-from pilotflame.runtime.http.routes import Route, aiohttp_routes, error_formats, joined, scopes_by_route
+from pilotflame.runtime.http.routes import (
+    Route,
+    aiohttp_routes,
+    based,
+    error_formats,
+    joined,
+    scopes_by_route,
+)
 from route_table import described
 
 
@@ -131,4 +138,30 @@ def test_dialects_have_errors_of_their_own():
     found = error_formats(table())
     lambdas = [path for path in found if path.startswith("/lambda/")]
     assert lambdas == ["/lambda/2015-03-31/functions/", "/lambda/2021-11-15/functions/"]
-    assert {path.strip("/").partition("/")[0] for path in found} == {"cog", "lambda", "openai", "replicate"}
+    assert {path.strip("/").partition("/")[0] for path in found} == {
+        "cog",
+        "lambda",
+        "openai",
+        "replicate",
+        "tgi",
+    }
+
+
+def test_a_beginning_that_several_formats_share_is_left_to_the_whole_paths():
+    async def own(*_: Any) -> Any:
+        raise NotImplementedError
+
+    form: Any = own
+    rows = [
+        Route("POST", "/x/{function}/a", handler, Scope.INVOKE, "", error_format=form),
+        Route("POST", "/x/{function}/b", handler, Scope.INVOKE, ""),
+        Route("POST", "/y/{function}/a", handler, Scope.INVOKE, "", error_format=form),
+    ]
+    assert error_formats(rows) == {"/x/{function}/a": form, "/y/": form}
+
+
+def test_rows_have_each_prefix_and_those_with_a_path_of_their_own_also_none():
+    rows = [Route("POST", path, handler, Scope.INVOKE, "") for path in ("", "/a")]
+    found = based("/x/{function}", rows, ("/y",), bare=True)
+    assert [row.path for row in found] == ["/x/{function}", "/x/{function}/a", "/y", "/y/a", "/a"]
+    assert len(based("/x", rows, bare=False)) == 2

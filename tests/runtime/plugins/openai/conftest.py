@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
 from live import Gateway, gateway_here, short_folder
+from trained_model import deploy
 
-TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
 TOOL = {
     "type": "function",
     "function": {
@@ -49,17 +44,6 @@ tokenizer = made.tokenizer()
 made.train(tokenizer({ECHO!r}).input_ids, tokenizer.eos_token_id).save_pretrained("weights")
 tokenizer.save_pretrained("weights")
 """
-
-
-async def deploy(gateway: Gateway, folder: Path, name: str, train: list[str]) -> None:
-    """Train the template's model, and deploy it."""
-    shutil.copytree(TEMPLATE, folder / name)
-    await asyncio.to_thread(
-        subprocess.run, [sys.executable, *train], cwd=folder / name, check=True, capture_output=True
-    )
-    body = {"path": str(folder / name), "overrides": {"name": name}}
-    deployed = await gateway.client.post("/v1/functions", json=body, timeout=60)
-    assert deployed.status_code == 201, deployed.text
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

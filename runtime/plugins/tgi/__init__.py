@@ -1,0 +1,1 @@
+"""This package offers language models to clients of Hugging Face's text-generation-inference (TGI), such as `InferenceClient`."""

@@ -1,0 +1,61 @@
+"""The events that requests in TGI's form become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.errors import BadInput
+from pilotflame.handlers.language_model.contract import GenerationRequest
+from pilotflame.runtime.plugins.tgi.requests import GenerateRequest, supported
+
+SEEDS = st.integers(0, (1 << 64) - 1)
+
+
+def event(stream: bool = False, **parameters: Any) -> GenerationRequest:
+    asked = GenerateRequest.model_validate(supported({"inputs": "Hi", "parameters": parameters}))
+    return asked.event(asked.new_seed(), stream=stream)
+
+
+def test_without_parameters_each_token_is_the_likeliest() -> None:
+    assert event() == GenerationRequest(prompt="Hi", temperature=0)
+    assert event().greedy
+    # A seed alone draws nothing, and 1 is the default of both.
+    assert event(seed=3, temperature=1.0, top_p=1.0).seed is None
+
+
+@pytest.mark.parametrize("asked", [{"do_sample": True}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}])
+def test_tokens_are_drawn(asked: dict[str, Any]) -> None:
+    found = event(**asked)
+    assert found.seed is not None
+    assert found.temperature == asked.get("temperature", 1)
+    # The defaults of the model's authors do not apply.
+    assert {"temperature", "top_k", "top_p", "repetition_penalty"} <= found.model_fields_set
+
+
+@given(st.lists(SEEDS, min_size=2, max_size=2, unique=True))
+def test_each_seed_is_another_one_of_the_event(seeds: list[int]) -> None:
+    one, other = (event(do_sample=True, seed=seed).seed for seed in seeds)
+    assert one != other
+
+
+def test_tokens_are_reported_if_the_answer_shows_them() -> None:
+    assert event().top_logprobs is None
+    assert event(stream=True).top_logprobs == 0
+    assert event(details=True, top_n_tokens=3).top_logprobs == 3
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_any_json_is_a_body_or_refused_by_name(body: Any) -> None:
+    supported(body)
+    for name in ("best_of", "typical_p", "truncate", "watermark"):
+        if isinstance(body, dict) and body:
+            with pytest.raises(BadInput, match=f"parameters.{name}"):
+                supported({"inputs": "Hi", "parameters": {name: body}})
