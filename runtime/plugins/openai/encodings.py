@@ -103,7 +103,7 @@ class RankingRequest(BaseModel):
                 raise OutputInvalid(message, remedy="Return the indexes of the request's documents.")
             shown = {"document": {"text": texts[one.index]}} if self.return_documents else {}
             results.append({"index": one.index, "relevance_score": one.score, **shown})
-        usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+        usage = {"prompt_tokens": found.tokens, "completion_tokens": 0, "total_tokens": found.tokens}
         return {"id": f"rerank-{request_id}", "model": self.model, "results": results, "usage": usage}
 
 

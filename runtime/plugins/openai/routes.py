@@ -36,6 +36,7 @@ from .errors import ERRORS
 from .requests import REMEDY, ChatRequest, CompletionRequest, supported
 from .response_answers import ResponseAnswer
 from .response_requests import ResponseRequest
+from .together import TogetherModel, is_together, together_model
 
 _STATUSES = (400, 404, 408, 413, 422, 429, 500, 503, 504)
 
@@ -100,7 +101,7 @@ class OpenAiApi(ApiPlugin):
         generates: dict[str, Any] = {**shared, "parameters": TARGETS}
         either: dict[str, Any] = {"application/json": Completion, **EVENTS}
         return [
-            Route("GET", "/v1/models", self.models, call, "List the language models.", Models, **listed),
+            Route("GET", "/v1/models", self.models, call, "List the language models.", Models | list[TogetherModel], **listed),
             Route("GET", "/v1/models/{model}", self.model, call, "Show a language model.", OpenAiModel, **listed),
             Route("POST", "/v1/chat/completions", self.chat, call, "Answer a chat.", either, body=ChatRequest, **generates),
             Route("POST", "/v1/completions", self.complete, call, "Continue a text.", either, body=CompletionRequest, **generates),
@@ -111,6 +112,9 @@ class OpenAiApi(ApiPlugin):
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         lives = self._models(request)
+        # Together's client reads a list without the object around it.
+        if is_together(request.headers):
+            return json_response([together_model(live) for live in lives])
         found = [_model(live, adapter) for live in lives for adapter in ("", *adapters(live))]
         return json_response({"object": "list", "data": found})
 

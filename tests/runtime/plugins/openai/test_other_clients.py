@@ -1,4 +1,4 @@
-"""litellm and huggingface_hub's InferenceClient against a gateway. Each is installed into an environment of its own."""
+"""litellm, together and huggingface_hub's InferenceClient against a gateway. Each is installed into an environment of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 
 import pytest
 from live import Gateway
+from trained_model import KNOWN
 
 from .conftest import MESSAGES, TOOL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-VERSIONS = ("litellm==1.110.2", "huggingface_hub==2.4.0")
-KNOWN = " lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
+VERSIONS = ("litellm==1.110.2", "huggingface_hub==2.4.0", "together==2.42.0")
 LITELLM = """
 import json, sys, litellm
 base, messages, tools = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
@@ -52,6 +52,22 @@ found["calls"] = [call.function.arguments for call in answer.choices[0].message.
 print(json.dumps(found))
 """
 
+TOGETHER = """
+import json, sys
+from together import Together
+client = Together(base_url=sys.argv[1], api_key="none", max_retries=0)
+flame = {"model": "llm", "messages": [{"role": "user", "content": "A pilot flame"}], "temperature": 0}
+asked = {"model": "caller", "messages": json.loads(sys.argv[2]), "tools": json.loads(sys.argv[3]), "temperature": 0}
+found = {}
+found["chat"] = client.chat.completions.create(**flame).choices[0].message.content
+chunks = client.chat.completions.create(**flame, stream=True)
+found["stream"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+calls = client.chat.completions.create(**asked).choices[0].message.tool_calls
+found["calls"] = [call.function.arguments for call in calls]
+found["models"] = [model.id for model in client.models.list()]
+print(json.dumps(found))
+"""
+
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -67,7 +83,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin/python")
 
 
-@pytest.mark.parametrize("script", [LITELLM, INFERENCE_CLIENT], ids=["litellm", "InferenceClient"])
+@pytest.mark.parametrize(
+    "script", [LITELLM, INFERENCE_CLIENT, TOGETHER], ids=["litellm", "InferenceClient", "together"]
+)
 async def test_a_client(served: Gateway, python: str, script: str) -> None:
     base = f"{served.client.base_url}/v1".replace("//v1", "/v1")
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -81,4 +99,4 @@ async def test_a_client(served: Gateway, python: str, script: str) -> None:
     assert found.pop("chat") == found.pop("stream") == KNOWN
     assert found.pop("calls") == ['{"city": "Ulm"}', '{"city": "Rom"}']
     wanted = {"reasoning": "Hm.", "text": " lets", "response": KNOWN, "unknown": 404}
-    assert found in ({}, wanted)
+    assert found in ({}, wanted, {"models": ["caller", "llm"]})

@@ -1,4 +1,4 @@
-"""OpenAI's routes at the paths of one function."""
+"""OpenAI's routes at the paths of one function, and the list of models for Together's client."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ async def test_errors_of_other_routes_keep_their_form(models: Gateway) -> None:
     job = (await models.client.get("/v2/greets/status/job-none")).json()
     assert job["error"]["type"] == "unknown_job"
     assert "error_type" in (await models.client.post("/tgi/greets/generate", json={})).json()
+
+
+@pytest.mark.parametrize(
+    "agent", ["Together/v1 PythonBindings/1.6.0", "Together/Python 2.42.0", "AsyncTogether/Python 2.42.0"]
+)
+async def test_models_for_togethers_client(models: Gateway, agent: str) -> None:
+    listed = await models.client.get("/v1/models", headers={"User-Agent": agent})
+    kinds = {model["id"]: model["type"] for model in listed.json()}
+    assert kinds == {"encodes": "embedding", "greets": "chat", "ranks": "rerank"}
+    assert all(set(model["pricing"].values()) == {0} for model in listed.json())
+    one = await models.client.get("/openai/v1/models", headers={"User-Agent": "AsyncOpenAI/Python 3.0"})
+    assert one.json()["object"] == "list"
