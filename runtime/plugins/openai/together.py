@@ -15,7 +15,6 @@ from ....handlers.language_model.contract import EmbeddingRequest, RerankRequest
 from ...functions.live import Live
 from ...generation.models import takes
 
-
 # Version 1 of the client needs prices, and version 2 needs all of them if there are some.
 _PRICES = dict.fromkeys(("base", "finetune", "hourly", "input", "output"), 0.0)
 
