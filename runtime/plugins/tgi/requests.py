@@ -18,7 +18,7 @@ from ...http.requests import validate
 MOST_STOPS = 16
 REMEDY = "docs/language-models.md lists the parameters."
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "typical_p": (1.0,), "truncate": (), "watermark": (False,), "decoder_input_details": (False,), "adapter_id": ("",),
+    "best_of": (1,), "typical_p": (1.0,), "truncate": (), "watermark": (False,), "decoder_input_details": (False,),
 }  # fmt: skip
 """The parameters that would change the answer and are not supported, with the values that ask for nothing."""
 _MAX_SEED = (1 << 64) - 1
@@ -74,6 +74,7 @@ class GenerateParameters(BaseModel):
     details: bool = False
     top_n_tokens: int | None = Field(None, ge=0, le=MOST_TOP)
     grammar: GrammarType | None = None
+    adapter_id: str | None = Field(None, description="The adapter that answers, by its name.")
 
     @property
     def samples(self) -> bool:
@@ -106,6 +107,8 @@ class GenerateRequest(BaseModel):
             "frequency_penalty": asked.frequency_penalty, "output": asked.grammar.output if asked.grammar else None,
             "top_logprobs": (asked.top_n_tokens or 0) if stream or asked.details else None, "temperature": 0.0,
         }  # fmt: skip
+        if asked.adapter_id:
+            fields["adapter"] = asked.adapter_id
         if seed is not None:
             fields |= {
                 "temperature": asked.temperature or 1.0,

@@ -64,19 +64,3 @@ async def client(served: Gateway) -> AsyncIterator[Any]:
     base = f"{served.client.base_url}/v1".replace("//v1", "/v1")
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as found:
         yield found
-
-
-# Adapters for the model that the template has trained.
-WRITE_ADAPTERS = """
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
-
-for seed, name in enumerate(("formal", "casual")):
-    torch.manual_seed(seed)
-    made = get_peft_model(AutoModelForCausalLM.from_pretrained("weights"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    for key, parameter in made.named_parameters():
-        if "lora_" in key:
-            parameter.data.normal_(std=0.5)
-    made.save_pretrained(f"adapters/{name}")
-"""

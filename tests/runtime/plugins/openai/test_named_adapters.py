@@ -13,13 +13,26 @@ import pytest
 import pytest_asyncio
 from live import Gateway, gateway_here, short_folder
 from peft import PeftModel
+from trained_model import TEMPLATE, deploy
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from .conftest import TEMPLATE, WRITE_ADAPTERS, deploy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "A pilot"
 NAMES = ("", "formal", "casual")
+# Adapters for the model that the template has trained.
+WRITE_ADAPTERS = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+for seed, name in enumerate(("formal", "casual")):
+    torch.manual_seed(seed)
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained("weights"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for key, parameter in made.named_parameters():
+        if "lora_" in key:
+            parameter.data.normal_(std=0.5)
+    made.save_pretrained(f"adapters/{name}")
+"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,6 +94,19 @@ async def test_adapters_are_listed_as_models(client: Any) -> None:
     found = [(one.id, getattr(one, "parent", None)) for one in (await client.models.list()).data]
     assert found == [("llm", None), ("llm:formal", "llm"), ("llm:casual", "llm")]
     assert (await client.models.retrieve("llm:casual")).id == "llm:casual"
+
+
+async def test_other_protocols_name_adapters_too(adapted: tuple[Gateway, Path]) -> None:
+    post, wants = adapted[0].client.post, wanted(adapted[1], "formal")
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    found = (await post("/v2/llm/openai/v1/completions", json={**asked, "model": "llm:formal"})).json()
+    assert found["choices"][0]["text"] == wants
+    parameters = {"max_new_tokens": 12, "adapter_id": "formal"}
+    generated = await post("/tgi/llm/generate", json={"inputs": PROMPT, "parameters": parameters})
+    assert generated.json()["generated_text"] == wants
+    parameters["adapter_id"] = "none"
+    refused = await post("/tgi/llm/generate", json={"inputs": PROMPT, "parameters": parameters})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
 
 
 async def test_an_adapter_that_there_is_not(adapted: tuple[Gateway, Path], client: Any) -> None:

@@ -89,7 +89,6 @@ async def test_parameters_that_ask_for_nothing(scripted: Gateway) -> None:
         ({"watermark": True}, "parameters.watermark"),
         ({"truncate": 3}, "parameters.truncate"),
         ({"decoder_input_details": True}, "parameters.decoder_input_details"),
-        ({"adapter_id": "a"}, "parameters.adapter_id"),
         ({"temperature": 0}, "parameters.temperature"),
         ({"invented": 1}, "parameters.invented"),
         ({"grammar": {"type": "json", "value": "{"}}, "parameters.grammar"),
