@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,13 +13,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 
-def write_adapter(module: PreTrainedModel, folder: Path, seed: int) -> None:
-    """Write an adapter for a model. Its weights are so large that answers with it differ."""
+def write_adapter(module: PreTrainedModel, folder: Path, seed: int, targets: Sequence[str] = ()) -> None:
+    """Write an adapter for the layers `targets` of a model. Its weights are so large that answers with it differ."""
     kind = module.config.model_type
     torch.manual_seed(seed)
     made = get_peft_model(
         copy.deepcopy(module),
-        LoraConfig(r=4, lora_alpha=8, target_modules=targets_of(module), fan_in_fan_out=kind == "gpt2"),
+        LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=[*(targets or targets_of(module))],
+            fan_in_fan_out=kind == "gpt2",
+        ),
     )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -32,7 +38,7 @@ def targets_of(module: PreTrainedModel) -> list[str]:
     layers = {
         name: name.rpartition(".")[2]
         for name, layer in module.named_modules()
-        if isinstance(layer, (nn.Linear, Conv1D))
+        if isinstance(layer, (nn.Linear, Conv1D)) and "expert" not in name
     }
     left_out = {"lm_head", "embed_out"}
     if any("expert" in name for name, _ in module.named_modules()):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...errors import PilotflameError, SnapshotError, SnapshotMismatch
@@ -49,6 +50,8 @@ class ModelAdapters:
         """peft's model around the module, from the first adapter on."""
         self._loaded: dict[str, None] = {}
         """The adapters in the module, the least recently used first."""
+        self._tried = set[str]()
+        """The adapters with which the model has run once."""
         self._arriving: dict[str, asyncio.Future[Snapshot]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -96,7 +99,7 @@ class ModelAdapters:
         return self._wrapped(**arguments, adapter_names=[name or BASE for name in names])
 
     def _insert(self, name: str) -> None:
-        from peft import PeftModel, set_peft_model_state_dict  # noqa: PLC0415  only models with adapters need it
+        from peft import set_peft_model_state_dict  # noqa: PLC0415  only models with adapters need it
 
         parameter = next(self._module.parameters())
         tensors = {
@@ -104,26 +107,40 @@ class ModelAdapters:
             for key, tensor in self._snapshots[name].load("*").items()
         }
         try:
-            if self._wrapped is None:
-                self._wrapped = PeftModel(
-                    self._module,
-                    self._configs[name],
-                    name,
-                    autocast_adapter_dtype=False,
-                    low_cpu_mem_usage=True,
-                ).eval()
-            else:
-                self._wrapped.add_adapter(name, self._configs[name], low_cpu_mem_usage=True)
+            self._add_layers(name)
             found: Any = set_peft_model_state_dict(self._wrapped, tensors, name, low_cpu_mem_usage=True)
             missing = [key for key in found.missing_keys if f".{name}." in key]
             if wrong := [*missing, *found.unexpected_keys]:
                 raise SnapshotMismatch(_misfit(name, f"{len(wrong)} tensors, such as {wrong[0]}"))
+            self._try(name, parameter.device)
         except (RuntimeError, ValueError, KeyError) as error:
             self._remove(name)
             raise SnapshotMismatch(_misfit(name, str(error)[:500])) from error
         except PilotflameError:
             self._remove(name)
             raise
+
+    def _add_layers(self, name: str) -> None:
+        """Put the layers of an adapter into the module. They have no memory yet."""
+        from peft import PeftModel  # noqa: PLC0415
+
+        config = self._configs[name]
+        if self._wrapped is None:
+            self._wrapped = PeftModel(
+                self._module, config, name, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+            ).eval()
+        else:
+            self._wrapped.add_adapter(name, config, low_cpu_mem_usage=True)
+
+    def _try(self, name: str, device: torch.device) -> None:
+        """Read two tokens. This raises ValueError if the adapter changes a layer for which the model joins the rows.
+
+        Such a layer would make later passes fail, also those without the adapter.
+        """
+        if name not in self._tried:
+            with torch.inference_mode():
+                self.forward([name], {"input_ids": torch.zeros(1, 2, dtype=torch.long, device=device)})
+            self._tried.add(name)
 
     def _remove(self, name: str, keep: str = "") -> None:
         """Take an adapter out of the module, also if it was inserted in part."""

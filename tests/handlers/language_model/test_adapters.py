@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from pilotflame.errors import SnapshotError
+from pilotflame.errors import SnapshotError, SnapshotMismatch
 from pilotflame.handlers.language_model.adapters import CONFIG, ModelAdapters
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.engine import Engine
@@ -20,7 +20,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import ADAPTERS, Snapshot
 from tiny_adapters import with_adapter, write_adapter
 from tiny_causal import KINDS, generated, tiny
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .test_engine import GREEDY, prompts
 
@@ -120,6 +120,25 @@ async def test_an_adapter_that_does_not_fit_fails_alone(tmp_path: Path, first: s
         found = await tokens(engine, adapters, name, [5, 6], 8)
         assert found == generated(wanted("llama", tmp_path, name), [5, 6], 8)
     assert adapters.loaded == ["green"]
+
+
+async def test_an_adapter_of_a_layer_without_rows_fails_alone(tmp_path: Path) -> None:
+    # OPT joins the rows before this layer.
+    module: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("opt", vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4)
+    ).eval()  # fmt: skip
+    write_adapter(module, tmp_path / "red", 1, ["fc1"])
+    snapshot = Snapshot(tmp_path / "red", create(tmp_path / "red"), name=f"{ADAPTERS}red")
+    adapters = ModelAdapters(module, Adapters([snapshot]), 8)
+    engine = Engine(CausalModel(module, module.config, adapters), 4, 4000)
+    plain, error = await asyncio.gather(
+        tokens(engine, adapters, "", [5, 6], 20),
+        tokens(engine, adapters, "red", [5, 6, 7], 20),
+        return_exceptions=True,
+    )
+    assert isinstance(error, SnapshotMismatch)
+    assert "red does not fit" in error.message
+    assert plain == generated(module, [5, 6], 20)
 
 
 @pytest.mark.parametrize(
