@@ -96,7 +96,7 @@ class ModelAdapters:
         """Call the module. `names` has the adapter of each row, or "" for a row without one."""
         if self._wrapped is None:
             return self._module(**arguments)
-        return self._wrapped(**arguments, adapter_names=[name or BASE for name in names])
+        return self._wrapped(**arguments, adapter_names=[_layer(name) if name else BASE for name in names])
 
     def _insert(self, name: str) -> None:
         from peft import set_peft_model_state_dict  # noqa: PLC0415  only models with adapters need it
@@ -108,8 +108,10 @@ class ModelAdapters:
         }
         try:
             self._add_layers(name)
-            found: Any = set_peft_model_state_dict(self._wrapped, tensors, name, low_cpu_mem_usage=True)
-            missing = [key for key in found.missing_keys if f".{name}." in key]
+            found: Any = set_peft_model_state_dict(
+                self._wrapped, tensors, _layer(name), low_cpu_mem_usage=True
+            )
+            missing = [key for key in found.missing_keys if f".{_layer(name)}." in key]
             if wrong := [*missing, *found.unexpected_keys]:
                 raise SnapshotMismatch(_misfit(name, f"{len(wrong)} tensors, such as {wrong[0]}"))
             self._try(name, parameter.device)
@@ -127,10 +129,10 @@ class ModelAdapters:
         config = self._configs[name]
         if self._wrapped is None:
             self._wrapped = PeftModel(
-                self._module, config, name, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+                self._module, config, _layer(name), autocast_adapter_dtype=False, low_cpu_mem_usage=True
             ).eval()
         else:
-            self._wrapped.add_adapter(name, config, low_cpu_mem_usage=True)
+            self._wrapped.add_adapter(_layer(name), config, low_cpu_mem_usage=True)
 
     def _try(self, name: str, device: torch.device) -> None:
         """Read two tokens. This raises ValueError if the adapter changes a layer for which the model joins the rows.
@@ -150,11 +152,16 @@ class ModelAdapters:
             # peft's model needs an adapter.
             self._wrapped.unload()
             self._wrapped = None
-        elif name in self._wrapped.peft_config:
+        elif _layer(name) in self._wrapped.peft_config:
             if keep:
                 # Rows name their adapters, so the active adapter is without effect. But peft warns if it is deleted.
-                self._wrapped.set_adapter(keep)
-            self._wrapped.delete_adapter(name)
+                self._wrapped.set_adapter(_layer(keep))
+            self._wrapped.delete_adapter(_layer(name))
+
+
+def _layer(name: str) -> str:
+    """Return peft's name of an adapter, which is a part of the names of its tensors. No other part of these has this form."""
+    return f"adapter-{name}"
 
 
 def _failed(arriving: asyncio.Future[Snapshot]) -> bool:

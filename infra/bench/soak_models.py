@@ -55,9 +55,9 @@ class Tally:
 def write_adapters(folder: Path) -> None:
     """Write adapters of the first model, each into a folder of its own."""
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-    made = peft.get_peft_model(module(LARGE), config, "0")
+    made = peft.get_peft_model(module(LARGE), config, "a0")
     for number in range(1, ADAPTERS):
-        made.add_adapter(str(number), config)
+        made.add_adapter(f"a{number}", config)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -149,7 +149,7 @@ def main() -> int:
         with limited(), gateway({"PILOTFLAME_DRAIN_S": "5"}) as (_, control):
             for number in range(MODELS):
                 named = range(0 if number else ADAPTERS)
-                adapters = {f"adapters.a{one}": f"{place}/adapters/{one}" for one in named}
+                adapters = {f"adapters.a{one}": f"{place}/adapters/a{one}" for one in named}
                 control.deploy(
                     str(TEMPLATE), name=f"model-{number}", snapshot=str(Path(place) / str(number)), **adapters
                 )

@@ -128,6 +128,22 @@ class FairQueue(Generic[T]):
         fair = sum(min(len(queue.items), own_count + 1) for queue in rivals)
         return sum(len(queue.items) for queue in more_urgent) + own_count + fair
 
+    def own_ahead(self, item: T) -> int | None:
+        """Return how many items of the item's own tenant are served before it. Return None if it is not in the queue.
+
+        The answer tells nothing of other tenants.
+        """
+        if (place := self._places.get(id(item))) is None:
+            return None
+        own, number = place
+        found = 0
+        for priority in sorted(self._classes):
+            queue = self._classes[priority].get(item.tenant)
+            if queue is own:
+                return found + own.before(item, number)
+            found += len(queue.items) if queue is not None else 0
+        return found
+
 
 @dataclass(eq=False, slots=True)
 class _TenantQueue(Generic[T]):
@@ -159,6 +175,10 @@ class _TenantQueue(Generic[T]):
         while self._heap[0][1] not in self.items:
             heapq.heappop(self._heap)
         return self.items[self._heap[0][1]]
+
+    def before(self, item: T, number: int) -> int:
+        """Return how many items are served before the item with this number."""
+        return sum((other.deadline_s, one) < (item.deadline_s, number) for one, other in self.items.items())
 
     def charge(self, cost: float) -> None:
         self.served += cost

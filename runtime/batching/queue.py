@@ -92,6 +92,10 @@ class Queue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._waiting)
 
+    def own_ahead(self, item: T) -> int | None:
+        """Return how many items of the same tenant are served before a waiting item; None if it does not wait."""
+        return self._waiting.own_ahead(item)
+
     def configure(
         self, *, max_batch: int | None = None, max_queue: int | None = None, max_bytes: int | None = None
     ) -> None:

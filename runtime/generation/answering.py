@@ -19,6 +19,9 @@ from ..http.responses import json_response
 from .deltas import Deltas
 from .targets import with_targets
 
+AHEAD = "X-Queue-Ahead"
+"""The header of a stream that begins while its call waits: how many calls of the same caller a worker takes first."""
+
 
 class TextAnswer(Protocol):
     """The answer to one request in the form of a protocol. It grows with each delta."""
@@ -81,7 +84,7 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
                 async with asyncio.timeout(HEARTBEAT_S):
                     found = await deltas.next()
             except TimeoutError:
-                await _write(request, response, deltas, HEARTBEAT)
+                await _write(request, response, deltas, _comment(deltas))
                 continue
             if found is None:
                 break
@@ -97,8 +100,19 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
     return response
 
 
+def _comment(deltas: Deltas) -> bytes:
+    """Return the comment for a caller who waits: how many of their own calls a worker takes first."""
+    return (
+        HEARTBEAT
+        if (ahead := deltas.ahead) is None
+        else f": waiting for a worker, {ahead} ahead\n\n".encode()
+    )
+
+
 async def _write(request: web.Request, response: web.StreamResponse, deltas: Deltas, data: bytes) -> None:
     if not response.prepared:
         response.headers.update(deltas.headers)
+        if (ahead := deltas.ahead) is not None:
+            response.headers[AHEAD] = str(ahead)
         await response.prepare(request)
     await response.write(data)

@@ -16,6 +16,7 @@ from ..functions.live import Live
 from ..http.requests import dump_json, request_id_of
 from ..http.responses import invocation_headers
 from ..serving.invocation import Invocation
+from ..serving.revision import Revision
 
 MOST_UNREAD = 64
 """The pieces of an answer that wait for its caller."""
@@ -39,6 +40,7 @@ class Deltas:
         # If the caller reads slowly, the function waits.
         self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
         self._left = len(events)
+        self._first: tuple[Revision, Invocation] | None = None
         self._running = [tasks.create_task(self._run(number, event)) for number, event in enumerate(events)]
 
     async def next(self) -> tuple[int, Delta] | None:
@@ -51,6 +53,14 @@ class Deltas:
                 return found
             self._left -= 1
         return None
+
+    @property
+    def ahead(self) -> int | None:
+        """The number of the caller's own calls that a worker takes before the first prompt; None if a worker has taken it."""
+        if self._first is None:
+            return None
+        revision, invocation = self._first
+        return revision.dispatcher.queue.own_ahead(invocation)
 
     def close(self) -> None:
         """Cancel the calls that still run."""
@@ -78,6 +88,8 @@ class Deltas:
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
         revision, invocation = self._gateway.started(self._request, self._live.record.function, body, number)
+        if number == 0:
+            self._first = revision, invocation
         try:
             stream = invocation.stream
             while stream is not None and (pieces := await stream.take()):

@@ -166,3 +166,14 @@ def test_adapters_that_cannot_share_a_batch_are_refused(
 def test_a_pinned_adapter_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="no adapter 'grey'"):
         ModelAdapters(tiny("llama"), written(tmp_path), 8, ["grey"])
+
+
+@pytest.mark.parametrize("name", ["0", "q_proj", "weight", "default", "lora_A"])
+async def test_names_that_are_also_parts_of_tensors_names(tmp_path: Path, name: str) -> None:
+    write_adapter(tiny("llama"), tmp_path / "one", 1)
+    snapshot = Snapshot(tmp_path / "one", create(tmp_path / "one"), name=f"{ADAPTERS}{name}")
+    module = tiny("llama")
+    adapters = ModelAdapters(module, Adapters([snapshot]), 8)
+    engine = Engine(CausalModel(module, module.config, adapters), 4, 4000)
+    found = await tokens(engine, adapters, name, [5, 6], 8)
+    assert found == generated(wanted("llama", tmp_path, "one"), [5, 6], 8)

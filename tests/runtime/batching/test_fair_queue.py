@@ -186,3 +186,20 @@ def test_of_a_rival_with_more_items_as_many_are_ahead_as_will_be_served_first() 
     assert queue.ahead("another", 3) == 1 + 1
     assert queue.ahead("own", 2) == 0
     assert queue.ahead("own", 4) == 12
+
+
+@given(st.lists(st.tuples(items, st.booleans()), min_size=1, max_size=12), st.data())
+def test_a_tenants_own_items_ahead_are_served_before_an_item(
+    there: list[tuple[Item, bool]], data: st.DataObject
+) -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for item, first in there:
+        queue.add(item, first=first)
+    wanted = data.draw(st.sampled_from([item for item, _ in there]))
+    ahead = queue.own_ahead(wanted)
+    served = []
+    while (item := queue.pop()) is not None:
+        served.append(item)
+    before = served[: served.index(wanted)]
+    assert ahead == sum(item.tenant == wanted.tenant for item in before)
+    assert queue.own_ahead(wanted) is None

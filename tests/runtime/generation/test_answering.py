@@ -1,0 +1,57 @@
+"""A caller of a language model who waits is told how many of their own calls come first. Gateway and worker are real."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from live import Gate, Gateway
+from pilotflame.runtime.generation import answering
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WRITES = """
+import gate
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    if event.prompt != "now":
+        gate.wait(event.prompt)
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    yield Delta(text=event.prompt, tokens=[1], finish_reason="stop", usage=usage)
+"""
+
+
+async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
+    gateway: Gateway, gate: Gate, deploy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "HEARTBEAT_S", 0.02)
+    function = await deploy(WRITES, {"scale.max": 1}, gate=gate)
+
+    async def ask(prompt: str, told: asyncio.Event | None = None) -> tuple[str | None, str]:
+        body = {"model": function.name, "prompt": prompt, "stream": True}
+        async with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            text = ""
+            async for piece in response.aiter_text():
+                text += piece
+                if told is not None and "waiting" in piece:
+                    told.set()
+            return response.headers.get("X-Queue-Ahead"), text
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(ask("run"))
+        begun = await gate.next("run")
+        events = [asyncio.Event() for _ in range(2)]
+        waiting = []
+        for told in events:
+            waiting.append(tasks.create_task(ask("now", told)))
+            await told.wait()
+        begun.go()
+    assert (await running)[0] is None
+    for number, one in enumerate(waiting):
+        ahead, text = await one
+        assert ahead == str(number)
+        assert f": waiting for a worker, {number} ahead\n\n" in text
+        assert text.endswith("data: [DONE]\n\n")
