@@ -1,5 +1,6 @@
 // The part that calls a function: a form made from its input schema, the answer, and the command that does the same.
 
+import { ChatView, isLanguageModel } from "./chat.js";
 import { PhaseBar, total } from "./charts.js";
 import { explained } from "./dialog.js";
 import { element, setText } from "./dom.js";
@@ -84,6 +85,7 @@ export class CallView {
     try {
       const status = await get(`/v1/functions/${encodeURIComponent(this.name)}`, this.aborter.signal);
       this.contract = contract(status);
+      if (isLanguageModel(status)) this.node.prepend((this.chat = new ChatView(status)).node);
       this.build(status.input_schema, status.input_example);
       setText(this.state, `POST ${this.contract.path}`);
       setText(this.command, command(this.contract));
@@ -146,6 +148,7 @@ export class CallView {
 
   end() {
     this.aborter.abort();
+    this.chat?.end();
   }
 }
 

@@ -74,6 +74,22 @@ export async function call(path, body, signal) {
   }
 }
 
+// Call a function that streams, with `onOutput` for each piece of its output. Return the headers of the answer.
+export async function streamed(path, body, onOutput, signal) {
+  const headers = { "Content-Type": "application/json", Accept: "text/event-stream" };
+  const response = await send(path, { method: "POST", body: JSON.stringify(body), headers, signal });
+  const take = (block) => {
+    const fields = Object.fromEntries(block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+    if (fields.event === "output") onOutput(JSON.parse(fields.data));
+    if (fields.event === "error") {
+      const error = JSON.parse(fields.data);
+      throw new GatewayError(200, error.type, error.message, error.remedy);
+    }
+  };
+  await eachPart(response, "\n\n", take);
+  return response.headers;
+}
+
 export async function get(path, signal) {
   const late = AbortSignal.timeout(GET_TIMEOUT_MS);
   return (await send(path, { signal: signal ? AbortSignal.any([signal, late]) : late })).json();
@@ -86,16 +102,20 @@ export async function post(path, body) {
 
 // Call `onLine` with each line of JSON of an answer, until that ends.
 export async function follow(path, onLine, signal) {
-  const response = await send(path, { signal });
+  await eachPart(await send(path, { signal }), "\n", (line) => onLine(JSON.parse(line)));
+}
+
+// Call `onPart` with each part of an answer that ends with `end`, as it arrives.
+async function eachPart(response, end, onPart) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
-      const lines = (rest + value).split("\n");
-      rest = lines.pop();
-      for (const line of lines) if (line) onLine(JSON.parse(line));
+      const parts = (rest + value).split(end);
+      rest = parts.pop();
+      for (const part of parts) if (part) onPart(part);
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof GatewayError || error instanceof SyntaxError) throw error;

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from browser import chromium
 from live import LIMIT_S, Gate, Gateway, gateway_here, gateway_process, short_folder, until
 from pilotflame.runtime.api import console
+from safetensors.torch import save_file
 
 pytest.importorskip("playwright")
 from axe_playwright_python.async_playwright import Axe
@@ -173,6 +175,57 @@ async def test_a_function_is_called_by_a_form_of_its_schema(deploy, visit: Visit
     await page.get_by_label("tags").fill("[")
     await page.get_by_role("button", name="Send").click()
     await expect(page.get_by_text("This is not JSON")).to_be_visible()
+
+
+WRITES = f"""
+import gate
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    usage = {{"prompt_tokens": 9, "completion_tokens": 2}}
+    if event.messages[-1]["content"] == "fail":
+        raise ValueError("no")
+    yield Delta(reasoning="Hm.")
+    yield Delta(text=f"{{len(event.messages)}} {{event.temperature:g}} {{event.adapter}} ", tokens=[1])
+    if event.messages[-1]["content"] == "wait":
+        gate.wait()
+    yield Delta(text={HOSTILE!r}, tokens=[2], finish_reason="stop", usage=usage)
+"""
+
+
+async def test_people_talk_to_a_language_model(deploy, visit: Visit, gate: Gate, tmp_path: Any):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file({"a": torch.zeros(2)}, weights / "model.safetensors")
+    settings = {"snapshot": str(weights), "adapters.formal": str(weights)}
+    function = await deploy(WRITES, settings, gate=gate)
+    page = await visit(f"#/functions/{function.name}/call")
+    messages = page.get_by_label("Messages")
+    await page.get_by_text("Settings").click()
+    await page.get_by_label("System").fill("Be brief.")
+    await page.get_by_label("Temperature").fill("0.5")
+    await page.get_by_label("Adapter").select_option("formal")
+    await page.get_by_label("Message", exact=True).fill("Hello")
+    await page.keyboard.press("Enter")
+    await expect(messages).to_contain_text(f"2 0.5 formal {HOSTILE}")
+    await expect(messages).to_contain_text("Hm.")
+    await expect(
+        page.get_by_role("status").filter(has_text=re.compile("first token after .* 2 tokens"))
+    ).to_be_visible()
+    # The answer before is a part of the chat, and a piece is shown before the next one is there.
+    await page.get_by_label("Message", exact=True).fill("wait")
+    await page.get_by_role("button", name="Send").first.click()
+    await expect(messages).to_contain_text("4 0.5 formal")
+    await page.get_by_role("button", name="Stop").click()
+    await expect(page.get_by_role("status").filter(has_text="Stopped.")).to_be_visible()
+    (await gate.next()).go()
+    await page.get_by_label("Message", exact=True).fill("fail")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("status").filter(has_text="ValueError")).to_be_visible()
+    await page.get_by_role("button", name="New chat").click()
+    await expect(messages.get_by_role("listitem")).to_have_count(0)
+    report = await Axe().run(page)
+    assert report.violations_count == 0, report.generate_report()
 
 
 RUNPOD = (
