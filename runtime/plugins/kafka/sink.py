@@ -1,0 +1,75 @@
+"""Sends the outputs of jobs, and messages that failed too often, to topics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ....errors import BusFailed
+from ...events.blocking_calls import call_in_thread
+from ...events.message_queue import Identity, Message
+from ...jobs.job import Job
+from .client import LOG, REQUEST_S, config_of, failed, failures
+from .settings import KafkaSource
+
+MARGIN_S = 5.0
+"""How much longer than its own limit a write may take."""
+
+
+class Writer:
+    """A producer, which waits until all replicas have a message. It is made by the first write."""
+
+    def __init__(self, source: KafkaSource, identity: Identity) -> None:
+        self._source, self._identity = source, identity
+        self._opening = threading.Lock()
+        self._producer: Any = None
+
+    def write(self, topic: str, key: bytes | None, body: bytes, headers: Sequence[tuple[str, bytes]]) -> None:
+        """Write a message. Blocks. Raise BusFailed if it was not stored."""
+        purpose, stored = f"The topic {topic}", threading.Event()
+        outcome: list[Any] = []
+
+        def told(error: Any, _message: Any) -> None:
+            outcome.append(error)
+            stored.set()
+
+        with failures(purpose) as kafka:
+            with self._opening:
+                if self._producer is None:
+                    config = config_of(self._source, self._identity) | {
+                        "acks": "all",
+                        "enable.idempotence": True,
+                        "message.timeout.ms": int(REQUEST_S * 1000),
+                    }
+                    self._producer = kafka.Producer(config, logger=LOG)
+            self._producer.produce(topic, key=key, value=body, headers=list(headers), on_delivery=told)
+            self._producer.flush(REQUEST_S + MARGIN_S)
+            # Another thread may be serving the callback of this message.
+            if not stored.wait(MARGIN_S):
+                raise BusFailed(f"{purpose}: the message was not stored in time.")
+            if outcome[0] is not None:
+                raise failed(purpose, outcome[0])
+
+
+class TopicSink:
+    """A sink that writes each output with the key of its message. A second output of the same message is another message."""
+
+    def __init__(self, topic: str, writer: Writer) -> None:
+        self._topic, self._writer = topic, writer
+
+    async def put(self, message: Message, job: Job) -> None:
+        key = message.group.partition(":")[2]
+        facts = {"job-id": job.id, "message-id": message.id, "function": job.function}
+        if job.output_type:
+            facts["content-type"] = job.output_type
+        headers = [(name, text.encode()) for name, text in facts.items()]
+        body = job.output or b"null"
+        await call_in_thread(
+            lambda: self._writer.write(
+                self._topic, bytes.fromhex(key) if message.group else None, body, headers
+            )
+        )
+
+    async def close(self) -> None:
+        """Do nothing: each write has ended when it returns."""

@@ -1,0 +1,94 @@
+"""Keeps messages that may not be delivered yet: an earlier message with their key is in progress, or they have failed before.
+
+Kafka itself has no such list: a consumer can only go back to an offset.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class RecordPlace(NamedTuple):
+    """The place of a message. `epoch` counts the times that the partition was assigned to this consumer."""
+
+    partition: int
+    offset: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A message, and how often it was delivered."""
+
+    place: RecordPlace
+    key: bytes | None
+    body: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    sent_ms: int
+    deliveries: int = 1
+
+    @property
+    def group(self) -> str:
+        """The messages of a group run one after the other: the messages of a partition with the same key. "" without a key."""
+        return "" if self.key is None else f"{self.place.partition}:{self.key.hex()}"
+
+    def again(self) -> Record:
+        return replace(self, deliveries=self.deliveries + 1)
+
+
+class WaitingRecords:
+    """Records by group. The records of a group keep their order, whenever each is due."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, list[tuple[RecordPlace, float, Record]]] = {}
+        """For each group, a heap. A record without a key has a group of its own."""
+        self._count = self.size_bytes = 0
+        """`size_bytes` is the size of all bodies."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, record: Record, due_s: float) -> None:
+        """Let a record be delivered at `due_s` at the earliest, and after all earlier records of its group that wait."""
+        heap = self._groups.setdefault(record.group or f"{record.place}", [])
+        heapq.heappush(heap, (record.place, due_s, record))
+        self._count += 1
+        self.size_bytes += len(record.body)
+
+    def holds(self, group: str) -> bool:
+        """Return True if a record of the group waits. A new record of this group has to wait too."""
+        return group in self._groups
+
+    def take(self, limit: int, now_s: float, busy: Collection[str]) -> list[Record]:
+        """Remove and return up to `limit` records that are due, one of each group. The groups in `busy` have to wait."""
+        ready = [
+            (heap[0][0], group)
+            for group, heap in self._groups.items()
+            if group not in busy and heap[0][1] <= now_s
+        ]
+        return [self._pop(group) for _, group in heapq.nsmallest(limit, ready)]
+
+    def due_s(self, busy: Collection[str]) -> float:
+        """Return when the next record may be delivered; infinity if none waits for a time alone."""
+        heads = (heap[0][1] for group, heap in self._groups.items() if group not in busy)
+        return min(heads, default=math.inf)
+
+    def drop(self, partition: int) -> None:
+        """Forget the records of a partition, which another consumer has now."""
+        for group, heap in list(self._groups.items()):
+            if heap[0][0].partition == partition:
+                for _ in range(len(heap)):
+                    self._pop(group)
+
+    def _pop(self, group: str) -> Record:
+        heap = self._groups[group]
+        record = heapq.heappop(heap)[2]
+        if not heap:
+            del self._groups[group]
+        self._count -= 1
+        self.size_bytes -= len(record.body)
+        return record

@@ -1,0 +1,179 @@
+"""Messages of a topic run as jobs. The cluster is librdkafka's mock; gateway, workers, clients and sockets are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from kafka_cluster import Cluster, cluster
+from live import Gate, Gateway, gateway_here, short_folder, until
+from pilotflame.errors import BusFailed
+from pilotflame.runtime.events.message_queue import Identity, Message
+from pilotflame.runtime.plugins.kafka.settings import KafkaSource
+from pilotflame.runtime.plugins.kafka.topic import KafkaTopic, open_topic
+from pilotflame.snapshot.sources.access import Access
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Open = Callable[..., KafkaTopic]
+
+
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[Cluster]:
+    with cluster() as found:
+        yield found
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def opened(kafka: Cluster) -> AsyncIterator[Open]:
+    """`opened("topic", **settings)` returns a topic, which is closed after the test."""
+    found: list[KafkaTopic] = []
+
+    def open_one(topic: str, **settings: Any) -> KafkaTopic:
+        source = KafkaSource(type="kafka", brokers=tuple(kafka.brokers), topic=topic, group=topic, session_s=6, **settings)  # fmt: skip
+        found.append(open_topic(source, Identity())[0])
+        return found[-1]
+
+    yield open_one
+    for one in found:
+        await one.close()
+
+
+async def received(topic: KafkaTopic, count: int, limit: int = 100) -> list[Message]:
+    found: list[Message] = []
+    async with asyncio.timeout(30):
+        while len(found) < count:
+            found += await topic.receive(limit, wait=True)
+    assert len(found) == count
+    return found
+
+
+def bodies(found: list[Message]) -> list[str]:
+    return [one.body.decode() for one in found]
+
+
+async def test_only_what_is_finished_is_committed(kafka: Cluster, opened: Open) -> None:
+    kafka.write("plain", [str(number) for number in range(6)], partition=2)
+    topic = opened("plain")
+    found = await received(topic, 6)
+    assert bodies(found) == ["0", "1", "2", "3", "4", "5"]
+    for finished, committed in ((1, 0), (0, 2), (3, 2), (2, 4)):
+        await topic.delete(found[finished])
+        assert kafka.committed("plain", "plain") == {2: committed}
+    await topic.close()
+    # The next member of the group receives the rest.
+    assert bodies(await received(opened("plain"), 2)) == ["4", "5"]
+
+
+async def test_messages_of_a_key_come_one_after_the_other(kafka: Cluster, opened: Open) -> None:
+    kafka.write("ordered", ["a0", "b0", "a1", "b1"], ["a", "b"])
+    topic = opened("ordered")
+    found = {one.body.decode(): one for one in await received(topic, 2)}
+    assert sorted(found) == ["a0", "b0"]
+    await topic.release([found["a0"]], 1)
+    await topic.delete(found["b0"])
+    kafka.write("ordered", ["a2", "b2"], ["a", "b"])
+    later: list[Message] = []
+    while len(later) < 5:
+        (one,) = await received(topic, 1, 1)
+        later.append(one)
+        await topic.delete(one)
+    assert [body for body in bodies(later) if body[0] == "a"] == ["a0", "a1", "a2"]
+    assert [body for body in bodies(later) if body[0] == "b"] == ["b1", "b2"]
+    assert {one.body: one.received for one in later if one.received > 1} == {b"a0": 2}
+
+
+async def test_a_message_that_fails_too_often_is_a_dead_letter(kafka: Cluster, opened: Open) -> None:
+    kafka.write("poison", ["bad", "good"], ["k"])
+    topic = opened("poison", dead_letters="dead", max_deliveries=2)
+    for _ in range(2):
+        (bad,) = await received(topic, 1)
+        assert bad.body == b"bad"
+        await topic.release([bad], 1)
+    (good,) = await received(topic, 1)
+    await topic.delete(good)
+    (dead,) = kafka.read("dead", 1)
+    headers = dict(dead.headers())
+    assert (dead.value(), dead.key()) == (b"bad", b"k")
+    assert (headers["source-topic"], headers["deliveries"]) == (b"poison", b"2")
+    assert list(kafka.committed("poison", "poison").values()) == [2]
+
+
+async def test_members_of_a_group_share_the_partitions(kafka: Cluster, opened: Open) -> None:
+    kafka.write("shared", [str(number) for number in range(20)], [f"k{number}" for number in range(20)])
+    first = opened("shared")
+    held = await received(first, 20)
+    second = opened("shared")
+    # The second member receives what the first one has not finished in the partitions that it now has.
+    again: list[Message] = []
+    async with asyncio.timeout(60):
+        while not again:
+            await first.receive(1, wait=False)
+            again += await second.receive(100, wait=False)
+    assert {one.id for one in again} <= {one.id for one in held}
+    moved = {int(one.group.partition(":")[0]) for one in again}
+    for one in held:
+        # For the messages that have moved, this does nothing.
+        await first.delete(one)
+    assert not moved & kafka.committed("shared", "shared").keys()
+
+
+async def test_what_cannot_be_used_is_told(kafka: Cluster, opened: Open) -> None:
+    source = KafkaSource(type="kafka", brokers=("127.0.0.1:1",), topic="t", group="g")
+    topic, sink = open_topic(source, Identity())
+    assert sink is None
+    with pytest.raises(BusFailed, match="Check the brokers"):
+        await received(topic, 1)
+    await topic.close()
+    refused, _ = open_topic(source, Identity(access=Access(own_only=True)))
+    with pytest.raises(BusFailed, match="not trusted"):
+        await refused.receive(1, wait=False)
+
+
+ANSWERS = """
+import gate
+
+def handler(event):
+    if event.get("wait"):
+        gate.wait(str(event["number"]))
+    if event.get("fail"):
+        raise ValueError("no")
+    return {"number": event["number"]}
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=1.0) as found:
+            yield found
+
+
+async def test_a_functions_answers_go_to_another_topic(
+    kafka: Cluster, gateway: Gateway, deploy: Any, gate: Gate
+) -> None:
+    events = [{"number": number} for number in range(8)]
+    events[3]["fail"] = True
+    kafka.write("orders", [json.dumps(one) for one in events], ["a", "b"])
+    source = {
+        "type": "kafka", "brokers": kafka.brokers, "topic": "orders", "group": "f", "result": "answers", "dead_letters": "failed",
+        "max_deliveries": 1, "session_s": 6,
+    }  # fmt: skip
+    function = await deploy(ANSWERS, {"source": [source], "scale.max": 2}, gate=gate)
+    answers = await asyncio.to_thread(kafka.read, "answers", 7)
+    by_key: dict[bytes, list[int]] = {}
+    for one in answers:
+        by_key.setdefault(one.key(), []).append(json.loads(one.value())["number"])
+    assert by_key == {b"a": [0, 2, 4, 6], b"b": [1, 5, 7]}
+    (dead,) = await asyncio.to_thread(kafka.read, "failed", 1)
+    assert json.loads(dead.value())["number"] == 3
+
+    async def all_committed() -> bool:
+        return sum((await asyncio.to_thread(kafka.committed, "orders", "f")).values()) == 8
+
+    await until(all_committed, "the commit of all messages")
+    (shown,) = (await function.status())["sources"]
+    assert (shown["state"], shown["completed"]) == ("connected", 7)
