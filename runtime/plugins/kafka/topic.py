@@ -18,7 +18,7 @@ from .client import LOG, REQUEST_S, config_of, failed, failures
 from .offsets import TakenOffsets
 from .settings import KafkaSource
 from .sink import TopicSink, Writer
-from .waiting import RecordPlace, Record, WaitingRecords
+from .waiting import Record, RecordPlace, WaitingRecords
 
 T = TypeVar("T")
 BATCH = 500

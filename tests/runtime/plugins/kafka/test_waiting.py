@@ -6,7 +6,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.plugins.kafka.waiting import RecordPlace, Record, WaitingRecords
+from pilotflame.runtime.plugins.kafka.waiting import Record, RecordPlace, WaitingRecords
 
 
 def record(partition: int, offset: int, key: str | None) -> Record:
