@@ -83,7 +83,12 @@ class KillableGateway:
             if process_tree.role(one) and self._mark in process_tree.title(one)
         )
         found = {*self._seen, *process_tree.marked(self._mark), *titled}
-        psutil.wait_procs(found, timeout=timeout_s)
+        until_s = time.monotonic() + timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            # psutil raises this if a process ends while it is being opened.
+            with contextlib.suppress(FileNotFoundError):
+                psutil.wait_procs(found, timeout=left_s)
+                break
         alive = [process for process in found if process_tree.alive(process)]
         names = [f"{process.pid} {process_tree.title(process)}" for process in alive]
         process_tree.end(alive, STOP_S)
