@@ -29,6 +29,10 @@ class Origins:
             request = request.clone(scheme=scheme or request.scheme, host=host or request.host)
         return str(request.url.origin())
 
+    def trusts(self, request: web.Request) -> bool:
+        """Return True if the request came through a proxy whose headers count."""
+        return bool(self._trusted) and self._trusts(request.remote)
+
     def _trusts(self, address: str | None) -> bool:
         if not self._trusted or not address:
             return False

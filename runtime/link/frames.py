@@ -93,6 +93,12 @@ class FrameKind(enum.IntEnum):
     # Down: import and build the handler. The head has the function's secrets. It is the first frame that a zygote, or a
     # spawned worker, gets.
     BUILD = 30
+    # Down: a piece of the input of a running invocation, in the payload. INPUT_END: the last piece, which may be empty.
+    INPUT = 33
+    INPUT_END = 34
+    # Up: the handler has read pieces of the input; the head has their "count". The first READ of an invocation has the
+    # count 0: before it, the gateway sends no piece. So an invocation that is given back has lost none.
+    READ = 35
 
 
 class Frame(NamedTuple):

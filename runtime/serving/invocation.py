@@ -13,6 +13,7 @@ from ..link.stream_credit import Credit
 from ..telemetry.invocation_end import Source
 from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
+from .input_stream import InputStream
 
 NORMAL, LAST = 3, 5
 """Priorities: NORMAL is the default, and LAST is for invocations that can wait. 1 is served first."""
@@ -109,6 +110,14 @@ class Invocation:
     """Called with each progress report, as JSON."""
     on_metrics: Callable[[bytes], None] | None = None
     """Called with each report of metrics, as a JSON object."""
+    on_leaving: Callable[[], None] | None = None
+    """Called when its worker or its revision is about to end, for a caller that can connect again."""
+    exchanges: bool = False
+    """True if its handler may use `context.exchange`. Then `streaming` must be true."""
+    input: InputStream | None = None
+    """The pieces of the input that follow `body`, if it `exchanges`; None if `body` is the whole input."""
+    idle_s: float | None = None
+    """Only for a connection that stays open: `deadline_s` is this number of seconds after the last message."""
     on_end: Callable[[], None] | None = None
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     capture: Capture | None = None
@@ -130,6 +139,8 @@ class Invocation:
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
     """The name of the worker that it was last sent to; "" while it waits."""
+    active_s: float = field(init=False, default=0.0)
+    """When the last message of its open connection passed; 0 if none has."""
     _cold: bool = field(init=False, default=False)
 
     def __post_init__(self, now_s: float, streaming: bool) -> None:
@@ -160,6 +171,8 @@ class Invocation:
             head["traceparent"] = self.traceparent
         if self.extra:
             head["extra"] = self.extra
+        if self.exchanges:
+            head["exchange"] = self.input is not None
         return head
 
     # -- changes of state, in the order in which they happen; called by the dispatcher
@@ -185,6 +198,12 @@ class Invocation:
         if self.execution_s is not None:
             self.deadline_s = started_s + self.execution_s
 
+    def mark_active(self, now_s: float) -> None:
+        """A message of its open connection has passed. `idle_s` counts from now on."""
+        self.active_s = now_s
+        if self.idle_s is not None:
+            self.deadline_s = now_s + self.idle_s
+
     def mark_requeued(self) -> None:
         """The invocation waits again, because its worker gave it back or died."""
         self.worker, self.execution_deadline_s = "", math.inf
@@ -204,6 +223,8 @@ class Invocation:
         self.ended = True
         if self.stream is not None:
             self.stream.close()
+        if self.input is not None:
+            self.input.close()
         if self.output.done():
             return
         if outcome is None:

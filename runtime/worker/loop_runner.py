@@ -40,7 +40,9 @@ class LoopRunner(Runner):
     def cancel(self, channel: int) -> None:
         super().cancel(channel)
         call = self._calls.get(channel)
-        if call is not None and call.task is not None and all(peer.cancellation.flag for peer in call.peers):
+        if call is None or call.task is None or call.exchange is not None:
+            return
+        if all(peer.cancellation.flag for peer in call.peers):
             call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
@@ -50,7 +52,8 @@ class LoopRunner(Runner):
         # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies, only the
         # groups beyond that number run on another worker, so that no group runs twice.
         self.slots = max(self.slots, concurrency)
-        self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
+        whole = self.handler.batch is not None or self.handler.exchanges
+        self.window = concurrency if whole else window(concurrency, self._exec_s)
         self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
         self._start_groups()
 

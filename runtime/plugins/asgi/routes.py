@@ -1,0 +1,129 @@
+"""The route of web apps: each request below /asgi/{function}/ is a call of the function's app."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from ....errors import LinkError, PilotflameError, UnknownRoute
+from ....handlers.codec import BYTES_TYPE
+from ...access.keys import Scope
+from ...api.invoke import HOLD, MAX_HOLD_S
+from ...api.plugin import ApiPlugin
+from ...api.standalone import PLATFORM
+from ...functions.live import Live
+from ...http.requests import (
+    awaits_continue,
+    caller_of,
+    priority_of,
+    read_body,
+    request_id_of,
+    seconds,
+    timeout_of,
+    too_large,
+    traceparent_of,
+)  # fmt: skip
+from ...http.responses import error_reply
+from ...http.routes import Route
+from ...serving.input_stream import InputStream
+from ...serving.invocation import Invocation
+from .http_exchange import HttpExchange
+from .incoming_request import PREFIX, facts_of, is_websocket
+from .websocket_exchange import WebSocketExchange
+
+PATH = "/asgi/{function}/{path:.*}"
+ERRORS = (400, 408, 413, 429, 500, 503, 504)
+DIALECTS = ("asgi", "wsgi")
+SMALL_BYTES = 64 << 10
+"""A body of at most this length is read before the app is called. A longer body is sent to the app while it arrives."""
+
+
+class AsgiApi(ApiPlugin):
+    """The route of web apps."""
+
+    def routes(self) -> list[Route]:
+        summary = "Send a request to the function's app. The app decides about methods, paths and responses."
+        to_root = "Go to the root of the function's app."
+        return [
+            Route("*", PATH, self.serve, Scope.INVOKE, summary, errors=ERRORS),
+            Route("*", "/asgi/{function}", self.redirect, Scope.INVOKE, to_root, status=308),
+        ]
+
+    async def redirect(self, request: web.Request) -> web.StreamResponse:
+        """Redirect to the path of the app's root, which ends with a slash."""
+        self._app(request)
+        location = str(
+            request.rel_url.with_path(f"{request.rel_url.raw_path}/", encoded=True, keep_query=True)
+        )
+        return web.Response(status=308, headers={"Location": location})
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Call the app with a request."""
+        received_s, request_id = time.monotonic(), request_id_of(request.headers)
+        live = self._app(request)
+        name = live.record.function
+        websocket = is_websocket(request)
+        try:
+            body, follows = (b"", True) if websocket else await self._body(request, live)
+            live, invocation = self._begin(request, name, received_s, request_id, body, follows=follows)
+        except PilotflameError as error:
+            self.backend.functions.note_refused(name, error)
+            return error_reply(error, request_id).response()
+        if (stream := invocation.stream) is None:
+            raise LinkError("An invocation of a web app has no stream.")
+        revision, most = live.revision, self.backend.body_limit(live.revision)
+        if websocket:
+            invocation.idle_s = invocation.timeout_s
+            return await WebSocketExchange(request, revision, invocation, stream, most).run()
+        wait_s = self.backend.body_timeout_s
+        return await HttpExchange(request, revision, invocation, stream, most, wait_s).run()
+
+    def _app(self, request: web.Request) -> Live:
+        """Return the function of a request. Raise UnknownFunction, and UnknownRoute if it is no web app."""
+        name = request.match_info["function"]
+        live = self.backend.functions.get(name)
+        if live.record.handler.get("dialect") not in DIALECTS:
+            raise UnknownRoute(f"{name} is no web app.", remedy=f"Call it with POST /invoke/{name}.")
+        return live
+
+    async def _body(self, request: web.Request, live: Live) -> tuple[bytes, bool]:
+        """Return a body that is short or complete. Return (b"", True) if the body follows."""
+        if not request.can_read_body:
+            return b"", False
+        most, length = self.backend.body_limit(live.revision), request.content_length
+        if length is not None and length > most:
+            raise too_large(most, self.backend.too_large_remedy(most, live.revision))
+        if not request.content.is_eof() and (
+            length is None or length > SMALL_BYTES or awaits_continue(request)
+        ):
+            return b"", True
+        if request.content.is_eof() and request.content.total_bytes > SMALL_BYTES:
+            return b"", True
+        return await read_body(request, most, self.backend.body_timeout_s), False
+
+    def _begin(
+        self,
+        request: web.Request,
+        name: str,
+        received_s: float,
+        request_id: str,
+        body: bytes,
+        *,
+        follows: bool,
+    ) -> tuple[Live, Invocation]:
+        """Submit the invocation."""
+        live, headers, caller = self.backend.functions.get(name), request.headers, caller_of(request)
+        settings = live.record.settings
+        keyed = caller.owner not in ("", PLATFORM)
+        facts = facts_of(request, self.backend.origins, f"{PREFIX}{name}", keyed=keyed)
+        invocation = Invocation(
+            request_id, body, now_s=received_s,
+            deadline_s=received_s + timeout_of(headers, settings.timeout_s),
+            hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
+            content_type=BYTES_TYPE, extra=facts.encode(), traceparent=traceparent_of(headers),
+            streaming=True, exchanges=True, input=InputStream() if follows else None,
+            tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
+        )  # fmt: skip
+        live.revision.submit(invocation)
+        return live, invocation
