@@ -54,14 +54,16 @@ class AppResponse(web.StreamResponse):
 
     async def send(self, pieces: list[ResponsePiece]) -> None:
         """Send pieces in one write. Raise OutputInvalid if they are no response of HTTP."""
-        data = []
+        data, complete = list[bytes](), self.complete
         for piece in pieces:
-            if piece.status and not self.started:
-                data.append(await self._begin(piece))
-            elif not self.started or piece.status or self.complete:
+            begun = self.started or bool(data)
+            if bool(piece.status) is begun or complete:
                 raise OutputInvalid("The pieces of the response have a wrong order.")
+            if not begun:
+                data.append(await self._begin(piece))
             data.append(self._as_sent(piece.body, last=piece.last))
-            self.complete = piece.last
+            complete = piece.last
+        self.started, self.complete = True, complete
         await self._to.writer.write(b"".join(data))
 
     def abort(self) -> None:
@@ -84,7 +86,6 @@ class AppResponse(web.StreamResponse):
         elif self._to.version < HttpVersion11:
             self.headers[hdrs.CONNECTION] = "keep-alive"
         own = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()]).encode()
-        self.started = True
         status = _STATUS_LINES.get(piece.status) or b"HTTP/1.1 %d \r\n" % piece.status
         return b"".join((status, *lines, own, framing))
 

@@ -37,8 +37,8 @@ class RequestEvent(BaseModel):
         given = {name.lower(): value for name, value in self.headers.items()}
         if self.body is not None and not isinstance(self.body, str):
             given.setdefault("content-type", JSON_TYPE)
-        headers: list[Header] = [(b"host", b"localhost")] if "host" not in given else []
-        headers += [(name.encode(), value.encode()) for name, value in given.items()]
+        given = {"host": "localhost", "content-length": str(len(self.content())), **given}
+        headers: list[Header] = [(name.encode(), value.encode()) for name, value in given.items()]
         raw_path = quote(path, safe="/%:@!$&'()*+,;=~-._")
         return Facts(HTTP, "1.1", method, "http", raw_path, query, "", headers, None, None)
 

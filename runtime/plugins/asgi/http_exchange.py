@@ -34,22 +34,32 @@ class HttpExchange:
 
     async def run(self) -> web.StreamResponse:
         """Return the response. If the caller disconnects before it is complete, cancel the invocation."""
+        body = self._invocation.input
         try:
-            if self._invocation.input is None:
-                await self._respond()
-            else:
-                async with asyncio.TaskGroup() as tasks:
-                    sending = tasks.create_task(self._send_body(self._invocation.input))
-                    await self._respond()
-                    sending.cancel()
+            return await (self._respond() if body is None else self._respond_while_sending(body))
+        finally:
+            if not self.response.complete and not self._invocation.ended:
+                self._revision.cancel(self._invocation)
+
+    async def _respond_while_sending(self, body: InputStream) -> web.StreamResponse:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._send_body(body))
+                responding = tasks.create_task(self._respond())
+                responding.add_done_callback(lambda _: sending.cancel())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return responding.result()
+
+    async def _respond(self) -> web.StreamResponse:
+        """Return the response once it is complete. If it cannot be, respond with the error, or break the response off."""
+        try:
+            await self._send_response()
         except (OutputInvalid, LinkError) as error:
             self._revision.cancel(self._invocation, error)
             return self._failed(error)
         except PilotflameError as error:
             return self._failed(error)
-        finally:
-            if not self.response.complete and not self._invocation.ended:
-                self._revision.cancel(self._invocation)
         return self.response
 
     def _failed(self, error: PilotflameError) -> web.StreamResponse:
@@ -59,7 +69,7 @@ class HttpExchange:
         self.response.abort()
         return self.response
 
-    async def _respond(self) -> None:
+    async def _send_response(self) -> None:
         """Send the response until it is complete. The app may go on afterwards, as background tasks do.
 
         Raise the error of the invocation, or OutputInvalid or LinkError if the pieces are no response.

@@ -26,6 +26,8 @@ MAX_HEAD_BYTES = 48 << 10
 _START = struct.Struct("<HI")
 _CODE = struct.Struct("<H")
 _HEAD = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [^\r\n\0]*\r\n)*")
+_INVALID = "A header of the response is not valid in HTTP."
+_INVALID_REMEDY = "A name has letters, digits and -; a value has no line break and no NUL."
 Header = tuple[bytes, bytes]
 
 
@@ -40,18 +42,21 @@ class ResponsePiece(NamedTuple):
 
 def encode_head(headers: Iterable[Header]) -> bytes:
     """Return headers as lines. Raise OutputInvalid if a name or a value cannot be in HTTP, or if there are too many."""
-    head = b"".join([b"%b: %b\r\n" % (name, value) for name, value in headers])
+    lines = [b"%b: %b\r\n" % (name, value) for name, value in headers]
+    head = b"".join(lines)
     check_head(head)
+    if head.count(b"\n") != len(lines):
+        # The text of one header looks like two of them.
+        raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
     return head
 
 
 def check_head(head: bytes) -> None:
-    """Raise OutputInvalid if lines of headers are not valid. A line break in a header would begin another response."""
+    """Raise OutputInvalid if lines of headers are not valid. Invalid lines could begin another response."""
     if len(head) > MAX_HEAD_BYTES:
         raise OutputInvalid(f"The headers of the response have more than {MAX_HEAD_BYTES} bytes.")
     if not _HEAD.fullmatch(head):
-        remedy = "A name has letters, digits and -; a value has no line break and no NUL."
-        raise OutputInvalid("A header of the response is not valid in HTTP.", remedy=remedy)
+        raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
 
 
 def decode_head(head: bytes) -> list[Header]:
