@@ -139,7 +139,7 @@ class Host(Protocol):
     def resize(self, concurrency: int) -> None: ...
 
 
-class Exchange(Protocol):
+class PieceExchange(Protocol):
     """The pieces that an async handler and its caller exchange while the handler runs. Only the event loop uses it.
 
     A dialect whose callers hold a connection open uses it (`Handler.exchanges`), such as the dialect of ASGI apps.
@@ -192,7 +192,7 @@ class Context:
         deadline_s: float | None = None, state: Any = None, snapshots: Snapshots | None = None,
         cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
         extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
-        exchange: Exchange | None = None,
+        exchange: PieceExchange | None = None,
     ) -> None:  # fmt: skip
         self.function = function
         self.revision = revision

@@ -44,16 +44,16 @@ class FastPath:
     def __init__(
         self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
         answers: LargeAnswers, access: AccessLog | None = None, root: str = "",
+        claims: Callable[[Headers], bool] = lambda _headers: False,
     ) -> None:  # fmt: skip
         """If `access` is given, each request is written to this access log. If `root` is given, `POST /` calls the
-        function of this name.
+        function of this name. aiohttp handles requests whose headers `claims` claims.
         """
         self.gateway, self.answers = gateway, answers
         self.access = access
         # Requests that another row of the route table serves, such as CloudEvents.
-        self._elsewhere = [
-            row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None
-        ]
+        others = [row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None]
+        self._elsewhere = [claims, *others]
         self._functions, self._guard = functions, guard
         self._root, self._closed = root, False
         self._outgoing: list[tuple[Send, Response]] = []

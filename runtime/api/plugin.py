@@ -27,6 +27,8 @@ class ApiPlugin:
     """The prefix of the paths of its routes, such as "/cog". The paths without the prefix exist only with `bare_paths`."""
     always_bare: ClassVar[bool] = False
     """True if the paths without the prefix exist in any case, except paths that another plugin has."""
+    host_prefix: ClassVar[str] = ""
+    """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}

@@ -56,6 +56,7 @@ _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 # An app as servers of apps take it: a module and a name in it.
 _APP = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
+_HOST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}")
 # The name of a Debian package, optionally with an architecture and a version.
@@ -219,6 +220,14 @@ def _variable_problem(name: str, value: str) -> str | None:
     return f"env.{name} contains a NUL character" if "\0" in value else None
 
 
+def _host_problem(host: str) -> str | None:
+    if _HOST.fullmatch(host) and len(host) <= 253:
+        return None
+    return f"hosts has {host[:80]!r}; allowed: a host name in small letters and without a port, as api.example.com"
+
+
+HostName = Annotated[str, checked(_host_problem)]
+
 TensorPattern = Annotated[str, Field(min_length=1, max_length=1024)]
 # JSON holds no number of more than 64 bits.
 SliceSpec = tuple[
@@ -342,6 +351,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Qualifiers by which callers of AWS Lambda may name the live revision, as prod.",
     )
     cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
+    hosts: Annotated[tuple[HostName, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=16,
+        description="Host names whose requests all go to the function's web app, as api.example.com. The gateway's app_hosts"
+        " must allow them.",
+    )
     source: Annotated[tuple[AnySource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from ....errors import HandlerFailed
-from ....handlers.contract import Exchange
+from ....handlers.contract import PieceExchange
 from .messages import PART_BYTES, encode_head, encode_response, parts
 
 Message = MutableMapping[str, Any]
@@ -26,7 +26,7 @@ class HttpCall:
 
     __slots__ = ("_body", "_ended", "_exchange", "_has_body", "_head", "_started", "_status", "_waiting")
 
-    def __init__(self, exchange: Exchange, body: bytes | None) -> None:
+    def __init__(self, exchange: PieceExchange, body: bytes | None) -> None:
         """`body` is None if the body follows in pieces."""
         self._exchange, self._body = exchange, body
         # True once the app has the whole body.

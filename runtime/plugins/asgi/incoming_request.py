@@ -11,7 +11,6 @@ from ...http.origins import Origins
 from .messages import Header
 from .scope import HTTP, WEBSOCKET, Facts
 
-PREFIX = "/asgi/"
 # Headers of one connection. The app's connection is another one.
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
@@ -21,8 +20,13 @@ _CONTROL_KEY = CONTROL_KEY.lower().encode()
 _AUTHORIZATION = b"authorization"
 
 
-def facts_of(request: web.Request, origins: Origins, root_path: str, *, keyed: bool) -> Facts:
-    """Return the facts of a request. `keyed` is True if its Authorization header is an API key of this gateway."""
+def facts_of(
+    request: web.Request, origins: Origins, root_path: str, *, keyed: bool, alone: bool = False
+) -> Facts:
+    """Return the facts of a request. `keyed` is True if its Authorization header is an API key of this gateway.
+
+    `alone` is True if the request names the app's own host. Then the caller sent a path without `root_path`.
+    """
     websocket = is_websocket(request)
     url, version = request.rel_url, request.version
     scheme = origins.of(request).partition(":")[0] if origins.trusts(request) else request.scheme
@@ -31,7 +35,7 @@ def facts_of(request: web.Request, origins: Origins, root_path: str, *, keyed: b
         "1.1" if version.minor else "1.0",
         request.method,
         ("wss" if scheme == "https" else "ws") if websocket else scheme,
-        url.raw_path, url.raw_query_string, root_path,
+        url.raw_path.removeprefix(root_path) if alone else url.raw_path, url.raw_query_string, "" if alone else root_path,
         _headers(request, keyed=keyed),
         *_addresses(request),
     )  # fmt: skip

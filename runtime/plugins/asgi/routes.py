@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 from aiohttp import web
 
@@ -13,6 +14,7 @@ from ...api.invoke import HOLD, MAX_HOLD_S
 from ...api.plugin import ApiPlugin
 from ...api.standalone import PLATFORM
 from ...functions.live import Live
+from ...http.host_names import host_name
 from ...http.requests import (
     awaits_continue,
     caller_of,
@@ -29,10 +31,11 @@ from ...http.routes import Route
 from ...serving.input_stream import InputStream
 from ...serving.invocation import Invocation
 from .http_exchange import HttpExchange
-from .incoming_request import PREFIX, facts_of, is_websocket
+from .incoming_request import facts_of, is_websocket
 from .websocket_exchange import WebSocketExchange
 
-PATH = "/asgi/{function}/{path:.*}"
+ROOT = "/asgi/{function}"
+PATH = f"{ROOT}/{{path:.*}}"
 ERRORS = (400, 408, 413, 429, 500, 503, 504)
 DIALECTS = ("asgi", "wsgi")
 SMALL_BYTES = 64 << 10
@@ -42,12 +45,14 @@ SMALL_BYTES = 64 << 10
 class AsgiApi(ApiPlugin):
     """The route of web apps."""
 
+    host_prefix: ClassVar = ROOT
+
     def routes(self) -> list[Route]:
         summary = "Send a request to the function's app. The app decides about methods, paths and responses."
         to_root = "Go to the root of the function's app."
         return [
             Route("*", PATH, self.serve, Scope.INVOKE, summary, errors=ERRORS),
-            Route("*", "/asgi/{function}", self.redirect, Scope.INVOKE, to_root, status=308),
+            Route("*", ROOT, self.redirect, Scope.INVOKE, to_root, status=308),
         ]
 
     async def redirect(self, request: web.Request) -> web.StreamResponse:
@@ -116,7 +121,9 @@ class AsgiApi(ApiPlugin):
         live, headers, caller = self.backend.functions.get(name), request.headers, caller_of(request)
         settings = live.record.settings
         keyed = caller.owner not in ("", PLATFORM)
-        facts = facts_of(request, self.backend.origins, f"{PREFIX}{name}", keyed=keyed)
+        root = ROOT.format(function=name)
+        has_host = host_name(request.host) in settings.hosts
+        facts = facts_of(request, self.backend.origins, root, keyed=keyed, alone=has_host)
         invocation = Invocation(
             request_id, body, now_s=received_s,
             deadline_s=received_s + timeout_of(headers, settings.timeout_s),

@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from ....errors import HandlerFailed
-from ....handlers.contract import Exchange
+from ....handlers.contract import PieceExchange
 from .http_call import App, CallerGone, Message, as_bytes, is_of_leaving
 from .messages import (
     BYTES,
@@ -40,7 +40,7 @@ class SocketState(enum.Enum):
 class WebSocketCall:
     """One WebSocket. `receive` and `send` are the app's."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: PieceExchange) -> None:
         self._exchange, self._joined = exchange, Joined(MAX_BYTES)
         self._state = SocketState.CONNECTING
         self._announced = self._gone = False

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -391,16 +392,18 @@ async def test_many_callers_share_a_worker(
     gate.open()
 
 
+async def deployed_in(home: httpx.AsyncClient, folder: Path, **overrides: Any) -> httpx.Response:
+    folder.mkdir(exist_ok=True)
+    (folder / "app.py").write_text(ECHO)
+    order = {"path": str(folder), "overrides": {"name": folder.name, "asgi": "app:app", **overrides}}
+    return await home.post("/v1/functions", json=order)
+
+
 async def test_the_key_of_the_gateway_does_not_reach_the_app(state: Any) -> None:
     async with gateway_here(state, auth="always") as closed, closed.at_home() as home:
         made = (await home.post("/v1/keys", json={"name": "a", "scopes": ["invoke"]})).json()
         closed.client.headers["X-Pilotflame-Control-Key"] = home.headers["X-Pilotflame-Control-Key"]
-        order = {"path": "", "overrides": {"name": "echo", "asgi": "app:app"}}
-        folder = state.parent / "echo"
-        folder.mkdir()
-        (folder / "app.py").write_text(ECHO)
-        order["path"] = str(folder)
-        assert (await home.post("/v1/functions", json=order)).status_code == 201
+        assert (await deployed_in(home, state.parent / "echo")).status_code == 201
         assert failure(await closed.client.get("/asgi/echo/"))["status"] == 401
         key = {"Authorization": f"Bearer {made['key']}"}
         response = await closed.client.get("/asgi/echo/", headers=key)
@@ -408,3 +411,31 @@ async def test_the_key_of_the_gateway_does_not_reach_the_app(state: Any) -> None
         names = {name for name, _ in response.json()["headers"]}
         assert "host" in names
         assert not {"authorization", "x-pilotflame-control-key"} & names
+
+
+async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
+    async with (
+        gateway_here(state, auth="always", app_hosts="*.apps.test") as closed,
+        closed.at_home() as home,
+    ):
+        made = (await home.post("/v1/keys", json={"name": "a", "scopes": ["invoke"]})).json()
+        key = {"Authorization": f"Bearer {made['key']}"}
+        assert (await deployed_in(home, state.parent / "echo", hosts="e.apps.test")).status_code == 201
+        for path in ("/", "/invoke/echo", "/v1/functions", "/a%20b?x=1", "/asgi/echo/"):
+            response = await closed.client.post(path, headers={**key, "Host": "E.apps.test:80"})
+            assert response.status_code == 200, response.text
+            found = response.json()
+            assert found["raw_path"] == str(path.partition("?")[0].encode())
+            assert (found["root_path"], found["method"]) == ("", "POST")
+        # Without the key, and below other names, the gateway is the gateway.
+        assert (await closed.client.get("/", headers={"Host": "e.apps.test"})).status_code == 401
+        response = await closed.client.get("/healthz", headers={"Host": "other.apps.test"})
+        assert response.status_code == 200
+        found = (await closed.client.get("/asgi/echo/", headers=key)).json()
+        assert found["root_path"] == "/asgi/echo"
+        error = failure(await deployed_in(home, state.parent / "two", hosts="e.apps.test"))
+        assert "host name of another function" in error["message"]
+        error = failure(await deployed_in(home, state.parent / "two", hosts="gateway.test"))
+        assert (error["status"], "PILOTFLAME_APP_HOSTS" in error["remedy"]) == (403, True)
+        await home.delete("/v1/functions/echo")
+        assert (await closed.client.get("/healthz", headers={"Host": "e.apps.test"})).status_code == 200
