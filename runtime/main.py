@@ -321,7 +321,7 @@ async def startup(
                 ErrorResponses(error_formats(routes)).middleware, guard.middleware, _open_audit(routes, logs, stack).middleware,
                 *([standalone.hold] if standalone is not None else []),
             ],
-            FastPath(gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests, alone.name if alone is not None else "", hosts.claims),
+            FastPath(gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests, alone.name if alone is not None else "", hosts.claims, plugins.takers),
             settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
         )
     )  # fmt: skip

@@ -15,14 +15,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
+from ..http.connection import ClientConnection, FastConnection, header_timer
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING, IncomingBodies
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
-from .connection import ClientConnection, FastConnection, header_timer
+from ..http.self_check import why_not_fast
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
-from .self_check import why_not_fast
 
 LOG = logging.getLogger(__name__)
 OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]

@@ -31,11 +31,14 @@ class Stream:
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._arrived = asyncio.Event()
+        # Made by the first wait.
+        self._arrived: asyncio.Event | None = None
         self._closed = False
         self._grant: Callable[[int], None] | None = None
-        # The worker counts as well, but its process runs the function's code.
-        self._credit = Credit()
+        # The worker counts as well, but its process runs the function's code. Made when the first piece comes.
+        self._credit: Credit | None = None
+        self.on_change: Callable[[], None] | None = None
+        """Called when a piece has arrived, and at the end."""
 
     @property
     def ready(self) -> bool:
@@ -48,28 +51,43 @@ class Stream:
 
     def put(self, piece: bytes) -> None:
         """Add a piece. Raise LinkError if the reader has not granted room for it."""
+        if self._credit is None:
+            self._credit = Credit()
         if not self._credit.spend(len(piece), 0.0):
             raise LinkError("A worker sent more of a streamed output than it may.")
         self._pieces.append(piece)
-        self._arrived.set()
+        self._note_change()
 
     def close(self) -> None:
         self._closed = True
-        self._arrived.set()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._arrived is not None:
+            self._arrived.set()
+        if self.on_change is not None:
+            self.on_change()
+
+    def take_now(self) -> list[bytes]:
+        """Return all pieces that have arrived, or []."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     async def take(self) -> list[bytes]:
         """Wait for pieces, and return all that have arrived; [] at the end. A cancelled wait loses no pieces."""
         while not self._pieces:
             if self._closed:
                 return []
+            if self._arrived is None:
+                self._arrived = asyncio.Event()
             self._arrived.clear()
             await self._arrived.wait()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        return self.take_now()
 
     def consumed(self, count: int) -> None:
         """Let the worker send `count` more pieces, because the reader has received `count` pieces."""
-        self._credit.grant(count)
+        if self._credit is not None:
+            self._credit.grant(count)
         if self._grant is not None:
             self._grant(count)
 
