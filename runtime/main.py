@@ -281,9 +281,9 @@ async def startup(
     )  # fmt: skip
     backend = Backend(
         functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
-        Origins(settings.trusted_proxies), disk,
+        Origins(settings.trusted_proxies), disk, endless := EndlessAnswers(),
     )  # fmt: skip
-    gateway, endless = Gateway(backend), EndlessAnswers()
+    gateway = Gateway(backend)
     plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
     stack.callback(plugins.start(tasks))
     apis = (

@@ -90,7 +90,9 @@ class AsgiApi(ApiPlugin):
         most = self.backend.body_limit(revision)
         if websocket:
             invocation.idle_s = invocation.timeout_s
-            return await WebSocketExchange(request, revision, invocation, stream, most).run()
+            return await WebSocketExchange(
+                request, revision, invocation, stream, most, self.backend.endless
+            ).run()
         wait_s = self.backend.body_timeout_s
         return await HttpExchange(request, revision, invocation, stream, most, wait_s).run()
 

@@ -8,6 +8,8 @@ import time
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from ....errors import DeadlineExceeded, LinkError, OutputInvalid, PilotflameError
+from ...http.endless_answers import EndlessAnswers
+from ...http.requests import caller_of
 from ...http.responses import error_reply, invocation_headers
 from ...link.stream_credit import ReadPieces
 from ...serving.invocation import Invocation, Stream
@@ -42,13 +44,17 @@ class WebSocketExchange:
     """One WebSocket, from the caller's handshake to its end. It lasts as long as messages pass within the time limit."""
 
     def __init__(
-        self, request: web.Request, revision: Revision, invocation: Invocation, stream: Stream, most: int
-    ) -> None:
-        """`most` is the largest number of bytes of a message. The invocation must have an `input` and `idle_s`."""
+        self, request: web.Request, revision: Revision, invocation: Invocation, stream: Stream, most: int,
+        endless: EndlessAnswers,
+    ) -> None:  # fmt: skip
+        """`most` is the largest number of bytes of a message. The invocation must have an `input` and `idle_s`.
+
+        `endless` ends the WebSocket with the caller's API key.
+        """
         if invocation.input is None:
             raise LinkError("The invocation of a WebSocket has no input.")
         self._request, self._revision, self._invocation = request, revision, invocation
-        self._stream, self._input, self._most = stream, invocation.input, most
+        self._stream, self._input, self._most, self._endless = stream, invocation.input, most, endless
         self._joined, self._read = Joined(most), ReadPieces()
         self._leaving = asyncio.Event()
         # True once the app has closed the WebSocket. Then it may still run for a while.
@@ -107,12 +113,18 @@ class WebSocketExchange:
         self._mark_active()
         if self._revision.retiring:
             self._leaving.set()
+        async with self._endless.limited(caller_of(self._request)):
+            await self._pass_on(socket, messages)
+        if not socket.closed:
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"the API key has ended")
+        return socket
+
+    async def _pass_on(self, socket: web.WebSocketResponse, messages: list[tuple[int, bytes]]) -> None:
         async with asyncio.TaskGroup() as tasks:
             others = [tasks.create_task(self._receive(socket)), tasks.create_task(self._leave(socket))]
             await self._send_all(socket, messages)
             for task in others:
                 task.cancel()
-        return socket
 
     def _headers(self, headers: list[Header]) -> list[tuple[str, str]]:
         """Return the headers of the handshake: the app's, and those of the gateway that the app has not set."""
@@ -147,20 +159,19 @@ class WebSocketExchange:
                     if kind == CLOSE:
                         self._closed_by_app = True
                         code, reason = decode_close(data)
-                        return
+                        break
                     await self._send(socket, kind, data)
-                if not (messages := await self._next()):
-                    return
+                if self._closed_by_app or not (messages := await self._next()):
+                    break
         except DeadlineExceeded:
             code, reason = WSCloseCode.GOING_AWAY, "no message within the time limit"
         except (PilotflameError, UnicodeDecodeError) as error:
             code, reason = WSCloseCode.INTERNAL_ERROR, ""
             if isinstance(error, (LinkError, OutputInvalid)):
                 self._revision.cancel(self._invocation, error)
-        finally:
-            if self._left is not None:
-                code, reason = self._left
-            await socket.close(code=_valid(code), message=reason.encode()[:123])
+        if self._left is not None:
+            code, reason = self._left
+        await socket.close(code=_valid(code), message=reason.encode()[:123])
 
     async def _send(self, socket: web.WebSocketResponse, kind: int, data: bytes) -> None:
         self._mark_active()

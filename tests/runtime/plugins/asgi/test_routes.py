@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LIMIT_S, Gate, Gateway, failure, gateway_here, until
+import pytest_asyncio
+from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.plugins.asgi.messages import PART_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -118,16 +119,22 @@ async def app(scope, receive, send):
 """
 
 
-@pytest.fixture
-async def echo(deploy_app: Callable[..., Any]) -> Any:
-    return await deploy_app(ECHO)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def echo(gateway: Gateway) -> Function:
+    return await gateway.deploy(None, {"asgi": "app:app"}, files={"app.py": ECHO})
 
 
-async def test_a_request_reaches_the_app_as_it_was_sent(
-    gateway: Gateway, deploy_app: Callable[..., Any]
-) -> None:
-    function = await deploy_app(ECHO)
-    path = f"/asgi/{function.name}/a%20b/%C3%A9?x=%20&y=1"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cases(gateway: Gateway) -> Function:
+    return await gateway.deploy(None, {"asgi": "app:app"}, files={"app.py": CASES})
+
+
+# The gateway serves requests of web pages by another path through its code than plain requests.
+PATHS = pytest.mark.parametrize("headers", [{}, {"Origin": "http://localhost:1"}], ids=["plain", "page"])
+
+
+async def test_a_request_reaches_the_app_as_it_was_sent(gateway: Gateway, echo: Function) -> None:
+    path = f"/asgi/{echo.name}/a%20b/%C3%A9?x=%20&y=1"
     headers = [
         (b"X-Any", b"\xe9\xff"),
         (b"X-Twice", b"1"),
@@ -138,7 +145,7 @@ async def test_a_request_reaches_the_app_as_it_was_sent(
     response = await gateway.client.request("REPORT", path, headers=headers, content=b"12345")
     assert response.status_code == 200, response.text
     found = response.json()
-    root = f"/asgi/{function.name}"
+    root = f"/asgi/{echo.name}"
     assert found["method"] == "REPORT"
     assert found["path"] == f"{root}/a b/é"
     assert found["raw_path"] == str(f"{root}/a%20b/%C3%A9".encode())
@@ -153,11 +160,8 @@ async def test_a_request_reaches_the_app_as_it_was_sent(
     assert not {"te", "connection"} & {name for name, _ in sent}
 
 
-async def test_a_response_reaches_the_caller_as_it_was_sent(
-    gateway: Gateway, deploy_app: Callable[..., Any]
-) -> None:
-    function = await deploy_app(ECHO)
-    response = await gateway.client.get(f"/asgi/{function.name}/", headers={"X-Request-Id": "r-1"})
+async def test_a_response_reaches_the_caller_as_it_was_sent(gateway: Gateway, echo: Function) -> None:
+    response = await gateway.client.get(f"/asgi/{echo.name}/", headers={"X-Request-Id": "r-1"})
     cookies = [value for name, value in response.headers.raw if name == b"set-cookie"]
     assert cookies == [b"a=1", b"b=2"]
     assert (b"x-any", b"\xe9\xff") in response.headers.raw
@@ -172,11 +176,10 @@ async def test_a_response_reaches_the_caller_as_it_was_sent(
     assert int(response.headers["content-length"]) == len(response.content)
 
 
-async def test_the_root_ends_with_a_slash(gateway: Gateway, deploy_app: Callable[..., Any]) -> None:
-    function = await deploy_app(ECHO)
-    response = await gateway.client.get(f"/asgi/{function.name}?x=1")
+async def test_the_root_ends_with_a_slash(gateway: Gateway, echo: Function) -> None:
+    response = await gateway.client.get(f"/asgi/{echo.name}?x=1")
     assert response.status_code == 308
-    assert response.headers["location"] == f"/asgi/{function.name}/?x=1"
+    assert response.headers["location"] == f"/asgi/{echo.name}/?x=1"
 
 
 async def slowly(*parts: bytes) -> AsyncIterator[bytes]:
@@ -206,25 +209,27 @@ async def test_a_long_body_is_refused(gateway: Gateway, deploy_app: Callable[...
     assert (error["status"], error["type"]) == (413, "input_too_large")
 
 
+@PATHS
 async def test_a_stream_is_sent_while_it_is_made(
-    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, headers: dict[str, str]
 ) -> None:
     function = await deploy_app(CASES, gate=gate)
-    async with gateway.client.stream("GET", f"/asgi/{function.name}/stream") as response:
+    async with gateway.client.stream("GET", f"/asgi/{function.name}/stream", headers=headers) as response:
         parts = response.aiter_raw()
         assert await anext(parts) == b"one"
         (await gate.next("begun")).go()
         assert b"".join([part async for part in parts]) == b"two"
 
 
+@PATHS
 async def test_a_caller_that_leaves_ends_the_app(
-    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, headers: dict[str, str]
 ) -> None:
     function = await deploy_app(CASES, gate=gate)
-    async with gateway.client.stream("GET", f"/asgi/{function.name}/endless") as response:
+    async with gateway.client.stream("GET", f"/asgi/{function.name}/endless", headers=headers) as response:
         await anext(response.aiter_raw())
     await gate.next("gone")
-    call = asyncio.create_task(gateway.client.get(f"/asgi/{function.name}/waits"))
+    call = asyncio.create_task(gateway.client.get(f"/asgi/{function.name}/waits", headers=headers))
     await gate.next("begun")
     call.cancel()
     await gate.next("http.disconnect")
@@ -282,36 +287,34 @@ async def test_background_work_goes_on_after_the_response(
         ("status?100", "no final status"),
     ],
 )
+@PATHS
 async def test_an_app_that_fails_is_an_error(
-    gateway: Gateway, deploy_app: Callable[..., Any], case: str, message: str
+    gateway: Gateway, cases: Function, case: str, message: str, headers: dict[str, str]
 ) -> None:
-    function = await deploy_app(CASES)
-    error = failure(await gateway.client.get(f"/asgi/{function.name}/{case}"))
+    error = failure(await gateway.client.get(f"/asgi/{cases.name}/{case}", headers=headers))
     assert error["status"] == 500, error
     assert message in error["message"]
     assert "traceback" not in json.dumps(error)
 
 
-async def test_the_trace_of_a_failure_is_in_the_log(gateway: Gateway, deploy_app: Callable[..., Any]) -> None:
-    function = await deploy_app(CASES)
-    await gateway.client.get(f"/asgi/{function.name}/fails")
-    assert "app.py" in (await function.logged('raise ValueError(\\"a secret\\")'))["text"]
+async def test_the_trace_of_a_failure_is_in_the_log(gateway: Gateway, cases: Function) -> None:
+    await gateway.client.get(f"/asgi/{cases.name}/fails")
+    assert "app.py" in (await cases.logged('raise ValueError(\\"a secret\\")'))["text"]
 
 
 @pytest.mark.parametrize("case", ["fails-late", "unfinished"])
+@PATHS
 async def test_a_response_that_breaks_off_is_not_ended(
-    gateway: Gateway, deploy_app: Callable[..., Any], case: str
+    gateway: Gateway, cases: Function, case: str, headers: dict[str, str]
 ) -> None:
-    function = await deploy_app(CASES)
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
-        await gateway.client.get(f"/asgi/{function.name}/{case}")
+        await gateway.client.get(f"/asgi/{cases.name}/{case}", headers=headers)
 
 
-async def test_an_app_may_fail_after_its_response(gateway: Gateway, deploy_app: Callable[..., Any]) -> None:
-    function = await deploy_app(CASES)
-    response = await gateway.client.get(f"/asgi/{function.name}/fails-after")
+async def test_an_app_may_fail_after_its_response(gateway: Gateway, cases: Function) -> None:
+    response = await gateway.client.get(f"/asgi/{cases.name}/fails-after")
     assert (response.status_code, response.text) == (418, "tea")
-    await function.logged("after the response")
+    await cases.logged("after the response")
 
 
 @pytest.mark.parametrize(
@@ -325,21 +328,17 @@ async def test_an_app_may_fail_after_its_response(gateway: Gateway, deploy_app: 
         ("GET", 799, b"body", "4"),
     ],
 )
+@PATHS
 async def test_responses_without_a_body_have_none(
-    gateway: Gateway,
-    deploy_app: Callable[..., Any],
-    method: str,
-    status: int,
-    body: bytes,
-    length: str | None,
-) -> None:
-    function = await deploy_app(CASES)
-    response = await gateway.client.request(method, f"/asgi/{function.name}/status?{status}")
+    gateway: Gateway, cases: Function, method: str, status: int, body: bytes, length: str | None,
+    headers: dict[str, str],
+) -> None:  # fmt: skip
+    response = await gateway.client.request(method, f"/asgi/{cases.name}/status?{status}", headers=headers)
     assert (response.status_code, response.content) == (status, body)
     assert response.headers.get("content-length") == length
     assert response.headers["location"] == "/there"
     # The connection is in order: the next request is answered.
-    assert (await gateway.client.get(f"/asgi/{function.name}/status?201")).status_code == 201
+    assert (await gateway.client.get(f"/asgi/{cases.name}/status?201")).status_code == 201
 
 
 async def test_a_caller_of_http_1_0_gets_the_whole_stream(
@@ -355,11 +354,14 @@ async def test_a_caller_of_http_1_0_gets_the_whole_stream(
     writer.close()
 
 
-async def test_a_response_before_the_body_ends_the_request(
-    gateway: Gateway, deploy_app: Callable[..., Any]
-) -> None:
-    function = await deploy_app(CASES)
-    response = await gateway.client.post(f"/asgi/{function.name}/early", content=b"x" * 1_000_000)
+async def test_a_page_of_another_origin_gets_the_headers_of_cors(gateway: Gateway, echo: Function) -> None:
+    response = await gateway.client.get(f"/asgi/{echo.name}/", headers={"Origin": "http://localhost:1"})
+    assert response.headers["access-control-allow-origin"] == "http://localhost:1"
+    assert response.headers["server"] == "me"
+
+
+async def test_a_response_before_the_body_ends_the_request(gateway: Gateway, cases: Function) -> None:
+    response = await gateway.client.post(f"/asgi/{cases.name}/early", content=b"x" * 1_000_000)
     assert (response.status_code, response.text) == (413, "no")
 
 

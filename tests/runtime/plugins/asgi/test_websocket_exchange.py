@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import WSMsgType
-from live import LIMIT_S, Function, Gate, Gateway
+from live import LIMIT_S, Function, Gate, Gateway, gateway_here
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -229,3 +229,21 @@ async def test_a_socket_brings_an_app_back_from_zero(
             await asyncio.sleep(0.5)
             # An open socket keeps its worker.
             assert (await function.status())["workers"]["ready"] == 1
+
+
+async def test_a_socket_ends_with_the_key_of_its_caller(state: Any, session: aiohttp.ClientSession) -> None:
+    async with gateway_here(state, auth="always") as closed, closed.at_home() as home:
+        made = (await home.post("/v1/keys", json={"name": "a", "scopes": ["invoke"]})).json()
+        folder = state.parent / "sockets"
+        folder.mkdir()
+        (folder / "app.py").write_text(SOCKETS.replace("import asyncio, gate", "import asyncio"))
+        order = {"path": str(folder), "overrides": {"name": "sockets", "asgi": "app:app"}}
+        assert (await home.post("/v1/functions", json=order)).status_code == 201
+        key = {"Authorization": f"Bearer {made['key']}"}
+        async with session.ws_connect(f"{closed.url}/asgi/sockets/echo", headers=key) as socket:
+            await socket.send_str("x")
+            assert (await received(socket)).data == "x"
+            assert (await home.delete(f"/v1/keys/{made['id']}")).status_code == 200
+            assert (await received(socket)).data == 1008
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="401"):
+            await session.ws_connect(f"{closed.url}/asgi/sockets/echo", headers=key)
