@@ -2,8 +2,8 @@
 
     make bench-asgi
 
-The CPU time of a function is that of the gateway and of all its processes. uvicorn runs with uvloop and httptools, and without
-an access log. The app is a hello of FastAPI; a bare ASGI app, which costs nearly nothing itself, shows the servers alone.
+The CPU time of a function includes the gateway and all its processes. uvicorn runs with uvloop and httptools, and without an
+access log. The app is a hello of FastAPI; a bare ASGI app, which costs nearly nothing itself, shows the servers alone.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Invocation:
     worker: str = field(init=False, default="")
     """The name of the worker that it was last sent to; "" while it waits."""
     active_s: float = field(init=False, default=0.0)
-    """When the last message of its open connection passed; 0 if none has."""
+    """When the last message of its open connection passed; 0 before the first message."""
     _cold: bool = field(init=False, default=False)
 
     def __post_init__(self, now_s: float, streaming: bool) -> None:

@@ -14,7 +14,7 @@ from ..link.stream_credit import Credit, ReadPieces
 class WorkerExchange:
     """The worker's side of an exchange, which `handlers.contract.PieceExchange` describes. Use it on the event loop's thread.
 
-    Most calls send one short output and receive nothing, so its parts are made when they are first used.
+    Most calls send one short output and receive no input. To save time, the credit and the event are made at their first use.
     """
 
     __slots__ = (

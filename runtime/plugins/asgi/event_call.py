@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 from urllib.parse import quote
@@ -60,7 +61,7 @@ class EventCall:
         except ValidationError as error:
             wrong = input_error(error)
             raise BadInput(wrong.message, remedy=_REMEDY, details=wrong.details) from None
-        self._asked = False
+        self._asked, self._complete = False, asyncio.Event()
         self._status, self._content_type, self._parts = 0, "", list[bytes]()
 
     async def run(self, app: App, state: dict[str, Any]) -> Any:
@@ -93,6 +94,8 @@ class EventCall:
 
     async def _receive(self) -> Message:
         if self._asked:
+            # An event has no caller that disconnects earlier.
+            await self._complete.wait()
             return {"type": "http.disconnect"}
         self._asked = True
         return {"type": "http.request", "body": self._event.content(), "more_body": False}
@@ -105,3 +108,5 @@ class EventCall:
                     self._content_type = value.decode("latin-1")
         elif message["type"] == "http.response.body":
             self._parts.append(as_bytes(message.get("body", b"")))
+            if not message.get("more_body", False):
+                self._complete.set()

@@ -67,7 +67,7 @@ class FastAppRequest:
     # -- the response
 
     def _schedule(self) -> None:
-        """Send what has arrived, after the callbacks of this turn: one wake-up of a caller serves all its requests."""
+        """Send the pieces after the callbacks of this turn, so that one process with many requests wakes up once."""
         if not self._scheduled and not self._over:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._send)

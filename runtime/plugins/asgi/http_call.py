@@ -22,7 +22,7 @@ class CallerGone(OSError):
 
 
 class HttpCall:
-    """One request. `receive` and `send` are the app's."""
+    """One request. The app gets the methods `receive` and `send`."""
 
     __slots__ = ("_body", "_ended", "_exchange", "_has_body", "_head", "_started", "_status", "_waiting")
 

@@ -1,4 +1,4 @@
-"""Reads the facts of a request for a web app: what the app may know of it."""
+"""Makes the facts of a request for a web app. Headers that only concern the gateway are left out."""
 
 from __future__ import annotations
 

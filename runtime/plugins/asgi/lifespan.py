@@ -49,7 +49,7 @@ class Lifespan:
             raise error
 
     def stop(self) -> None:
-        """Run the shutdown, and wait for its end. Call this on another thread than the event loop's."""
+        """Run the shutdown, and wait for its end. Do not call this on the thread of the event loop."""
         if self._loop is not None and self._task is not None:
             asyncio.run_coroutine_threadsafe(self._stop(self._task), self._loop).result(SHUTDOWN_S + 1)
 

@@ -78,7 +78,7 @@ class ResponseEncoder:
         return name
 
     def encode(self, pieces: list[ResponsePiece]) -> bytes:
-        """Return the bytes of pieces, of which `begin` has read the first. Raise OutputInvalid for a wrong body."""
+        """Return the bytes of pieces. Call `begin` with the first piece before. Raise OutputInvalid for a wrong body."""
         data = [self._head(pieces[0])] if pieces[0].status else []
         for piece in pieces:
             if self.complete or (piece.status and piece is not pieces[0]):
@@ -101,7 +101,7 @@ class ResponseEncoder:
     def _framing(self, piece: ResponsePiece) -> bytes:
         """Return the headers that tell the end of the body, and the empty line after all headers."""
         if self._bodiless or piece.status in _BODILESS:
-            # The length is that of the body of a GET. A response with 204 has none.
+            # The Content-Length describes the body that a GET would get. A 204 has no length.
             known = self._missing if piece.status != 204 else None
             self._bodiless, self._missing = True, None
             return b"\r\n" if known is None else b"content-length: %d\r\n\r\n" % known

@@ -38,7 +38,7 @@ class SocketState(enum.Enum):
 
 
 class WebSocketCall:
-    """One WebSocket. `receive` and `send` are the app's."""
+    """One WebSocket. The app gets the methods `receive` and `send`."""
 
     def __init__(self, exchange: PieceExchange) -> None:
         self._exchange, self._joined = exchange, Joined(MAX_BYTES)

@@ -183,7 +183,7 @@ class WebSocketExchange:
             else:
                 raise LinkError("An app sent an unknown message to its WebSocket.")
         except ConnectionError:
-            # The caller has closed the WebSocket. The app will be told, and its last messages are discarded.
+            # The caller has closed the WebSocket. `_receive` tells the app, whose last messages are discarded.
             return
 
     # -- from the caller to the app

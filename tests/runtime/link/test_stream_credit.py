@@ -87,7 +87,7 @@ def test_grants_of_what_was_never_sent_do_not_count() -> None:
 
 @given(st.lists(st.integers(0, PIECE_BYTES), max_size=300))
 def test_a_sender_never_waits_for_a_report_that_does_not_come(sizes: list[int]) -> None:
-    """The reader has read all that was sent. Whatever it has not reported yet, the next piece fits."""
+    """The reader has read all pieces, and has not reported some of them. The next piece fits all the same."""
     credit, read = Credit(), ReadPieces()
     for size in sizes:
         assert credit.spend(size, 0)
