@@ -216,7 +216,7 @@ class Bridge:
 
     async def _carry_socket(self, facts: Facts, receive: Any, send: Any) -> None:
         await receive()
-        joined = messages.Joined(1 << 30)
+        joined = messages.MessageParts(1 << 30)
         async with _ends(facts, self._caller, b"", follows=True) as (gateway, worker, tasks):
             sending = tasks.create_task(self._send_messages(gateway, receive))
             while pieces := await gateway.pieces():

@@ -124,7 +124,7 @@ def decode_close(data: bytes) -> tuple[int, str]:
     return _CODE.unpack_from(data)[0], data[_CODE.size :].decode("utf-8", "ignore")
 
 
-class Joined:
+class MessageParts:
     """Puts the parts of a WebSocket's messages together again, up to a limit."""
 
     def __init__(self, most: int) -> None:

@@ -14,7 +14,7 @@ from .messages import (
     DENY,
     PART_BYTES,
     TEXT,
-    Joined,
+    MessageParts,
     decode_close,
     encode_accept,
     encode_close,
@@ -41,7 +41,7 @@ class WebSocketCall:
     """One WebSocket. The app gets the methods `receive` and `send`."""
 
     def __init__(self, exchange: PieceExchange) -> None:
-        self._exchange, self._joined = exchange, Joined(MAX_BYTES)
+        self._exchange, self._joined = exchange, MessageParts(MAX_BYTES)
         self._state = SocketState.CONNECTING
         self._announced = self._gone = False
         self._status, self._head = 0, b""

@@ -23,7 +23,7 @@ from .messages import (
     DENY,
     TEXT,
     Header,
-    Joined,
+    MessageParts,
     decode_accept,
     decode_close,
     decode_response,
@@ -55,7 +55,7 @@ class WebSocketExchange:
             raise LinkError("The invocation of a WebSocket has no input.")
         self._request, self._revision, self._invocation = request, revision, invocation
         self._stream, self._input, self._most, self._endless = stream, invocation.input, most, endless
-        self._joined, self._read = Joined(most), ReadPieces()
+        self._joined, self._read = MessageParts(most), ReadPieces()
         self._leaving = asyncio.Event()
         # True once the app has closed the WebSocket. Then it may still run for a while.
         self._closed_by_app = False

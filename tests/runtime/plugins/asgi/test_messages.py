@@ -12,7 +12,7 @@ from pilotflame.runtime.plugins.asgi.messages import (
     BYTES,
     CLOSE,
     TEXT,
-    Joined,
+    MessageParts,
     decode_accept,
     decode_close,
     decode_head,
@@ -96,7 +96,7 @@ def test_parts_are_the_whole(body: bytes, size: int) -> None:
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 16, PIECE_BYTES, 3 * PIECE_BYTES + 1])
 @pytest.mark.parametrize("kind", [TEXT, BYTES])
 def test_a_message_of_any_length_passes_in_pieces(kind: int, size: int) -> None:
-    data, joined = b"x" * size, Joined(size)
+    data, joined = b"x" * size, MessageParts(size)
     pieces = encode_message(kind, data)
     assert all(len(piece) <= PIECE_BYTES for piece in pieces)
     assert [joined.add(piece) for piece in pieces] == [None] * (len(pieces) - 1) + [(kind, data)]
@@ -106,9 +106,9 @@ def test_a_message_of_any_length_passes_in_pieces(kind: int, size: int) -> None:
 
 def test_a_message_has_a_limit() -> None:
     with pytest.raises(OutputInvalid, match="more than 9 bytes"):
-        Joined(9).add(encode_message(TEXT, b"x" * 10)[0])
+        MessageParts(9).add(encode_message(TEXT, b"x" * 10)[0])
     with pytest.raises(LinkError, match="empty"):
-        Joined(9).add(b"")
+        MessageParts(9).add(b"")
 
 
 @given(st.integers(0, 65535), st.text(max_size=30))
