@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-asgi starlette picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -101,8 +101,14 @@ bench-warm: .venv/installed-bench ## The warm path beside LitServe; overload, te
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/warm_bench.py $(BENCH_ARGS)
 
+bench-asgi: .venv/wheel ## A hello of FastAPI beside uvicorn: requests per CPU second
+	$(BIN)/python infra/bench/asgi_bench.py $(BENCH_ARGS)
+
 check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and more, each answer as described
 	$(BIN)/python infra/bench/schema.py --examples 30
+
+starlette: .venv/wheel ## Starlette's own tests, through the parts of pilotflame that carry web apps
+	$(BIN)/python infra/starlette_tests.py $(STARLETTE_ARGS)
 
 check-infra: .venv/wheel ## The manifests in infra/: misspelt fields, missing files, queries that are none
 	$(BIN)/python infra/check.py

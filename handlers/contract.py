@@ -140,16 +140,52 @@ class Host(Protocol):
     def resize(self, concurrency: int) -> None: ...
 
 
+class PieceExchange(Protocol):
+    """The pieces that an async handler and its caller exchange while the handler runs. Only the event loop uses it.
+
+    A dialect whose callers hold a connection open uses it (`Handler.exchanges`), such as the dialect of ASGI apps.
+    """
+
+    follows: bool
+    """True if the caller sends pieces of input after the event."""
+    gone: bool
+    """True once the caller has gone, or the invocation's time limit has passed."""
+    on_gone: Callable[[], None] | None
+    """Called when `gone` becomes true."""
+
+    async def send(self, piece: bytes) -> bool:
+        """Send a piece of the output, once the caller has read most pieces before. Return False if the caller has gone.
+
+        A piece has at most PIECE_BYTES (runtime/link/stream_credit.py).
+        """
+
+    async def send_last(self, piece: bytes) -> bool:
+        """Send the last piece like `send`, but at the end of this turn of the event loop.
+
+        A handler that ends in this turn returns the result of `take_last`. Then one frame has the piece and the end.
+        """
+
+    def take_last(self) -> bytes:
+        """Return the piece of `send_last` if it was not sent yet, or b""."""
+
+    def flush(self) -> None:
+        """Send the piece of `send_last` now, because the handler fails."""
+
+    async def receive(self) -> bytes | None:
+        """Return the next piece of the input; None after the last piece, or if the caller has gone."""
+
+
 class Context:
     """The facts about its function and its invocation that a handler can read, and the requests that it can send to its
     worker.
 
     `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler, `items`
     holds one context per event, in order. `extra` holds the data that a dialect or an event source adds to an
-    invocation. In the hooks there is no invocation: `id` is empty and there is no deadline.
+    invocation. `exchange` is None unless the caller and the handler exchange pieces. In the hooks there is no
+    invocation: `id` is empty and there is no deadline.
     """
 
-    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshots", "attempt", "extra",
+    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshots", "attempt", "exchange", "extra",
                  "function", "id", "items", "revision", "state", "traceparent")  # fmt: skip
 
     def __init__(
@@ -157,6 +193,7 @@ class Context:
         deadline_s: float | None = None, state: Any = None, snapshots: Snapshots | None = None,
         cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
         extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
+        exchange: PieceExchange | None = None,
     ) -> None:  # fmt: skip
         self.function = function
         self.revision = revision
@@ -166,6 +203,7 @@ class Context:
         self.traceparent = traceparent
         self.items = items
         self.extra = extra
+        self.exchange = exchange
         self._host = host
         self._channel = channel
         self._deadline_s = deadline_s

@@ -70,6 +70,11 @@ class Dialect:
     """The dialects try to recognise a handler in ascending order of this number."""
     files: ClassVar[tuple[str, ...]] = ()
     """The files that usually hold the handler, beside handler.py."""
+    short_key: ClassVar[str] = ""
+    """A key of pilotflame.toml that is short for `handler`: with "asgi", `asgi = "shop.main:app"` means the handler
+    "asgi:shop/main.py:app". "" for none."""
+    concurrency: ClassVar[int] = 1
+    """The invocations that one worker runs at the same time unless the settings say otherwise."""
     stands_in: ClassVar[frozenset[str]] = frozenset()
     """The packages that need not be installed, because the dialect has stand-ins for them."""
 

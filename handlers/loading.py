@@ -25,7 +25,7 @@ def import_file(
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""
         fault = f"{path.name} is not in the function's folder (there: {there or 'nothing'})."
-        remedy = "Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml."
+        remedy = "Create it with `def handler(event): ...`, or set `handler`, or for a web app `asgi`, in pilotflame.toml."
         raise HandlerImportError(fault, remedy=remedy)
     os.chdir(root)
     sys.path.insert(0, str(path.parent))

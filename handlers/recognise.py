@@ -36,6 +36,16 @@ class Dialects:
         return self._by_name.get(name)
 
     @property
+    def short_keys(self) -> dict[str, str]:
+        """The keys of pilotflame.toml that are short for `handler`, with the names of their dialects."""
+        return {one.short_key: one.name for one in self._all if one.short_key}
+
+    def concurrency(self, folder: Path, reference: str) -> int:
+        """Return the concurrency of a function whose settings do not set it."""
+        dialect = self.find(self.recognise(folder, reference).dialect)
+        return 1 if dialect is None else dialect.concurrency
+
+    @property
     def stands_in(self) -> frozenset[str]:
         """The packages for which a dialect has stand-ins."""
         return frozenset[str]().union(*(one.stands_in for one in self._all))

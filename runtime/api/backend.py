@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from ..functions.live import Live
 from ..functions.registry import Functions
+from ..http.endless_answers import EndlessAnswers
 from ..http.origins import Origins
 from ..http.requests import (
     GATEWAY_REMEDY,
@@ -59,6 +60,8 @@ class Backend:
     origins: Origins
     disk: Disk
     """The disk of the state folder."""
+    endless: EndlessAnswers
+    """The answers that end with the caller's API key."""
 
     def names(self, request: web.Request) -> list[str]:
         """Return the names of the functions that the caller may see."""

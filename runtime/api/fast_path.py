@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from aiohttp import hdrs
 from aiohttp.http import HttpVersion11, RawRequestMessage
@@ -21,6 +22,7 @@ from ...errors import InvocationError, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
 from ..http.access_log import AccessLog
+from ..http.connection import BEGINNING, TakenRequest
 from ..http.large_answers import LargeAnswers
 from ..http.requests import REQUEST_ID_HEADER, Headers, request_id_of
 from ..http.responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
@@ -32,10 +34,49 @@ from .guard import Admitted, Guard
 from .invoke import Gateway
 
 LOG = logging.getLogger(__name__)
-BEGINNING = "/invoke/"
 INVOKE_ROUTE = ("POST", INVOKE_PATH)
 PREFER = istr("Prefer")
 Send: TypeAlias = Callable[[Response], None]
+
+
+@dataclass(slots=True)
+class FastCall:
+    """A plain request that a plugin may serve. It has arrived completely."""
+
+    path: FastPath
+    route: tuple[str, str]
+    message: RawRequestMessage
+    payload: StreamReader
+    transport: asyncio.Transport
+    send: Send
+    """Sends a complete response."""
+    sent: Callable[[], None]
+    """Call this instead of `send` at the end of a response that was written to the transport."""
+    received_s: float
+    function: str = ""
+
+    def admit(self, function: str) -> Admitted:
+        """Admit the request. Raise the guard's error: then aiohttp must handle it. Call `leave` of the result."""
+        self.function = function
+        return self.path.guard.admit(self.message.headers, self.route, function, self.transport)
+
+    def log(self, status: int, owner: str) -> None:
+        """Write the access log, if there is one."""
+        if (access := self.path.access) is not None:
+            access.write(
+                self.message.method, self.route[1], status, self.received_s, owner=owner,
+                function=self.function, request_id=self.message.headers.get(REQUEST_ID_HEADER, ""),
+            )  # fmt: skip
+
+
+class FastTaker(Protocol):
+    """A plugin with a fast path of its own."""
+
+    fast_route: tuple[str, str]
+    """The method and the registered path of the requests, such as ("*", "/asgi/{function}/{path}")."""
+
+    def take(self, call: FastCall) -> TakenRequest | None:
+        """Serve the request, or return None if aiohttp must handle it."""
 
 
 class FastPath:
@@ -44,35 +85,49 @@ class FastPath:
     def __init__(
         self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
         answers: LargeAnswers, access: AccessLog | None = None, root: str = "",
+        claims: Callable[[Headers], bool] = lambda _headers: False, takers: Mapping[str, FastTaker] = {},
     ) -> None:  # fmt: skip
         """If `access` is given, each request is written to this access log. If `root` is given, `POST /` calls the
-        function of this name.
+        function of this name. aiohttp handles requests whose headers `claims` claims. `takers` have
+        the beginnings of the paths that plugins serve.
         """
         self.gateway, self.answers = gateway, answers
         self.access = access
         # Requests that another row of the route table serves, such as CloudEvents.
-        self._elsewhere = [
-            row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None
-        ]
-        self._functions, self._guard = functions, guard
+        others = [row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None]
+        self._elsewhere = [claims, *others]
+        self._functions, self.guard, self._claims, self._takers = (
+            functions,
+            guard,
+            claims,
+            tuple(takers.items()),
+        )
         self._root, self._closed = root, False
         self._outgoing: list[tuple[Send, Response]] = []
 
     def take(
-        self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send
-    ) -> FastRequest | None:
+        self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send,
+        sent: Callable[[], None],
+    ) -> TakenRequest | None:  # fmt: skip
         """Start the invocation of a plain request. When the invocation has ended, FastRequest passes the response to
         `send`.
 
         Return None if aiohttp must handle the request, because it is not plain or the guard refuses it.
         """
         received_s = time.monotonic()
+        if self._closed or not _is_plain(message):
+            return None
+        for beginning, taker in self._takers:
+            if message.path.startswith(beginning) and not self._claims(message.headers):
+                return taker.take(
+                    FastCall(self, taker.fast_route, message, payload, transport, send, sent, received_s)
+                )
         revision = self._revision(message)
         if revision is None or payload.total_bytes > self.gateway.most(revision):
             return None
         headers = message.headers
         try:
-            admitted = self._guard.admit(headers, INVOKE_ROUTE, revision.spec.function, transport)
+            admitted = self.guard.admit(headers, INVOKE_ROUTE, revision.spec.function, transport)
         except PilotflameError:
             # In aiohttp's handler, the guard refuses the request again, and the caller gets the error.
             return None
@@ -107,15 +162,9 @@ class FastPath:
         """Return the live revision of the function, or None if the request is not plain."""
         path = message.path
         name = path[len(BEGINNING) :] if path.startswith(BEGINNING) else self._root if path == "/" else ""
-        if not name or self._closed or message.method != "POST" or message.version != HttpVersion11:
+        if not name or message.method != "POST":
             return None
-        if message.should_close or message.upgrade or message.chunked or message.compression:
-            return None
-        # Prefer may ask for a job instead of an output, and Expect for an interim response. Web pages, which
-        # send Origin, need headers in the response.
         headers = message.headers
-        if PREFER in headers or hdrs.EXPECT in headers or hdrs.ORIGIN in headers:
-            return None
         for accepts in self._elsewhere:
             if accepts(headers):
                 return None
@@ -124,6 +173,18 @@ class FastPath:
         except PilotflameError:
             return None
         return None if revision.streaming else revision
+
+
+def _is_plain(message: RawRequestMessage) -> bool:
+    """Return True if a request asks for nothing that only aiohttp does."""
+    if message.version != HttpVersion11 or message.should_close or message.upgrade:
+        return False
+    if message.chunked or message.compression:
+        return False
+    # Prefer may ask for a job instead of an output, and Expect for an interim response. Web pages, which
+    # send Origin, need headers in the response.
+    headers = message.headers
+    return not (PREFER in headers or hdrs.EXPECT in headers or hdrs.ORIGIN in headers)
 
 
 class FastRequest:
@@ -166,6 +227,11 @@ class FastRequest:
         self._invocation = invocation
         if invocation.ended:
             self._on_answer()
+
+    def pause(self) -> None:
+        """Do nothing: a response is written at once, or in slices by the connection."""
+
+    def resume(self) -> None: ...
 
     def abandon(self) -> None:
         """Cancel the invocation: the caller has closed the connection."""

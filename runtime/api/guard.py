@@ -138,14 +138,14 @@ class Guard:
         path = resource.canonical if resource is not None else ""
         if (request.method, path) in self._public:
             return await handler(request)
+        # A row with "*" serves all methods.
+        method = "*" if ("*", path) in self._scopes else request.method
         function = request.match_info.get("function")
         try:
             signer = await self._find_signer(request) if path in self._signed else None
             if signer is None:
                 signer = await self._find_issuer(request)
-            admitted = self.admit(
-                request.headers, (request.method, path), function, request.transport, signer
-            )
+            admitted = self.admit(request.headers, (method, path), function, request.transport, signer)
         except QuotaExceeded as error:
             if function is not None:
                 self._on_quota(function, error)

@@ -84,7 +84,8 @@ class OpenApi:
         """The (paths, components) that do not depend on the deployed functions and on the caller."""
         types = _Types(self.routes)
         paths: dict[str, Any] = {}
-        for route in self.routes:
+        # A row with all methods is an API of the function, which only the function can describe.
+        for route in (route for route in self.routes if route.method != "*"):
             operations, method = paths.setdefault(route.path, {}), route.method.lower()
             operations[method] = _merge(operations.get(method, {}), _operation(route, types))
         # pydantic names components by their classes. Replace each name by the component's title, also in references.

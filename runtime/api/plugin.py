@@ -29,6 +29,10 @@ class ApiPlugin:
     """Other prefixes with which the paths exist too, such as the prefixes of other platforms with the same API."""
     always_bare: ClassVar[bool] = False
     """True if the paths without the prefix exist in any case, except paths that another plugin has."""
+    host_prefix: ClassVar[str] = ""
+    """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
+    fast: ClassVar[str] = ""
+    """The beginning of the paths of plain requests that the plugin serves as a `FastTaker` (`fast_path.py`); "" for none."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -110,6 +114,11 @@ class Plugins:
             if plugin.always_bare:
                 found[name] += [row for row in plugin.routes() if (row.method, row.path) not in taken]
         return found
+
+    @property
+    def takers(self) -> dict[str, Any]:
+        """The plugins with a fast path, by the beginning of its paths."""
+        return {plugin.fast: plugin for plugin in self.all if plugin.fast}
 
     @property
     def root(self) -> dict[str, str]:

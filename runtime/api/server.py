@@ -15,13 +15,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
+from ..http.connection import ClientConnection, FastConnection, header_timer
+from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING, IncomingBodies
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
-from .connection import ClientConnection, FastConnection, header_timer
+from ..http.self_check import why_not_fast
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
-from .self_check import why_not_fast
 
 LOG = logging.getLogger(__name__)
 OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
@@ -96,12 +97,12 @@ async def callers_leave(request: web.Request, handler: Handler) -> web.StreamRes
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
     fast_path: FastPath, header_timeout_s: float, on_prepare: Sequence[OnPrepare] = (),
-    tls: ssl.SSLContext | None = None,
+    tls: ssl.SSLContext | None = None, hosts: HostNames | None = None,
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
     Before the header of a response is sent, aiohttp calls each function in `on_prepare` with the request and the
-    response. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
+    response. Requests for a name in `hosts` go to the web app of its function. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
     if reason := await why_not_fast():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, reason=reason))
@@ -116,6 +117,8 @@ async def http_server(
     http = HttpServer(runner, fast_path, tls)
     app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
     await runner.setup()
+    if hosts is not None and runner.server is not None:
+        hosts.install(runner.server)
 
     def accept() -> asyncio.Protocol:
         if runner.server is None:

@@ -18,8 +18,8 @@ _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 def templates() -> dict[str, str]:
-    """Return the templates' names, each with the first line of its handler's docstring."""
-    files = sorted(TEMPLATES.glob("*/handler.py"))
+    """Return the templates' names, each with the first line of the docstring of its handler or app."""
+    files = sorted([*TEMPLATES.glob("*/handler.py"), *TEMPLATES.glob("*/app.py")])
     texts = {file.parent.name: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in files}
     return {name: text.partition("\n")[0] for name, text in texts.items()}
 
@@ -65,7 +65,10 @@ def _name_of(folder: Path) -> str:
 
 def _rename(folder: Path, template: str, name: str) -> None:
     """Replace the template's name by `name` in the settings, and in the commands of the README."""
-    names = {SETTINGS_FILE: ['name = "{}"'], README_FILE: ["pilotflame invoke {} ", "/invoke/{}\n"]}
+    names = {
+        SETTINGS_FILE: ['name = "{}"'],
+        README_FILE: ["pilotflame invoke {} ", "/invoke/{}\n", "/asgi/{}/"],
+    }
     for file, places in names.items():
         text = (folder / file).read_text(encoding="utf-8")
         for place in places:

@@ -147,7 +147,10 @@ def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[Fu
         standalone=request.standalone, folder_name=request.folder_name if uploaded else None,
     )  # fmt: skip
     needs = dialects.requirements(folder, settings.handler)
-    settings = settings.model_copy(update={"env": dict(needs.env) | dict(settings.env)})
+    update: dict[str, Any] = {"env": dict(needs.env) | dict(settings.env)}
+    if "concurrency" not in settings.model_fields_set:
+        update["concurrency"] = dialects.concurrency(folder, settings.handler)
+    settings = settings.model_copy(update=update)
     if request.authorize is not None:
         # A function with `after` starts when an upstream function is called, which reveals this call to the caller. So
         # the caller must also have the right to deploy the upstream functions.

@@ -38,6 +38,7 @@ from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .deploy import Deployment, prepare, requirements_of, stored_outside, worker_spec
+from .host_claims import HostClaims
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
 from .rest import LIGHT_S
@@ -115,6 +116,13 @@ class Functions:
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(DEPLOY_THREADS, "deploy"), init=False
     )
+
+    def __post_init__(self) -> None:
+        self.hosts = HostClaims(
+            self.settings.app_hosts, lambda: [live.record.settings for live in self._live.values()]
+        )
+        for changed in (self.events.live, self.events.deleted):
+            changed.append(self.hosts.update)
 
     @property
     def drain_s(self) -> float:
@@ -239,6 +247,7 @@ class Functions:
         with contextlib.ExitStack() as failing:
             failing.callback(self._threads.submit, _remove, staged)
             self.gpus.check(name, fields.settings.resources)
+            self.hosts.check(fields.settings)
             async with self._lock(name):
                 self._check_open()
                 # While this deploy waited for the lock, another deploy may have made a revision live.
@@ -516,6 +525,7 @@ class Functions:
             if rests_warm and live.function.ladder.plans_zygote:
                 warming.append(live)
             live.workers.go_live()
+        self.hosts.update()
         warming.sort(key=_expected_waiting, reverse=True)
         self.tasks.create_task(self._warm(warming), name="warm")
 

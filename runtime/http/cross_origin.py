@@ -42,8 +42,8 @@ class CrossOrigin:
     ) -> None:
         """`is_open` returns True while only this machine reaches the gateway and requests need no API key."""
         self._functions, self._is_open = functions, is_open
-        self._invoking = {route.path for route in routes if route.scope is Scope.INVOKE}
-        self._paths = {route.path for route in routes if route.scope in (None, Scope.INVOKE)}
+        self._invoking = {route.canonical for route in routes if route.scope is Scope.INVOKE}
+        self._paths = {route.canonical for route in routes if route.scope in (None, Scope.INVOKE)}
         self._everywhere = Cors(origins=tuple(origins))
 
     def allows(self, origin: str, path: str, function: str | None) -> bool:

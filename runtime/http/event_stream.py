@@ -75,6 +75,15 @@ async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncode
     return response
 
 
+def abort(request: web.Request) -> None:
+    """Close the connection of a request and discard unsent bytes. The caller notices that the response is not whole."""
+    transport = request.transport
+    if transport is not None:
+        if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        transport.abort()
+
+
 class EventStream:
     """The streamed response to an invocation. Its header is sent before the first event or heartbeat."""
 
@@ -112,11 +121,7 @@ class EventStream:
 
     def abort(self) -> None:
         """Close the connection and discard unsent bytes, because the reader may never read them."""
-        transport = self._request.transport
-        if transport is not None:
-            if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
-            transport.abort()
+        abort(self._request)
 
     def _encode(self, pieces: list[bytes], first: int) -> bytes:
         """Return the events for pieces of the output. `first` is the number of the first piece."""

@@ -24,12 +24,13 @@ class Origins:
 
     def of(self, request: web.Request) -> str:
         """Return the scheme, host and port of a request, as `https://models.example:8443`."""
-        scheme, host = self._told(request) if self._trusts(request.remote) else ("", "")
+        scheme, host = self._told(request) if self.trusts(request.remote) else ("", "")
         if scheme or host:
             request = request.clone(scheme=scheme or request.scheme, host=host or request.host)
         return str(request.url.origin())
 
-    def _trusts(self, address: str | None) -> bool:
+    def trusts(self, address: str | None) -> bool:
+        """Return True if `address` is that of a proxy whose headers count."""
         if not self._trusted or not address:
             return False
         try:

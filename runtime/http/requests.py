@@ -26,6 +26,8 @@ from .incoming_bodies import INCOMING
 CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
 """The body of a request that the guard had to read. `read_body` returns it."""
+CALLS = web.RequestKey("calls", bool)
+"""Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
 CONTINUED = web.RequestKey("continued", bool)
 """True once the gateway has sent the interim response 100, for which a client may wait before it sends the body."""
 Headers: TypeAlias = Mapping[str, str]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired
 
 import orjson
 from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
+from aiohttp.http import SERVER_SOFTWARE
 from pydantic import WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
@@ -184,7 +185,9 @@ def check_version(request: web.Request) -> None:
 
 async def complete_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Name the server. Remove the Content-Type that aiohttp adds to a response without a body."""
-    response.headers[hdrs.SERVER] = SERVER
+    # A function may have set another name.
+    if response.headers.get(hdrs.SERVER) in (None, SERVER_SOFTWARE):
+        response.headers[hdrs.SERVER] = SERVER
     # A client that expects 100-continue and is refused does not send the body that it has announced.
     if request.version not in VERSIONS or awaits_continue(request):
         response.headers[hdrs.CONNECTION] = "close"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ INVOKE_PATH = "/invoke/{function}"
 MAX_DIGITS = 9
 # The times that dates can be made of: the years 1 to 9999.
 FIRST_S, LAST_S = -62135596800.0, 253402300799.0
+# The pattern of a variable, as in "/{path:.*}".
+_PATTERN = re.compile(r":[^{}]*\}")
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 E = TypeVar("E", bound=enum.StrEnum)
@@ -178,6 +181,11 @@ class Route:
     """
     error_type: Any = ErrorBody
 
+    @property
+    def canonical(self) -> str:
+        """The path as aiohttp names it: without the patterns of its variables."""
+        return _PATTERN.sub("}", self.path)
+
 
 def based(base: str, routes: Sequence[Route], others: Iterable[str] = (), *, bare: bool) -> list[Route]:
     """Return the rows with the prefix `base` and with each prefix of `others`.
@@ -231,7 +239,7 @@ def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | No
     """
     scopes: dict[tuple[str, str], Scope | None] = {}
     for route in routes:
-        if scopes.setdefault((route.method, route.path), route.scope) is not route.scope:
+        if scopes.setdefault((route.method, route.canonical), route.scope) is not route.scope:
             raise ValueError(f"{route.method} {route.path} has rows with different scopes")
     return scopes
 
@@ -245,7 +253,7 @@ def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
     for route in routes:
         sharing[_beginning(route)].add(route.error_format)
     return {
-        route.path if len(sharing[_beginning(route)]) > 1 else _beginning(route): route.error_format
+        route.canonical if len(sharing[_beginning(route)]) > 1 else _beginning(route): route.error_format
         for route in routes
         if route.error_format
     }

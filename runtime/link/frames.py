@@ -98,6 +98,12 @@ class FrameKind(enum.IntEnum):
     # Down: the answer to NEED. The files of the adapter "name" can be mapped, and all bytes are there within
     # "weights_s". Or the head has the "error".
     HELD = 32
+    # Down: a piece of the input of a running invocation, in the payload. INPUT_END: the last piece, which may be empty.
+    INPUT = 33
+    INPUT_END = 34
+    # Up: the handler has read pieces of the input; the head has their "count". The first READ of an invocation has the
+    # count 0: before it, the gateway sends no piece. So an invocation that is given back has lost none.
+    READ = 35
 
 
 class Frame(NamedTuple):

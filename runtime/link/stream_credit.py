@@ -1,4 +1,4 @@
-"""Limits how much of a streamed response is sent before its reader has received it."""
+"""Limits how much of a stream is sent before its reader has received it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections import deque
 
 STREAM_CHUNKS = 64
 STREAM_BYTES = 256 << 10
+# The largest piece of an exchange. READ_CHUNKS and READ_BYTES are so small that such a piece always fits between two
+# reports of its reader.
+PIECE_BYTES = 64 << 10
+READ_CHUNKS = STREAM_CHUNKS // 4
+READ_BYTES = STREAM_BYTES // 4
 
 
 class Credit:
@@ -70,3 +75,24 @@ class Credit:
         self._sizes.append(size)
         self._bytes += size
         return True
+
+
+class ReadPieces:
+    """Counts the pieces that a reader has received, until there are enough to report them to the sender.
+
+    Fewer reports than pieces save frames. Pieces of at most PIECE_BYTES never wait for a report that does not come.
+    """
+
+    __slots__ = ("_bytes", "_count")
+
+    def __init__(self) -> None:
+        self._count = self._bytes = 0
+
+    def add(self, size: int) -> int:
+        """Count a piece of `size` bytes. Return the number of pieces to report now, which is often 0."""
+        self._count += 1
+        self._bytes += size
+        if self._count < READ_CHUNKS and self._bytes < READ_BYTES:
+            return 0
+        count, self._count, self._bytes = self._count, 0, 0
+        return count

@@ -570,7 +570,8 @@ class RevisionWorkers:
     async def retire(self, timeout_s: float) -> None:
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
-        self.phase, self.revision.retiring = Phase.RETIRING, True
+        self.phase = Phase.RETIRING
+        self.revision.retire()
         self.events.starts.refuse(self.revision.dispatcher.retired())
         self.function.ladder.release(self)
         self.look()

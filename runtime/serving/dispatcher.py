@@ -350,7 +350,9 @@ class Dispatcher:
         """
         settings, started_s = self._policy.settings, replica.started_s(invocation)
         limit_s = settings.execution_timeout_s or max(settings.timeout_s, invocation.execution_s or 0.0)
-        stuck_s = (now_s if started_s is None else started_s) + limit_s + settings.cancel_grace_s
+        # The time of an open connection counts from its last message.
+        began_s = now_s if started_s is None else max(started_s, invocation.active_s)
+        stuck_s = began_s + limit_s + settings.cancel_grace_s
         if now_s < stuck_s - EARLY_S:
             self._deadlines.set(invocation, stuck_s, now_s)
         elif not replica.awaited(invocation):
@@ -374,7 +376,7 @@ class Dispatcher:
         if replica.outstanding.batching:
             if timing[3]:
                 self.queue.charge(invocation, timing[3])
-        elif replica.completed % OBSERVED_EVERY == 1:
+        elif replica.completed % OBSERVED_EVERY == 1 and invocation.idle_s is None:
             if timeline.exec_s:
                 self._exec_s.append(timeline.exec_s)
                 self._each_s = sorted(self._exec_s)[len(self._exec_s) // 2]

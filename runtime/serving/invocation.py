@@ -13,6 +13,7 @@ from ..link.stream_credit import Credit
 from ..telemetry.invocation_end import Source
 from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
+from .input_stream import InputStream
 
 NORMAL, LAST = 3, 5
 """Priorities: NORMAL is the default, and LAST is for invocations that can wait. 1 is served first."""
@@ -30,11 +31,14 @@ class Stream:
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._arrived = asyncio.Event()
+        # Made by the first wait.
+        self._arrived: asyncio.Event | None = None
         self._closed = False
         self._grant: Callable[[int], None] | None = None
-        # The worker counts as well, but its process runs the function's code.
-        self._credit = Credit()
+        # The worker counts as well, but its process runs the function's code. Made when the first piece comes.
+        self._credit: Credit | None = None
+        self.on_change: Callable[[], None] | None = None
+        """Called when a piece has arrived, and at the end."""
 
     @property
     def ready(self) -> bool:
@@ -47,28 +51,43 @@ class Stream:
 
     def put(self, piece: bytes) -> None:
         """Add a piece. Raise LinkError if the reader has not granted room for it."""
+        if self._credit is None:
+            self._credit = Credit()
         if not self._credit.spend(len(piece), 0.0):
             raise LinkError("A worker sent more of a streamed output than it may.")
         self._pieces.append(piece)
-        self._arrived.set()
+        self._note_change()
 
     def close(self) -> None:
         self._closed = True
-        self._arrived.set()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._arrived is not None:
+            self._arrived.set()
+        if self.on_change is not None:
+            self.on_change()
+
+    def take_now(self) -> list[bytes]:
+        """Return all pieces that have arrived, or []."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     async def take(self) -> list[bytes]:
         """Wait for pieces, and return all that have arrived; [] at the end. A cancelled wait loses no pieces."""
         while not self._pieces:
             if self._closed:
                 return []
+            if self._arrived is None:
+                self._arrived = asyncio.Event()
             self._arrived.clear()
             await self._arrived.wait()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        return self.take_now()
 
     def consumed(self, count: int) -> None:
         """Let the worker send `count` more pieces, because the reader has received `count` pieces."""
-        self._credit.grant(count)
+        if self._credit is not None:
+            self._credit.grant(count)
         if self._grant is not None:
             self._grant(count)
 
@@ -109,6 +128,14 @@ class Invocation:
     """Called with each progress report, as JSON."""
     on_metrics: Callable[[bytes], None] | None = None
     """Called with each report of metrics, as a JSON object."""
+    on_leaving: Callable[[], None] | None = None
+    """Called when its worker or its revision is about to end, for a caller that can connect again."""
+    exchanges: bool = False
+    """True if its handler may use `context.exchange`. Then `streaming` must be true."""
+    input: InputStream | None = None
+    """The pieces of the input that follow `body`, if it `exchanges`; None if `body` is the whole input."""
+    idle_s: float | None = None
+    """Only for a connection that stays open: `deadline_s` is this number of seconds after the last message."""
     on_end: Callable[[], None] | None = None
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     capture: Capture | None = None
@@ -130,6 +157,8 @@ class Invocation:
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
     """The name of the worker that it was last sent to; "" while it waits."""
+    active_s: float = field(init=False, default=0.0)
+    """When the last message of its open connection passed; 0 before the first message."""
     _cold: bool = field(init=False, default=False)
 
     def __post_init__(self, now_s: float, streaming: bool) -> None:
@@ -160,6 +189,8 @@ class Invocation:
             head["traceparent"] = self.traceparent
         if self.extra:
             head["extra"] = self.extra
+        if self.exchanges:
+            head["exchange"] = self.input is not None
         return head
 
     # -- changes of state, in the order in which they happen; called by the dispatcher
@@ -185,6 +216,12 @@ class Invocation:
         if self.execution_s is not None:
             self.deadline_s = started_s + self.execution_s
 
+    def mark_active(self, now_s: float) -> None:
+        """A message of its open connection has passed. `idle_s` counts from now on."""
+        self.active_s = now_s
+        if self.idle_s is not None:
+            self.deadline_s = now_s + self.idle_s
+
     def mark_requeued(self) -> None:
         """The invocation waits again, because its worker gave it back or died."""
         self.worker, self.execution_deadline_s = "", math.inf
@@ -204,6 +241,8 @@ class Invocation:
         self.ended = True
         if self.stream is not None:
             self.stream.close()
+        if self.input is not None:
+            self.input.close()
         if self.output.done():
             return
         if outcome is None:

@@ -158,6 +158,8 @@ class Replica:
                     self._record(channel, invocation)
                 if invocation.stream is not None:
                     invocation.stream.connect(partial(self._grant, channel))
+                if invocation.input is not None:
+                    invocation.input.connect(partial(self._pass_input, channel))
                 link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s), invocation.body)
             return
         channels = self.outstanding.add_batch(invocations, now_s)
@@ -189,6 +191,16 @@ class Replica:
         """Tell the worker that an adapter's files can be mapped, and within how many seconds its bytes arrive; or why not."""
         outcome = {"error": held.to_wire()} if isinstance(held, PilotflameError) else {"weights_s": held}
         self.child.link.send_json(FrameKind.HELD, 0, {"name": name, **outcome})
+
+    def _pass_input(self, channel: int, piece: bytes, *, last: bool) -> None:
+        if channel in self.outstanding.calls:
+            self.child.link.send(FrameKind.INPUT_END if last else FrameKind.INPUT, channel, b"", piece)
+
+    def tell_leaving(self) -> None:
+        """Tell open connections that they should connect again, because this worker or its revision ends."""
+        for invocation in list(self.outstanding.calls.values()):
+            if invocation.on_leaving is not None:
+                invocation.on_leaving()
 
     def cancel(self, invocation: Invocation) -> bool:
         """Tell the worker that the caller of an invocation has left. The handler call may still go on.
@@ -258,6 +270,7 @@ class Replica:
             self._leave_parked()
             self.state = ReplicaState.DRAINING
             self.child.link.send(FrameKind.DRAIN)
+            self.tell_leaving()
             if kill_after_s is not None:
                 self.child.kill_after(kill_after_s)
 
@@ -287,7 +300,7 @@ class Replica:
             self._on_end(frame.channel, Output(b"", JSON_TYPE), Timing.unpack(frame.head))
         elif kind == FrameKind.ERROR:
             self._on_end(frame.channel, PilotflameError.from_wire(frame.json()), UNKNOWN)
-        elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS, FrameKind.METRICS):
+        elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS, FrameKind.METRICS, FrameKind.READ):
             self._on_piece(frame)
         elif kind == FrameKind.RETURNED:
             self._on_end(frame.channel, None, UNKNOWN)
@@ -326,6 +339,9 @@ class Replica:
         if frame.kind == FrameKind.CHUNK:
             if invocation.stream is not None:
                 invocation.stream.put(frame.payload)
+        elif frame.kind == FrameKind.READ:
+            if invocation.input is not None:
+                invocation.input.grant(int(frame.json()["count"]))
         elif report := invocation.on_progress if frame.kind == FrameKind.PROGRESS else invocation.on_metrics:
             report(frame.payload)
 
@@ -340,6 +356,7 @@ class Replica:
                 self._leave_parked()
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
+                self.tell_leaving()
                 # A worker with invocations may run until the last of them has ended, which deadlines limit.
                 if not self.outstanding.calls:
                     self.child.kill_after(EXIT_TIMEOUT_S)

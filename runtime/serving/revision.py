@@ -66,6 +66,12 @@ class Revision(CallEvents):
         """The largest number of running invocations since the last look, which set it to the number at that time."""
         self._waited = self._refused = 0
 
+    def retire(self) -> None:
+        """Accept no more invocations, and let open connections connect to the next revision."""
+        self.retiring = True
+        for replica in self.replicas:
+            replica.tell_leaving()
+
     def configure(self, policy: Policy) -> None:
         self.policy, self.streaming = policy, policy.streaming
         self.dispatcher.configure(policy)

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
 from ...handlers.dialect import parse_reference
+from ...handlers.recognise import installed_dialects
 from ...snapshot.handle import ADAPTERS, subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
@@ -53,6 +54,9 @@ _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+# An app as servers of apps take it: a module and a name in it.
+_APP = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
+_HOST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}")
 # The name of a Debian package, optionally with an architecture and a version.
@@ -220,6 +224,14 @@ def _variable_problem(name: str, value: str) -> str | None:
     return f"env.{name} contains a NUL character" if "\0" in value else None
 
 
+def _host_problem(host: str) -> str | None:
+    if _HOST.fullmatch(host) and len(host) <= 253:
+        return None
+    return f"hosts has {host[:80]!r}; allowed: a host name in small letters and without a port, as api.example.com"
+
+
+HostName = Annotated[str, checked(_host_problem)]
+
 TensorPattern = Annotated[str, Field(min_length=1, max_length=1024)]
 # JSON holds no number of more than 64 bits.
 SliceSpec = tuple[
@@ -348,6 +360,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Qualifiers by which callers of AWS Lambda may name the live revision, as prod.",
     )
     cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
+    hosts: Annotated[tuple[HostName, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=16,
+        description="Host names whose requests all go to the function's web app, as api.example.com. The gateway's app_hosts"
+        " must allow them.",
+    )
     source: Annotated[tuple[AnySource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
@@ -463,6 +481,7 @@ def read_settings(
         raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
     raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
+    _lengthen(raw, problems)
     named_after = folder.resolve().name if folder_name is None else folder_name
     if not raw.setdefault("name", slug(named_after)) and folder_name is not None:
         raise _unnamed(place or str(folder))
@@ -496,7 +515,9 @@ def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None)
     """
     found = dict.fromkeys(_flat(read_toml(folder / SETTINGS_FILE, missing_ok=True)), SETTINGS_FILE)
     found.setdefault("name", FROM_FOLDER)
-    return found | {key: FROM_OVERRIDE for key, value in (overrides or {}).items() if value is not None}
+    found |= {key: FROM_OVERRIDE for key, value in (overrides or {}).items() if value is not None}
+    short = installed_dialects().short_keys if found.keys() - keys(FunctionSettings).keys() else {}
+    return {"handler" if key in short else key: origin for key, origin in found.items()}
 
 
 def _flat(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -514,11 +535,31 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", ascii_text.lower()).strip("-")[:63].rstrip("-")
 
 
+def _lengthen(raw: dict[str, Any], problems: list[str]) -> None:
+    """Replace a dialect's short key in `raw` by `handler`. Add a problem for each key whose value cannot be used."""
+    for key in raw.keys() - FunctionSettings.model_fields.keys():
+        if (dialect := installed_dialects().short_keys.get(key)) is None:
+            continue
+        found = _APP.fullmatch(value) if isinstance(value := raw.pop(key), str) else None
+        if found is None:
+            problems.append(
+                f'{key} is {value!r:.80}; it should be a module and a name in it, as "shop.main:app"'
+            )
+        elif "handler" in raw:
+            problems.append(f"handler and {key} exclude each other; remove one of them")
+        else:
+            raw["handler"] = f"{dialect}:{found[1].replace('.', '/')}.py:{found[2]}"
+
+
 def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
     """Put the overrides into `raw`, the settings of the file. Yield one problem per unknown key."""
     known = keys(FunctionSettings, lists=False)
     for key, value in overrides.items():
         if value is None:
+            continue
+        if key not in known and key in installed_dialects().short_keys:
+            raw.pop("handler", None)
+            raw[key] = value
             continue
         section, dot, rest = key.partition(".")
         if key not in known and not (section in _OPEN_TABLES and rest):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, SecretStr, field_validator, model_validat
 from .validation import (
     ENV_PREFIX,
     GpuText,
+    HostPattern,
     NetworkText,
     Origin,
     PeerUrl,
@@ -134,6 +135,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     cors_origins: tuple[Origin, ...] = Field(
         (),
         description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
+    )
+    app_hosts: tuple[HostPattern, ...] = Field(
+        (),
+        description="Host names that functions may have by their setting hosts, as *.apps.example.com; by default none. Never"
+        " list the gateway's own name: its callers would send their API keys to a function.",
     )
     trusted_proxies: tuple[NetworkText, ...] = Field(
         (),
@@ -266,6 +272,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         "snapshot_identity",
         "queue_networks",
         "cors_origins",
+        "app_hosts",
         "trusted_proxies",
         "peers",
         "gpus",

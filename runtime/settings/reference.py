@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from ...errors import SettingsError
+from ...handlers.recognise import installed_dialects
 from .function_settings import SETTINGS_FILE, FunctionSettings
 from .gateway_settings import GatewaySettings
 from .validation import ENV_PREFIX, keys, unknown_key
@@ -28,7 +29,7 @@ This page is generated: `pilotflame settings --markdown > docs/settings.md`. `pi
 
 A function's settings are in `{file}` in its folder. `pilotflame deploy --set KEY=VALUE` overrides one of them. Keys with a dot
 are in a table: `scale.max` is `max` under `[scale]`. The keys `source.…` are those of each `[[source]]` table, and `schedule.…` those
-of each `[[schedule]]`. An unknown key is refused.
+of each `[[schedule]]`. An unknown key is refused. Instead of `handler`, a key of a platform may name it: {short}.
 
 {functions}
 
@@ -83,7 +84,8 @@ def markdown() -> str:
     found = all_settings()
     functions = _table(("key", "type", "range", "default", "meaning"), _rows(found, "function"))
     gateway = _table(("key", "variable", "type", "range", "default", "meaning"), _rows(found, "gateway"))
-    return _PAGE.format(file=SETTINGS_FILE, functions=functions, gateway=gateway)
+    short = ", ".join(f'`{key} = "module:name"`' for key in sorted(installed_dialects().short_keys))
+    return _PAGE.format(file=SETTINGS_FILE, functions=functions, gateway=gateway, short=short)
 
 
 def _rows(found: Iterable[SettingFacts], scope: str) -> Iterator[tuple[str, ...]]:

@@ -93,6 +93,19 @@ NetworkText = Annotated[str, checked(_network_problem)]
 """A network of IP addresses."""
 
 
+_HOST_PATTERN = re.compile(r"(\*\.)?[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})+")
+
+
+def _host_pattern_problem(pattern: str) -> str | None:
+    if _HOST_PATTERN.fullmatch(pattern):
+        return None
+    return f"{pattern[:80]!r} is no host name; write it as api.example.com or *.apps.example.com"
+
+
+HostPattern = Annotated[str, checked(_host_pattern_problem)]
+"""A host name, or with "*." in front all names below it."""
+
+
 def split_text(value: Any) -> Any:
     """Return a text split at commas and blanks, as a tuple. Return any other value unchanged."""
     return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from . import output
 from .batch_run import BatchRun
 from .runner import Call, Runner
 
+# The longest time for which an answer waits for other answers of its turn.
+JOIN_S = 0.001
+
 
 @dataclass(eq=False)
 class LoopRunner(Runner):
@@ -25,6 +29,29 @@ class LoopRunner(Runner):
     _queue: deque[list[Call]] = field(default_factory=deque, init=False)
     _running: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
+    _joined: list[bytes] = field(default_factory=list, init=False)
+    _joined_s: float = field(default=0.0, init=False)
+
+    def send(self, frames: list[bytes]) -> None:
+        """Send frames. If handlers exchange pieces, send those of a turn of the event loop together, within JOIN_S.
+
+        So the gateway wakes up once for the answers of many short calls. An answer may then be sent after another call has
+        started. That is no harm here: such a worker has no call that waits for a slot (see `Runner`).
+        """
+        if not self.handler.exchanges:
+            super().send(frames)
+            return
+        now_s = time.monotonic()
+        if not self._joined:
+            self._joined_s = now_s
+            asyncio.get_running_loop().call_soon(self._send_joined)
+        self._joined += frames
+        if now_s - self._joined_s > JOIN_S:
+            self._send_joined()
+
+    def _send_joined(self) -> None:
+        frames, self._joined = self._joined, []
+        super().send(frames)
 
     def enqueue(self, group: list[Call]) -> None:
         self._queue.append(group)
@@ -40,7 +67,9 @@ class LoopRunner(Runner):
     def cancel(self, channel: int) -> None:
         super().cancel(channel)
         call = self._calls.get(channel)
-        if call is not None and call.task is not None and all(peer.cancellation.flag for peer in call.peers):
+        if call is None or call.task is None or call.exchange is not None:
+            return
+        if all(peer.cancellation.flag for peer in call.peers):
             call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
@@ -50,7 +79,8 @@ class LoopRunner(Runner):
         # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies, only the
         # groups beyond that number run on another worker, so that no group runs twice.
         self.slots = max(self.slots, concurrency)
-        self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
+        whole = self.handler.batch is not None or self.handler.exchanges
+        self.window = concurrency if whole else window(concurrency, self._exec_s)
         self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
         self._start_groups()
 

@@ -41,6 +41,7 @@ from ..link.connection import JOIN_BYTES, Link
 from ..link.frames import HEADER, MAX_PAYLOAD_BYTES, FrameKind, Timing, check_output, encode, encode_json
 from ..link.stream_credit import Credit
 from .devices import may_be_of_device
+from .exchange import WorkerExchange
 
 # The weight of the newest duration in the moving average of durations.
 SMOOTHING = 0.2
@@ -65,6 +66,8 @@ class Call:
     credit: Credit | None = None
     execution_s: float | None = None
     """The time limit of a job's handler call, from its start."""
+    exchange: WorkerExchange | None = None
+    """The pieces that the handler and the caller exchange; None in most calls."""
     received_s: float = field(default_factory=time.monotonic, init=False)
     event: Any = field(default=None, init=False)
     cost: float = field(default=1.0, init=False)
@@ -131,11 +134,21 @@ class Runner(ABC):
             call.cancellation.flag = True
             if call.credit is not None:
                 call.credit.close()
+            if call.exchange is not None:
+                call.exchange.close()
 
     def grant(self, channel: int, count: int) -> None:
         """Record that the reader of a stream has received `count` chunks."""
-        if (call := self._calls.get(channel)) is not None and call.credit is not None:
-            call.credit.grant(count)
+        if (call := self._calls.get(channel)) is not None:
+            if call.credit is not None:
+                call.credit.grant(count)
+            if call.exchange is not None:
+                call.exchange.grant(count)
+
+    def feed(self, channel: int, piece: bytes, *, last: bool) -> None:
+        """Add a piece of the input of an invocation whose handler exchanges pieces with its caller."""
+        if (call := self._calls.get(channel)) is not None and call.exchange is not None:
+            call.exchange.put(piece, last=last)
 
     def close(self) -> list[Call]:
         """Start no more groups, and return the invocations that were never started."""
@@ -190,6 +203,8 @@ class Runner(ABC):
 
     def _update_window(self, exec_s: float) -> None:
         """Update the average duration, and tell the gateway if the window changes with it."""
+        if self.handler.exchanges:
+            return
         known = self._exec_s
         self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
         wanted = window(self.concurrency, self._exec_s)

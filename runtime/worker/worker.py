@@ -42,6 +42,7 @@ from ..link.stream_credit import Credit
 from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
 from ..settings.resources import CONTEXT_MB
 from . import devices, fork_safety
+from .exchange import WorkerExchange
 from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
 from .host import WorkerHost
 from .loop_runner import LoopRunner
@@ -297,7 +298,14 @@ class Worker:
                 self._parking.hold(frame)
         elif frame.kind == FrameKind.MORE:
             self._runner.grant(frame.channel, int(frame.json()["count"]))
-        elif frame.kind == FrameKind.ACTIVATE:
+        elif frame.kind in (FrameKind.INPUT, FrameKind.INPUT_END):
+            self._runner.feed(frame.channel, frame.payload, last=frame.kind == FrameKind.INPUT_END)
+        else:
+            self._on_control(frame)
+
+    def _on_control(self, frame: Frame) -> None:
+        """Handle a frame that belongs to no invocation."""
+        if frame.kind == FrameKind.ACTIVATE:
             self._activate(frame.json())
         elif frame.kind == FrameKind.HELD:
             self._host.on_held(frame.json())
@@ -339,10 +347,14 @@ class Worker:
             traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
             host=self._host, channel=frame.channel,
         )  # fmt: skip
+        if self._handler.exchanges and "exchange" in head:
+            context.exchange = exchange = WorkerExchange(self._link, frame.channel, follows=head["exchange"])
+        else:
+            exchange = None
         credit = Credit() if self._streaming else None
         call = Call(
             frame.channel, frame.payload, head.get("type", ""), context, cancellation,
-            head.get("accept", ""), credit, head.get("execution_s"),
+            head.get("accept", ""), credit, head.get("execution_s"), exchange,
         )  # fmt: skip
         self._runner.submit(call, head.get("more", 0))
 

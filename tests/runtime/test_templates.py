@@ -68,6 +68,14 @@ def test_stream(deployed):
     assert answer(client, name, event) == event["text"].split()
 
 
+def test_fastapi(deployed):
+    client, name, folder = deployed("fastapi")
+    event = json.loads((folder / "test_input.json").read_text())
+    assert answer(client, name, event) == {"greeting": "Hello, Ada."}
+    assert answer(client, name, {"path": "/count?to=2"}) == "1\n2\n"
+    assert answer(client, name, {"path": "/"})["docs"].endswith("/docs")
+
+
 def test_torch_module(deployed):
     def train(folder: Path) -> None:
         subprocess.run([sys.executable, "make_weights.py"], cwd=folder, check=True, capture_output=True)

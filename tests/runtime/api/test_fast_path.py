@@ -13,10 +13,10 @@ import pytest
 from live import LIMIT_S, Function, Gate, Gateway, gateway_here
 from pilotflame.errors import OutputInvalid
 from pilotflame.runtime.access.keys import Caller
-from pilotflame.runtime.api import connection as connections
-from pilotflame.runtime.api.connection import encode
 from pilotflame.runtime.api.fast_path import FastPath
 from pilotflame.runtime.api.invoke import Gateway as ApiGateway
+from pilotflame.runtime.http import connection as connections
+from pilotflame.runtime.http.connection import encode
 from pilotflame.runtime.http.large_answers import LargeAnswers
 from pilotflame.runtime.http.responses import Response
 from pilotflame.runtime.serving.invocation import Invocation

@@ -15,13 +15,13 @@ from pilotflame.runtime.client.function_template import copy_template, templates
 from pilotflame.runtime.packaging.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
 
-FILES = {"handler.py", "pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}
+FILES = {"pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}
 NAMES = list(templates())
 
 
 def test_the_templates():
     assert NAMES == [
-        "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
+        "fastapi", "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
         "text-embedding", "text-generation", "torch-module",
     ]  # fmt: skip
     assert all(templates().values())
@@ -37,7 +37,7 @@ def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_pa
     assert read_settings(folder).name == "my-function"
     check_requirements((folder / "requirements.txt").read_text())
     json.loads((folder / "test_input.json").read_text())
-    ast.parse((folder / "handler.py").read_text())
+    ast.parse((folder / ("app.py" if template == "fastapi" else "handler.py")).read_text())
     readme = (folder / "README.md").read_text()
     assert "pilotflame invoke my-function " in readme
     assert f"invoke {template} " not in readme
@@ -65,7 +65,7 @@ def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path):
 
 
 def test_an_unknown_template_is_named_with_those_there_are(tmp_path: Path):
-    with pytest.raises(CodeError, match=r"'nothing'.*hello, image-classification"):
+    with pytest.raises(CodeError, match=r"'nothing'.*fastapi, hello, image-classification"):
         copy_template("nothing", tmp_path / "f")
     assert not (tmp_path / "f").exists()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live import LIMIT_S
-from pilotflame.runtime.link.stream_credit import Credit
+from pilotflame.runtime.link.stream_credit import PIECE_BYTES, Credit, ReadPieces
 
 
 def test_chunks_are_spent_and_granted() -> None:
@@ -83,3 +83,19 @@ def test_grants_of_what_was_never_sent_do_not_count() -> None:
     credit.grant(5)
     assert credit.spend(1, 0)
     assert not credit.spend(1, 0)
+
+
+@given(st.lists(st.integers(0, PIECE_BYTES), max_size=300))
+def test_a_sender_never_waits_for_a_report_that_does_not_come(sizes: list[int]) -> None:
+    """The reader has read all pieces, and has not reported some of them. The next piece fits all the same."""
+    credit, read = Credit(), ReadPieces()
+    for size in sizes:
+        assert credit.spend(size, 0)
+        if count := read.add(size):
+            credit.grant(count)
+
+
+def test_pieces_are_reported_in_groups() -> None:
+    read = ReadPieces()
+    assert [read.add(1) for _ in range(16)] == [0] * 15 + [16]
+    assert [read.add(PIECE_BYTES), read.add(0)] == [1, 0]

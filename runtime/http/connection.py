@@ -7,19 +7,22 @@ the server uses `ClientConnection` instead.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import cast
+from typing import Protocol, cast
 
 from aiohttp import helpers, http_writer, web
 from aiohttp.http import RawRequestMessage
+from aiohttp.streams import StreamReader
 from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
-from ..http.large_answers import SlicedWrite
-from ..http.responses import SERVER, Handler, Response, error_reply
-from ..http.sliced_body import SLICE_BYTES
-from .fast_path import BEGINNING, FastPath, FastRequest
+from .large_answers import LargeAnswers, SlicedWrite
+from .requests import CALLS
+from .responses import SERVER, Handler, Response, error_reply
+from .sliced_body import SLICE_BYTES
 
+BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
 INTERNALS = (
@@ -29,6 +32,37 @@ INTERNALS = (
 )  # fmt: skip
 """The names of `web.RequestHandler` that `FastConnection` uses. aiohttp may change these names in any release."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class TakenRequest(Protocol):
+    """A request that the fast path handles. The connection reports its events to it."""
+
+    @property
+    def owner(self) -> str:
+        """The id of the caller's API key."""
+
+    def abandon(self) -> None:
+        """The caller has closed the connection."""
+
+    def pause(self) -> None:
+        """The caller reads slowly: write no more until `resume`."""
+
+    def resume(self) -> None: ...
+
+
+class RequestTaker(Protocol):
+    """The fast path, as connections see it."""
+
+    @property
+    def answers(self) -> LargeAnswers: ...
+
+    def take(
+        self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport,
+        send: Callable[[Response], None], sent: Callable[[], None],
+    ) -> TakenRequest | None:  # fmt: skip
+        """Handle a request that has arrived completely, or return None. `send` sends its response. A request that writes
+        its response to `transport` itself calls `sent` at the end.
+        """
 
 
 class ClientConnection(web.RequestHandler):
@@ -92,10 +126,10 @@ class FastConnection(ClientConnection):
 
     __slots__ = ("_fast_path", "_large", "_lost", "_parked_waiter", "_pending")
 
-    def __init__(self, server: web.Server, fast_path: FastPath, *, header_timeout_s: float) -> None:
+    def __init__(self, server: web.Server, fast_path: RequestTaker, *, header_timeout_s: float) -> None:
         super().__init__(server, header_timeout_s=header_timeout_s)
         self._fast_path = fast_path
-        self._pending: FastRequest | None = None
+        self._pending: TakenRequest | None = None
         self._large: SlicedWrite | None = None
         self._lost: asyncio.Future[None] | None = None
         # The future on which aiohttp's task waits for the next request. It is kept here, and not in
@@ -127,13 +161,13 @@ class FastConnection(ClientConnection):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._large is not None:
-            self._large.pause()
+        if (writing := self._large or self._pending) is not None:
+            writing.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._large is not None:
-            self._large.resume()
+        if (writing := self._large or self._pending) is not None:
+            writing.resume()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._large is not None:
@@ -154,7 +188,9 @@ class FastConnection(ClientConnection):
         transport, request = self.transport, self._current_request
         if transport is None:
             return None
-        calls = request is not None and (request.path == "/" or request.path.startswith(BEGINNING))
+        calls = request is not None and (
+            request.path == "/" or request.path.startswith(BEGINNING) or CALLS in request
+        )
         if not (calls or self._pending is not None or transport.get_write_buffer_size()):
             return None
         self._lost = self._loop.create_future()
@@ -177,7 +213,7 @@ class FastConnection(ClientConnection):
             return False
         if not payload.is_eof() or payload.exception() is not None:
             return False
-        pending = self._fast_path.take(message, payload, transport, self._send)
+        pending = self._fast_path.take(message, payload, transport, self._send, self._sent)
         if pending is None:
             return False
         self._messages.clear()

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from ..http.responses import Response
-from .connection import FastConnection, missing_internals
-from .fast_path import FastPath
+from .connection import FastConnection, RequestTaker, missing_internals
+from .responses import Response
 
 LIMIT_S = 2.0
 # The probe leaves the second request to aiohttp. All four requests come on one connection.
@@ -21,7 +20,11 @@ PATHS = ("/fast", "/slow", "/fast", "/fast")
 class _Answered:
     """A request that the probe has taken."""
 
+    owner = ""
+
     def abandon(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 class _Probe:
@@ -31,7 +34,7 @@ class _Probe:
         self.taken = 0
 
     def take(
-        self, message: Any, payload: Any, _transport: Any, send: Callable[[Response], None]
+        self, message: Any, payload: Any, _transport: Any, send: Callable[[Response], None], _sent: Any
     ) -> _Answered | None:
         if message.path != "/fast":
             return None
@@ -62,7 +65,7 @@ async def _served(probe: _Probe) -> list[str]:
     """Return the bodies of the answers to requests of `PATHS`, sent one after the other."""
     server = web.Server(_slow)
     near, far = socket.socketpair()
-    loop, fast_path = asyncio.get_running_loop(), cast("FastPath", probe)
+    loop, fast_path = asyncio.get_running_loop(), cast("RequestTaker", probe)
     transport, _ = await loop.connect_accepted_socket(
         lambda: FastConnection(server, fast_path, header_timeout_s=LIMIT_S), near
     )

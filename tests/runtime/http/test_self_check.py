@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from pilotflame.runtime.api import self_check
-from pilotflame.runtime.api.connection import FastConnection
-from pilotflame.runtime.api.self_check import why_not_fast
+from pilotflame.runtime.http import self_check
+from pilotflame.runtime.http.connection import FastConnection
+from pilotflame.runtime.http.self_check import why_not_fast
 
 
 async def test_the_installed_aiohttp_serves_the_fast_path() -> None:

@@ -1,0 +1,46 @@
+"""Recognises web apps: an object `app` that FastAPI, Starlette or Flask has made, or the app that `asgi` or `wsgi` names."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ....handlers.dialect import OWN_NAME, Dialect
+from ....handlers.source_file import SourceFile
+
+APP = "app"
+CONCURRENCY = 100
+"""Requests and sockets that one worker serves at a time by default. Frameworks expect to serve many."""
+
+
+class AsgiDialect(Dialect):
+    """Apps that follow ASGI, such as those of FastAPI, Starlette, Litestar, Quart and Django."""
+
+    name: ClassVar = "asgi"
+    title: ClassVar = "ASGI"
+    resolver: ClassVar = "pilotflame.runtime.plugins.asgi.handler:resolve_app"
+    order: ClassVar = 90
+    short_key: ClassVar = "asgi"
+    concurrency: ClassVar = CONCURRENCY
+    makers: ClassVar = frozenset({"fastapi.FastAPI", "starlette.applications.Starlette"})
+    """The calls that make an app."""
+
+    def find(self, file: str, source: SourceFile) -> str | None:
+        found = APP in source.arity and OWN_NAME not in source.arity and bool(self.makers & source.calls)
+        return APP if found else None
+
+    def default_name(self, source: SourceFile | None) -> str:
+        return APP
+
+
+class WsgiDialect(AsgiDialect):
+    """Apps that follow WSGI, such as those of Flask. They run in threads, by the package a2wsgi."""
+
+    name: ClassVar = "wsgi"
+    title: ClassVar = "WSGI"
+    resolver: ClassVar = "pilotflame.runtime.plugins.asgi.handler:resolve_app"
+    order: ClassVar = 91
+    short_key: ClassVar = "wsgi"
+    makers: ClassVar = frozenset({"flask.Flask"})
+
+
+ASGI, WSGI = AsgiDialect(), WsgiDialect()

@@ -1,0 +1,135 @@
+"""Encodes the response of a web app as HTTP/1.1: the status and headers as the app sent them, and the body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from http import HTTPStatus
+
+from aiohttp import hdrs
+from aiohttp.helpers import rfc822_formatted_time
+from multidict import CIMultiDict
+
+from ....errors import OutputInvalid
+from .incoming_request import HOP_BY_HOP
+from .messages import ResponsePiece, check_head
+
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
+}
+_BODILESS = (204, 304)
+_LENGTH = b"content-length"
+# The gateway adds to these headers, unless the app has set them.
+_SERVER, _CROSS_ORIGIN = (b"server",), (b"server", b"vary", b"access-control-allow-origin")
+
+
+class ResponseEncoder:
+    """One response. Its header block is bytes of the app: aiohttp would change bytes that are not UTF-8."""
+
+    def __init__(
+        self, *, head: bool = False, keeps: bool = True, chunks: bool = True, shared: bool = False
+    ) -> None:
+        """`head` is True for a HEAD request, `chunks` for a caller of HTTP/1.1. With `shared`, the headers of CORS are put
+        into `headers`, where the gateway completes them.
+        """
+        self.keeps = keeps
+        """True if the connection stays open after the response."""
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        """The headers that the gateway sends beside the app's."""
+        self.status = 0
+        self.started = self.complete = False
+        self._bodiless, self._may_chunk, self._chunked = head, chunks, False
+        self._shared = _CROSS_ORIGIN if shared else _SERVER
+        self._lines: list[bytes] = []
+        # The bytes of the body that are missing by the app's Content-Length.
+        self._missing: int | None = None
+
+    def begin(self, piece: ResponsePiece, own: Callable[[], Mapping[str, str]]) -> None:
+        """Read the status and the headers. `own` returns the gateway's headers, which an app may replace.
+
+        Raise OutputInvalid if HTTP does not allow them. `headers` may be changed before `encode`.
+        """
+        if not piece.status or self.status:
+            raise OutputInvalid("The pieces of the response have a wrong order.")
+        check_head(piece.head)
+        if piece.status < 200:
+            raise OutputInvalid(f"The app responded with status {piece.status}, which is no final status.")
+        names = {self._add(line) for line in piece.head.splitlines(keepends=True)}
+        for name, value in own().items():
+            if _in_lower_case(name) not in names:
+                self.headers[name] = value
+        if b"date" not in names:
+            self.headers[hdrs.DATE] = rfc822_formatted_time()
+        self.status = piece.status
+
+    def _add(self, line: bytes) -> bytes:
+        """Add a line of the app's headers, and return the name in it in lower case."""
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        if name == _LENGTH:
+            text = value.strip()
+            if not text.isdigit() or self._missing not in (None, int(text)):
+                raise OutputInvalid(f"The app sent the Content-Length {text[:40]!r}.")
+            self._missing = int(text)
+        elif name in self._shared:
+            self.headers.add(name.decode(), value.decode("utf-8", "replace").strip())
+        elif name not in HOP_BY_HOP:
+            self._lines.append(line)
+        return name
+
+    def encode(self, pieces: list[ResponsePiece]) -> bytes:
+        """Return the bytes of pieces. Call `begin` with the first piece before. Raise OutputInvalid for a wrong body."""
+        data = [self._head(pieces[0])] if pieces[0].status else []
+        for piece in pieces:
+            if self.complete or (piece.status and piece is not pieces[0]):
+                raise OutputInvalid("The pieces of the response have a wrong order.")
+            data.append(self._body(piece.body, last=piece.last))
+            self.complete = piece.last
+        self.started = True
+        return b"".join(data)
+
+    def _head(self, piece: ResponsePiece) -> bytes:
+        framing = self._framing(piece)
+        if not self.keeps:
+            self.headers[hdrs.CONNECTION] = "close"
+        elif not self._may_chunk:
+            self.headers[hdrs.CONNECTION] = "keep-alive"
+        own = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()]).encode()
+        status = _STATUS_LINES.get(piece.status) or b"HTTP/1.1 %d \r\n" % piece.status
+        return b"".join((status, *self._lines, own, framing))
+
+    def _framing(self, piece: ResponsePiece) -> bytes:
+        """Return the headers that tell the end of the body, and the empty line after all headers."""
+        if self._bodiless or piece.status in _BODILESS:
+            # The Content-Length describes the body that a GET would get. A 204 has no length.
+            known = self._missing if piece.status != 204 else None
+            self._bodiless, self._missing = True, None
+            return b"\r\n" if known is None else b"content-length: %d\r\n\r\n" % known
+        if self._missing is None and piece.last:
+            self._missing = len(piece.body)
+        if self._missing is not None:
+            return b"content-length: %d\r\n\r\n" % self._missing
+        if not self._may_chunk:
+            # The end of the connection is the end of the body.
+            self.keeps = False
+            return b"\r\n"
+        self._chunked = True
+        return b"transfer-encoding: chunked\r\n\r\n"
+
+    def _body(self, body: bytes, *, last: bool) -> bytes:
+        """Return a part of the body as it is sent."""
+        if self._bodiless:
+            return b""
+        if self._chunked:
+            chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            return chunk + b"0\r\n\r\n" if last else chunk
+        if self._missing is not None:
+            self._missing -= len(body)
+            if self._missing < 0 or (last and self._missing):
+                raise OutputInvalid("The body of the response is not as long as its Content-Length.")
+        return body
+
+
+@lru_cache(maxsize=64)
+def _in_lower_case(name: str) -> bytes:
+    return name.lower().encode()

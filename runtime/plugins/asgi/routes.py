@@ -1,0 +1,177 @@
+"""The route of web apps: each request below /asgi/{function}/ is a call of the function's app."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import ClassVar
+
+from aiohttp import web
+
+from ....errors import LinkError, PilotflameError, UnknownRoute
+from ....handlers.codec import BYTES_TYPE
+from ...access.keys import Caller, Scope
+from ...api.fast_path import FastCall
+from ...api.invoke import HOLD, MAX_HOLD_S
+from ...api.plugin import ApiPlugin
+from ...api.standalone import PLATFORM
+from ...functions.live import Live
+from ...http.host_names import host_name
+from ...http.requests import (
+    CALLS,
+    awaits_continue,
+    caller_of,
+    priority_of,
+    read_body,
+    request_id_of,
+    seconds,
+    timeout_of,
+    too_large,
+    traceparent_of,
+)  # fmt: skip
+from ...http.responses import error_reply
+from ...http.routes import Route
+from ...serving.input_stream import InputStream
+from ...serving.invocation import Invocation
+from ...serving.revision import Revision
+from .fast_request import FastAppRequest
+from .http_exchange import HttpExchange
+from .incoming_request import Incoming, facts_of, incoming, is_websocket
+from .websocket_exchange import WebSocketExchange
+
+ROOT = "/asgi/{function}"
+PATH = f"{ROOT}/{{path:.*}}"
+ERRORS = (400, 408, 413, 429, 500, 503, 504)
+DIALECTS = ("asgi", "wsgi")
+SMALL_BYTES = 64 << 10
+"""A body of at most this length is read before the app is called. A longer body is sent to the app while it arrives."""
+
+
+class AsgiApi(ApiPlugin):
+    """The route of web apps."""
+
+    host_prefix: ClassVar = ROOT
+    fast: ClassVar = "/asgi/"
+    fast_route: ClassVar = ("*", f"{ROOT}/{{path}}")
+
+    def routes(self) -> list[Route]:
+        summary = "Send a request to the function's app. The app decides about methods, paths and responses."
+        to_root = "Go to the root of the function's app."
+        return [
+            Route("*", PATH, self.serve, Scope.INVOKE, summary, errors=ERRORS),
+            Route("*", ROOT, self.redirect, Scope.INVOKE, to_root, status=308),
+        ]
+
+    async def redirect(self, request: web.Request) -> web.StreamResponse:
+        """Redirect to the path of the app's root, which ends with a slash."""
+        self._app(request.match_info["function"])
+        location = str(
+            request.rel_url.with_path(f"{request.rel_url.raw_path}/", encoded=True, keep_query=True)
+        )
+        return web.Response(status=308, headers={"Location": location})
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Call the app with a request."""
+        received_s, request_id = time.monotonic(), request_id_of(request.headers)
+        name, websocket = request.match_info["function"], is_websocket(request)
+        live = self._app(name)
+        request[CALLS] = True
+        try:
+            body, follows = (b"", True) if websocket else await self._body(request, live)
+            # Another revision may have become live while the body arrived.
+            revision, invocation = self._submit(
+                self._app(name), incoming(request, self.backend.origins), caller_of(request), received_s,
+                request_id, body, follows=follows,
+            )  # fmt: skip
+        except PilotflameError as error:
+            return error_reply(error, request_id).response()
+        if (stream := invocation.stream) is None:
+            raise LinkError("An invocation of a web app has no stream.")
+        most = self.backend.body_limit(revision)
+        if websocket:
+            invocation.idle_s = invocation.timeout_s
+            return await WebSocketExchange(
+                request, revision, invocation, stream, most, self.backend.endless
+            ).run()
+        wait_s = self.backend.body_timeout_s
+        return await HttpExchange(request, revision, invocation, stream, most, wait_s).run()
+
+    def _app(self, name: str) -> Live:
+        """Return a function. Raise UnknownFunction, and UnknownRoute if it is no web app."""
+        live = self.backend.functions.get(name)
+        if live.record.handler.get("dialect") not in DIALECTS:
+            raise UnknownRoute(f"{name} is no web app.", remedy=f"Call it with POST /invoke/{name}.")
+        return live
+
+    async def _body(self, request: web.Request, live: Live) -> tuple[bytes, bool]:
+        """Return a body that is short or complete. Return (b"", True) if the body follows. Raise the errors of
+        `read_body`, and count them.
+        """
+        try:
+            return await self._read(request, live)
+        except PilotflameError as error:
+            self.backend.functions.note_refused(live.record.function, error)
+            raise
+
+    async def _read(self, request: web.Request, live: Live) -> tuple[bytes, bool]:
+        if not request.can_read_body:
+            return b"", False
+        most, length = self.backend.body_limit(live.revision), request.content_length
+        if length is not None and length > most:
+            raise too_large(most, self.backend.too_large_remedy(most, live.revision))
+        if not request.content.is_eof() and (
+            length is None or length > SMALL_BYTES or awaits_continue(request)
+        ):
+            return b"", True
+        if request.content.is_eof() and request.content.total_bytes > SMALL_BYTES:
+            return b"", True
+        return await read_body(request, most, self.backend.body_timeout_s), False
+
+    def take(self, call: FastCall) -> FastAppRequest | None:
+        """Serve a plain request with a short body. Return None if aiohttp must handle it."""
+        name, slash, _ = call.message.path[len(self.fast) :].partition("/")
+        peer = call.transport.get_extra_info("peername")
+        if not slash or (isinstance(peer, tuple) and self.backend.origins.trusts(str(peer[0]))):
+            return None
+        try:
+            live = self._app(name)
+            if call.payload.total_bytes > min(SMALL_BYTES, self.backend.body_limit(live.revision)):
+                return None
+            request = FastAppRequest(call, call.admit(name))
+        except PilotflameError:
+            # aiohttp's handler comes to the same error, and the caller gets it.
+            return None
+        message, secure = call.message, call.transport.get_extra_info("sslcontext") is not None
+        parts = Incoming(
+            message.method, 1, message.url, message.headers, message.raw_headers, call.transport,
+            "https" if secure else "http",
+        )  # fmt: skip
+        request_id, body = request_id_of(message.headers), call.payload.read_nowait()
+        submit = partial(self._submit, live, parts, request.caller, call.received_s, request_id, body)
+        request.begin(request_id, submit)
+        return request
+
+    def _submit(
+        self, live: Live, request: Incoming, caller: Caller, received_s: float, request_id: str, body: bytes,
+        *, follows: bool = False,
+    ) -> tuple[Revision, Invocation]:  # fmt: skip
+        """Submit the invocation of a request. Raise the error of the headers, or of the queue."""
+        headers, settings, name = request.headers, live.record.settings, live.record.function
+        facts = facts_of(
+            request, ROOT.format(function=name), keyed=caller.owner not in ("", PLATFORM),
+            alone=bool(settings.hosts) and host_name(headers.get("Host", "")) in settings.hosts,
+        )  # fmt: skip
+        try:
+            invocation = Invocation(
+                request_id, body, now_s=received_s,
+                deadline_s=received_s + timeout_of(headers, settings.timeout_s),
+                hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
+                content_type=BYTES_TYPE, extra=facts.encode(), traceparent=traceparent_of(headers),
+                streaming=True, exchanges=True, input=InputStream() if follows else None,
+                tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
+            )  # fmt: skip
+            live.revision.submit(invocation)
+        except PilotflameError as error:
+            self.backend.functions.note_refused(name, error)
+            raise
+        return live.revision, invocation

@@ -1,0 +1,249 @@
+"""WebSockets of web apps over real HTTP: handshakes, messages and ends in both directions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import WSMsgType
+from live import LIMIT_S, Function, Gate, Gateway, gateway_here
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SOCKETS = """
+import asyncio, gate
+
+async def app(scope, receive, send):
+    if scope["type"] != "websocket":
+        raise RuntimeError
+    case = scope["path"].removeprefix(scope["root_path"])
+    assert (await receive())["type"] == "websocket.connect"
+    if case == "/denied":
+        return await send({"type": "websocket.close", "code": 1008})
+    if case == "/response":
+        await send({"type": "websocket.http.response.start", "status": 401, "headers": [(b"x-why", b"no")]})
+        await send({"type": "websocket.http.response.body", "body": b"first ", "more_body": True})
+        return await send({"type": "websocket.http.response.body", "body": b"sign in"})
+    if case == "/unanswered":
+        return
+    if case == "/fails-early":
+        raise ValueError("early")
+    chosen = scope["subprotocols"][-1] if scope["subprotocols"] else None
+    await send({"type": "websocket.accept", "subprotocol": chosen, "headers": [(b"x-mine", b"1"), (b"set-cookie", b"a=1")]})
+    if case == "/closes":
+        return await send({"type": "websocket.close", "code": 4001, "reason": "enough"})
+    if case == "/returns":
+        return
+    if case == "/fails":
+        raise ValueError("late")
+    if case == "/flood":
+        try:
+            while True:
+                await send({"type": "websocket.send", "bytes": b"x" * 50_000})
+        except OSError:
+            gate.say("gone")
+            raise
+    while True:
+        message = await receive()
+        if message["type"] == "websocket.disconnect":
+            gate.say(f"left {message['code']} {message.get('reason', '')}".strip())
+            return
+        if case == "/waits":
+            await gate.wait_async("waits")
+        await send({"type": "websocket.send", "text": message.get("text"), "bytes": message.get("bytes")})
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
+
+
+class Sockets:
+    """The WebSockets of a function, as a caller opens them."""
+
+    def __init__(self, gateway: Gateway, function: Function, session: aiohttp.ClientSession) -> None:
+        self.function, self._session = function, session
+        self._base = f"{gateway.url}/asgi/{function.name}"
+
+    def open(self, path: str = "/echo", **how: Any) -> Any:
+        return self._session.ws_connect(self._base + path, max_msg_size=0, **how)
+
+    async def refused(self, path: str) -> aiohttp.WSServerHandshakeError:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            async with self.open(path):
+                pass
+        return caught.value
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sockets(
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, session: aiohttp.ClientSession
+) -> Sockets:
+    return Sockets(gateway, await deploy_app(SOCKETS, gate=gate), session)
+
+
+async def received(socket: aiohttp.ClientWebSocketResponse) -> aiohttp.WSMessage:
+    async with asyncio.timeout(LIMIT_S):
+        return await socket.receive()
+
+
+async def test_messages_pass_in_both_directions(sockets: Sockets) -> None:
+    async with sockets.open() as socket:
+        for text in ("", "é", "x" * 300_000):
+            await socket.send_str(text)
+            message = await received(socket)
+            assert (message.type, message.data) == (WSMsgType.TEXT, text)
+        await socket.send_bytes(b"\xff" * 100_000)
+        assert (await received(socket)).data == b"\xff" * 100_000
+        for number in range(500):
+            await socket.send_str(str(number))
+        assert [(await received(socket)).data for _ in range(500)] == [str(number) for number in range(500)]
+
+
+async def test_an_app_chooses_a_subprotocol_and_headers(sockets: Sockets) -> None:
+    async with sockets.open(protocols=("chat", "json"), headers={"X-Request-Id": "r-1"}) as socket:
+        assert socket.protocol == "json"
+        headers = socket._response.headers
+        assert headers["x-mine"] == "1"
+        assert headers["set-cookie"] == "a=1"
+        assert headers["x-request-id"] == "r-1"
+        assert headers["x-worker-id"]
+
+
+async def test_a_caller_closes_with_a_code(sockets: Sockets, gate: Gate) -> None:
+    async with sockets.open() as socket:
+        await socket.send_str("last")
+        await socket.close(code=4002, message=b"bye")
+    await gate.next("left 4002 bye")
+    await sockets.function.settled(ready=1, in_flight=0)
+
+
+async def test_a_caller_that_vanishes_is_a_disconnect(sockets: Sockets, gate: Gate) -> None:
+    async with sockets.open() as socket:
+        transport = socket._conn.transport
+        transport.abort()
+        await gate.next("left 1006")
+    await sockets.function.settled(ready=1, in_flight=0)
+    assert not [line for line in await sockets.function.lines() if line["level"] == "error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "reason"), [("/closes", 4001, "enough"), ("/returns", 1000, ""), ("/fails", 1011, "")]
+)
+async def test_an_app_closes(sockets: Sockets, path: str, code: int, reason: str) -> None:
+    async with sockets.open(path) as socket:
+        message = await received(socket)
+        assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, code, reason)
+
+
+async def test_an_app_denies_the_handshake(sockets: Sockets) -> None:
+    assert (await sockets.refused("/denied")).status == 403
+    refused = await sockets.refused("/response")
+    assert refused.status == 401
+    assert refused.headers is not None
+    assert refused.headers["x-why"] == "no"
+    for path in ("/unanswered", "/fails-early"):
+        assert (await sockets.refused(path)).status == 500
+    await sockets.function.settled(ready=1, in_flight=0)
+
+
+async def test_a_message_that_is_too_long_closes(
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, session: aiohttp.ClientSession
+) -> None:
+    function = await deploy_app(SOCKETS, {"max_body_bytes": 100_000}, gate=gate)
+    async with Sockets(gateway, function, session).open() as socket:
+        await socket.send_bytes(b"x" * 100_001)
+        assert (await received(socket)).data == 1009
+    await gate.next("left 1006")
+
+
+async def test_a_silent_socket_ends_after_the_time_limit(
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, session: aiohttp.ClientSession
+) -> None:
+    function = await deploy_app(SOCKETS, {"timeout_s": 1.0}, gate=gate)
+    began_s = asyncio.get_running_loop().time()
+    async with Sockets(gateway, function, session).open() as socket:
+        # Each message starts the time limit again.
+        for _ in range(4):
+            await asyncio.sleep(0.4)
+            await socket.send_str("x")
+            assert (await received(socket)).data == "x"
+        message = await received(socket)
+    assert (message.type, message.data) == (WSMsgType.CLOSE, 1001)
+    assert asyncio.get_running_loop().time() - began_s > 2.5
+    await gate.next("left 1006")
+    await function.settled(ready=1, in_flight=0)
+
+
+async def test_a_caller_that_reads_nothing_stops_the_app(sockets: Sockets, gate: Gate) -> None:
+    async with sockets.open("/flood") as socket:
+        await received(socket)
+        socket._conn.transport.abort()
+        await gate.next("gone")
+
+
+async def test_sockets_and_requests_share_workers(sockets: Sockets) -> None:
+    opened = [await sockets.open().__aenter__() for _ in range(30)]
+    for socket in opened:
+        await socket.send_str("hi")
+    assert {(await received(socket)).data for socket in opened} == {"hi"}
+    assert (await sockets.function.status())["in_flight"] == 30
+    for socket in opened:
+        await socket.close()
+    await sockets.function.settled(ready=1, in_flight=0)
+
+
+async def test_a_new_revision_sends_sockets_away_and_cuts_no_answer(
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, session: aiohttp.ClientSession
+) -> None:
+    function = await deploy_app(SOCKETS, gate=gate)
+    sockets = Sockets(gateway, function, session)
+    async with sockets.open() as socket:
+        await socket.send_str("x")
+        await received(socket)
+        deploying = asyncio.create_task(deploy_app(SOCKETS, name=function.name, gate=gate))
+        message = await received(socket)
+        assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, 1012, "service restart")
+        await gate.next("left 1012 service restart")
+        await deploying
+    async with sockets.open() as socket:
+        await socket.send_str("again")
+        assert (await received(socket)).data == "again"
+
+
+async def test_a_socket_brings_an_app_back_from_zero(
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, session: aiohttp.ClientSession
+) -> None:
+    function = await deploy_app(SOCKETS, {"scale.idle_timeout_s": 0.2}, gate=gate)
+    for _ in range(2):
+        await function.settled()
+        async with Sockets(gateway, function, session).open() as socket:
+            await socket.send_str("x")
+            assert (await received(socket)).data == "x"
+            await asyncio.sleep(0.5)
+            # An open socket keeps its worker.
+            assert (await function.status())["workers"]["ready"] == 1
+
+
+async def test_a_socket_ends_with_the_key_of_its_caller(state: Any, session: aiohttp.ClientSession) -> None:
+    async with gateway_here(state, auth="always") as closed, closed.at_home() as home:
+        made = (await home.post("/v1/keys", json={"name": "a", "scopes": ["invoke"]})).json()
+        folder = state.parent / "sockets"
+        folder.mkdir()
+        (folder / "app.py").write_text(SOCKETS.replace("import asyncio, gate", "import asyncio"))
+        order = {"path": str(folder), "overrides": {"name": "sockets", "asgi": "app:app"}}
+        assert (await home.post("/v1/functions", json=order)).status_code == 201
+        key = {"Authorization": f"Bearer {made['key']}"}
+        async with session.ws_connect(f"{closed.url}/asgi/sockets/echo", headers=key) as socket:
+            await socket.send_str("x")
+            assert (await received(socket)).data == "x"
+            assert (await home.delete(f"/v1/keys/{made['id']}")).status_code == 200
+            assert (await received(socket)).data == 1008
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="401"):
+            await session.ws_connect(f"{closed.url}/asgi/sockets/echo", headers=key)
