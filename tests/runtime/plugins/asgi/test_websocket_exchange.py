@@ -247,3 +247,16 @@ async def test_a_socket_ends_with_the_key_of_its_caller(state: Any, session: aio
             assert (await received(socket)).data == 1008
         with pytest.raises(aiohttp.WSServerHandshakeError, match="401"):
             await session.ws_connect(f"{closed.url}/asgi/sockets/echo", headers=key)
+
+
+async def test_the_end_of_the_gateway_sends_sockets_away(
+    state: Any, gate: Gate, session: aiohttp.ClientSession
+) -> None:
+    async with asyncio.TaskGroup() as tasks, gateway_here(state, drain_s=20.0) as own:
+        function = await own.deploy(None, {"asgi": "app:app"}, files={"app.py": SOCKETS}, gate=gate)
+        socket = await Sockets(own, function, session).open()
+        await socket.send_str("x")
+        assert (await received(socket)).data == "x"
+        leaving = tasks.create_task(received(socket))
+    assert (leaving.result().data, leaving.result().extra) == (1012, "service restart")
+    await gate.next("left 1012 service restart")
