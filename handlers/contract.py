@@ -6,6 +6,10 @@ rehearse(context)   once per standby, with weights of zeros: one forward pass, s
                     its result is discarded, and it must not store anything computed from the weights
 setup(context)      once per worker, after its weights have arrived
 teardown(context)   once per worker, before it exits
+park(context)       while the worker has no invocations: free device memory that belongs to no module of a snapshot,
+                    such as that of another engine; it may return the number of freed bytes
+unpark(context)     after `park`, before the next invocation: take the memory again; a worker that ends while it is
+                    parked runs `teardown` without it
 """
 
 from __future__ import annotations

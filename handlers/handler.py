@@ -50,6 +50,8 @@ class Handler:
     rehearse: Hook | None = None
     setup: Hook | None = None
     teardown: Hook | None = None
+    park: Hook | None = None
+    unpark: Hook | None = None
     dialect: str = "pilotflame"
     """The contract that the user's file follows: "pilotflame", or the name of a Dialect."""
     entry: str = ""

@@ -20,7 +20,7 @@ from .dialect import DEFAULT, OWN, OWN_NAME, Entry, parse_reference
 from .handler import Handler, HandlerKind, Hook, kind_of, written
 from .loading import import_file
 
-HOOKS = ("build", "rehearse", "setup", "teardown")
+HOOKS = ("build", "rehearse", "setup", "teardown", "park", "unpark")
 
 
 def resolve(root: Path, reference: str = DEFAULT, function: str = "", resolver: str = "") -> Handler:

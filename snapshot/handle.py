@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .caching.cache import Lease
     from .fetching.arrival import Arrival
     from .format.manifest import Manifest
     from .format.slices import Slices
@@ -72,6 +73,7 @@ class Snapshot:
         self.gated = False
         """True if the function runs its model within `gate`. Then its worker need not wait for all weights, whatever thread that is."""
         self._arrival: Arrival | None = None
+        self._lease: Lease | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
         # Weak references, so that a module that `setup` restored can be freed. `_plans` keeps the modules of `build`.
@@ -179,6 +181,56 @@ class Snapshot:
         with self._named():
             return views(self._mapping, names, slices)
 
+    def arrived(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor and each alias with its name, once its bytes have arrived, in the order of the manifest.
+
+        The tensors are views as in `load`. They need no gate. Raises the error of the fetch.
+        """
+        from .restoring.place import place  # noqa: PLC0415
+
+        found = self.load("*")
+        aliases = dict[str, list[str]]()
+        for alias, target in self.manifest.aliases.items():
+            aliases.setdefault(target, []).append(alias)
+        for entry in self.manifest.tensors:
+            if self._mapping is not None:
+                where = place(entry)
+                self._mapping.wait(entry.shard, where.begin_bytes, where.end_bytes)
+            for name in (entry.name, *aliases.get(entry.name, ())):
+                yield name, found[name]
+
+    @property
+    def files(self) -> Path:
+        """The folder with the weights and the assets. Its files are whole once all bytes have arrived."""
+        return self.path if self._lease is None else self._lease.root
+
+    def reference(self) -> dict[str, Any]:
+        """Return JSON for `referred` in another process of this node. This process must hold the snapshot meanwhile."""
+        return {
+            "root": str(self.root), "manifest": self.manifest.to_json().decode(), "name": self.name,
+            "cache": None if self._cache is None else str(self._cache), "mounted": [str(path) for path in self._mounted],
+            "verified": None if self._verified is None else [[one.size_bytes, one.version] for one in self._verified],
+            "deadline_s": None if self._arrival is None else self._arrival.deadline_s,
+        }  # fmt: skip
+
+    @classmethod
+    def referred(cls, reference: dict[str, Any]) -> Snapshot:
+        """Return the snapshot of a `reference`, open. Raises ManifestError if its manifest is not valid, and the errors of `open`."""
+        from .format.manifest import Manifest  # noqa: PLC0415
+        from .sources.source import ObjectInfo  # noqa: PLC0415
+
+        cache, verified = reference["cache"], reference["verified"]
+        made = cls(
+            Path(reference["root"]), Manifest.parse(reference["manifest"].encode()),
+            None if verified is None else [ObjectInfo(*one) for one in verified], name=reference["name"],
+            cache=None if cache is None else Path(cache), mounted=[Path(path) for path in reference["mounted"]],
+        )  # fmt: skip
+        made.open()
+        if reference["deadline_s"] is not None:
+            # Processes of one machine share the monotonic clock.
+            made.limit(reference["deadline_s"])
+        return made
+
     def blank(self) -> None:
         """Set the weights of the modules that `build` restored to zeros, which take no memory on the host.
 
@@ -229,7 +281,7 @@ class Snapshot:
             return kind(self.root, self.manifest, self._verified)
         from .caching.node import follow  # noqa: PLC0415  only remote weights need it
 
-        lease = follow(self._cache, self.manifest, self._mounted)
+        self._lease = lease = follow(self._cache, self.manifest, self._mounted)
         self._arrival = lease.arrival
         return kind(lease.root, self.manifest, keep=lease, arrival=lease.arrival)
 

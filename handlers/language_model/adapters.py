@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import PilotflameError, SnapshotError, SnapshotMismatch
+from ...errors import InputInvalid, PilotflameError, SnapshotError, SnapshotMismatch
 from ...snapshot.adapters import Adapters as AdapterSnapshots
 from ...snapshot.extras import needs
 from ...snapshot.handle import Snapshot
+from .adapter_fetches import AdapterFetches
 
 CONFIG = "adapter_config.json"
 BASE = "__base__"
 """peft's name of a row without an adapter."""
-MOST_FETCHES = 4
 # Rows that use these cannot share a batch with other rows.
 _REFUSED = (
     "use_dora",
@@ -52,8 +50,7 @@ class ModelAdapters:
         """The adapters in the module, the least recently used first."""
         self._tried = set[str]()
         """The adapters with which the model has run once."""
-        self._arriving: dict[str, asyncio.Future[Snapshot]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._fetches = AdapterFetches(snapshots)
 
     @property
     def names(self) -> list[str]:
@@ -67,14 +64,7 @@ class ModelAdapters:
 
     async def arrive(self, name: str) -> None:
         """Wait until all bytes of an adapter are on this node. The first call has it fetched. Raise SnapshotError or SourceError."""
-        if (arriving := self._arriving.get(name)) is None or _failed(arriving):
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(MOST_FETCHES, thread_name_prefix="adapter")
-            loop = asyncio.get_running_loop()
-            arriving = loop.run_in_executor(self._threads, self._snapshots.open, name)
-            self._arriving[name] = arriving
-        # A caller who leaves does not end the fetch, for which others may wait.
-        await asyncio.shield(arriving)
+        await self._fetches.arrive(name)
 
     def load(self, name: str, used: Collection[str]) -> None:
         """Put an adapter that has arrived into the module, if it is not there. `used` are the adapters of the present rows.
@@ -164,8 +154,14 @@ def _layer(name: str) -> str:
     return f"adapter-{name}"
 
 
-def _failed(arriving: asyncio.Future[Snapshot]) -> bool:
-    return arriving.done() and (arriving.cancelled() or arriving.exception() is not None)
+def check_adapter(name: str | None, there: Collection[str]) -> None:
+    """Raise InputInvalid if a request names an adapter that is not `there`."""
+    if name is not None and name not in there:
+        shown = f"there: {', '.join(there)}" if there else "it has none"
+        raise InputInvalid(
+            f"The model has no adapter {name!r} ({shown}).",
+            remedy="Name it in [adapters] of pilotflame.toml.",
+        )
 
 
 def _config(name: str, snapshot: Snapshot) -> Any:

@@ -17,8 +17,8 @@ from .prompts import Prompt, Prompts
 class AnswerForms:
     """Makes the forms of one model's answers."""
 
-    def __init__(self, tokenizer: Any, prompts: Prompts, ends: Sequence[int]) -> None:
-        """`ends` are the tokens that end an answer."""
+    def __init__(self, tokenizer: Any, prompts: Prompts, ends: Sequence[int] | None) -> None:
+        """`ends` are the tokens that end an answer. None: another engine compiles the grammars, so there are no constraints."""
         self._tokenizer = tokenizer
         self._chat = ChatForm.of(tokenizer.chat_template, getattr(tokenizer, "response_template", None))
         marks = [
@@ -28,11 +28,11 @@ class AnswerForms:
         ]
         self._tokens = prompts.single_tokens(marks)
         # A table of all tokens takes half a second for a large vocabulary. Here, all workers share it.
-        self._constraints, self._why_none = _constraints(tokenizer, ends)
+        self._constraints, self._why_none = (None, "") if ends is None else _constraints(tokenizer, ends)
 
     def constraint(self, request: GenerationRequest, prompt: Prompt) -> Constraint | None:
         """Return the constraint of an answer; None if it may be any text. Raise InputInvalid."""
-        if (grammar := self._grammar(request, prompt)) is None:
+        if (grammar := self.grammar(request, prompt)) is None:
             return None
         if self._constraints is None:
             raise InputInvalid(
@@ -58,7 +58,8 @@ class AnswerForms:
         listed = [tool.model_dump(exclude_none=True) for tool in request.tools]
         return AnswerParts(self._tokenizer.get_response_parser(template, prefix=before, tools=listed or None))
 
-    def _grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
+    def grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
+        """Return the grammar of an answer, in the Lark form of llguidance; None if it may be any text. Raise InputInvalid."""
         if request.output is not None:
             if request.output.grammar is not None:
                 return request.output.grammar

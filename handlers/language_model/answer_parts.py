@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .contract import ToolCall
+from .contract import Delta, ToolCall
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -73,6 +73,17 @@ class AnswerParts:
                 parts.text += event["text"] if self._begun else event["text"].lstrip()
                 self._begun = self._begun or bool(parts.text)
         return parts
+
+
+def add_text(delta: Delta, text: str, parts: AnswerParts | None, *, last: bool = False) -> None:
+    """Add a piece of an answer's text to the delta. `parts` reads the answer; None: all of it is text."""
+    if parts is None:
+        delta.text += text
+        return
+    for found in (parts.push(text), *([parts.finish()] if last else [])):
+        delta.text += found.text
+        delta.reasoning += found.reasoning
+        delta.tool_calls += found.calls
 
 
 def _several(value: Any) -> list[Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,25 +22,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...errors import InputInvalid
 from ..notes import note
-from .adapters import ModelAdapters
+from .adapters import ModelAdapters, check_adapter
 from .admission import Targets
 from .answer_form import AnswerForms
-from .answer_parts import AnswerParts
+from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel
 from .constraint import Constraint
-from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
+from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 from .engine import Engine, Token
+from .generation_defaults import GenerationDefaults
 from .prefixes import Prefix, Prefixes, write
-from .prompts import Prompts
+from .prompts import Prompts, most_new_tokens
 from .sampling import Sampler
 from .text import TextStream
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
     from ...snapshot.handle import Snapshot
-
-# The names of the sampling defaults that a model's authors may set.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,8 @@ class LanguageModel:
         self.most_tokens = min(causal.most_tokens, window)
         if causal.why_alone:
             note(f"The model answers one request at a time, because {causal.why_alone}.")
-        settings = _generation_settings(folder)
-        self._defaults = {name: settings[name] for name in _DEFAULTS if settings.get(name) is not None}
-        if settings.get("do_sample") is False:
-            self._defaults["temperature"] = 0.0
-        self._ends = _ends(settings.get("eos_token_id"), config.eos_token_id, self.tokenizer.eos_token_id)
+        self._defaults = GenerationDefaults(folder)
+        self._ends = self._defaults.ends(config.eos_token_id, self.tokenizer.eos_token_id)
         self._forms = AnswerForms(self.tokenizer, self._prompts, self._ends)
 
     @property
@@ -160,9 +154,9 @@ class LanguageModel:
                 yield delta
 
     def _plan(self, request: GenerationRequest) -> _Plan:
-        self._check_adapter(request.adapter)
+        check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
         prompt = self._prompts.prompt(request)
-        most_new = self._most_new(request, len(prompt.ids))
+        most_new = most_new_tokens(request, len(prompt.ids), self.most_tokens)
         first = self._forms.constraint(request, prompt)
         constraints = [first.copy() if first is not None else None for _ in range(request.n)]
         forms = [(constraint, self._forms.parts(request, prompt)) for constraint in constraints]
@@ -171,26 +165,6 @@ class LanguageModel:
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
         return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request))
-
-    def _check_adapter(self, name: str | None) -> None:
-        there = self._adapters.names if self._adapters is not None else []
-        if name is not None and name not in there:
-            shown = f"there: {', '.join(there)}" if there else "it has none"
-            raise InputInvalid(
-                f"The model has no adapter {name!r} ({shown}).",
-                remedy="Name it in [adapters] of pilotflame.toml.",
-            )
-
-    def _most_new(self, request: GenerationRequest, prompt: int) -> int:
-        room = self.most_tokens - prompt
-        wanted = request.max_tokens
-        if room < 1 or (wanted is not None and wanted > room):
-            asked = f" and max_tokens is {wanted}" if wanted is not None else ""
-            raise InputInvalid(
-                f"The prompt has {prompt} tokens{asked}: the model takes {self.most_tokens} in all.",
-                remedy="Shorten the prompt, or lower max_tokens.",
-            )
-        return room if wanted is None else wanted
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -225,7 +199,7 @@ class LanguageModel:
     async def _answer(self, plan: _Plan, index: int) -> AsyncGenerator[Delta]:
         request, ids, usage = plan.request, plan.ids, plan.usage
         constraint, parts = plan.forms[index]
-        sampling = self._sampling(request.sampling, index)
+        sampling = self._defaults.sampling(request.sampling, index)
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
         # The marks of calls may be special tokens.
         decode = self._decode if parts is None else self._decode_marks
@@ -244,12 +218,12 @@ class LanguageModel:
                 delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token))
                 if made == 1:
                     delta.usage = usage
-                _add(delta, "" if token.ends else stream.push(token.id), parts)
+                add_text(delta, "" if token.ends else stream.push(token.id), parts)
                 reason: FinishReason | None = "stop" if token.last or stream.stopped is not None else None
                 if reason is None and made == plan.most_new:
                     reason = "length"
                 if reason is not None:
-                    _add(delta, stream.finish(), parts, last=True)
+                    add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
@@ -258,14 +232,6 @@ class LanguageModel:
                 yield delta
                 if reason is not None:
                     return
-
-    def _sampling(self, asked: Sampling, index: int) -> Sampling:
-        """Return the request's sampling over the defaults of the model's authors."""
-        fields = self._defaults | asked.model_dump(exclude_unset=True)
-        if index and fields.get("seed") is not None:
-            # The next seed after the largest is the smallest.
-            fields["seed"] = (fields["seed"] + index + (1 << 63)) % (1 << 64) - (1 << 63)
-        return Sampling(**fields)
 
     def _logprobs(self, token: Token) -> list[TokenLogprob] | None:
         if (found := token.logprobs) is None:
@@ -289,30 +255,3 @@ def _targets(request: GenerationRequest) -> Targets:
         math.inf if by is None else time.monotonic() + by - time.time(),
         math.inf if token_ms is None else token_ms / 1000,
     )
-
-
-def _add(delta: Delta, text: str, parts: AnswerParts | None, *, last: bool = False) -> None:
-    """Add a piece of an answer's text to the delta."""
-    if parts is None:
-        delta.text += text
-        return
-    for found in (parts.push(text), *([parts.finish()] if last else [])):
-        delta.text += found.text
-        delta.reasoning += found.reasoning
-        delta.tool_calls += found.calls
-
-
-def _generation_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of generation_config.json, or {} if there is none."""
-    file = folder / "generation_config.json"
-    found = json.loads(file.read_text()) if file.exists() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _ends(*found: int | Iterable[int] | None) -> list[int]:
-    """Return the tokens that end a sequence, each once."""
-    ends: dict[int, None] = {}
-    for one in found:
-        if one is not None:
-            ends |= dict.fromkeys([one] if isinstance(one, int) else one)
-    return list(ends)

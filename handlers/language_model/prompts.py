@@ -85,3 +85,18 @@ class Prompts:
             "reasoning_effort has no effect on this model: its chat template does not read it.",
             remedy="Leave reasoning_effort out.",
         )
+
+
+def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
+    """Return how many tokens each answer may have after `prompt` tokens, if a sequence has at most `most` tokens.
+
+    Raise InputInvalid if there is no room for a token, or not for max_tokens.
+    """
+    room, wanted = most - prompt, request.max_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        asked = f" and max_tokens is {wanted}" if wanted is not None else ""
+        raise InputInvalid(
+            f"The prompt has {prompt} tokens{asked}: the model takes {most} in all.",
+            remedy="Shorten the prompt, or lower max_tokens.",
+        )
+    return room if wanted is None else wanted

@@ -192,6 +192,13 @@ async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> An
     return await result if inspect.isawaitable(result) else result
 
 
+async def call_hook_beside_loop(handler: Handler, hook: Hook | None, context: Context) -> Any:
+    """Call a hook while the event loop serves the link. The hooks of async handlers run on the loop, other hooks in a thread."""
+    if handler.kind.on_loop or hook is None:
+        return await call_hook(handler, hook, context)
+    return await asyncio.to_thread(run_hook, hook, context)
+
+
 def run_hook(hook: Hook | None, context: Context) -> Any:
     """Call a hook on a thread without an event loop and return its result. An async hook gets a new loop."""
 

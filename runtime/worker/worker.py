@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import mode
 from typing import Any
 
@@ -34,6 +35,7 @@ from ...errors import (
 )
 from ...handlers.contract import NOTHING, Cancellation, Context
 from ...handlers.failure import explain
+from ...handlers.handler import Hook
 from ...snapshot.named import Snapshots
 from ..batching.latency_curve import Point
 from ..link.connection import Link
@@ -43,11 +45,19 @@ from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
 from ..settings.resources import CONTEXT_MB
 from . import devices, fork_safety
 from .exchange import WorkerExchange
-from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
+from .function_setup import (
+    Built,
+    call_hook,
+    call_hook_beside_loop,
+    configure_logging,
+    run_hook,
+    run_without_loop,
+    warm_up_torch,
+)
 from .host import WorkerHost
 from .loop_runner import LoopRunner
 from .measurement import measure
-from .parking import WorkerParking
+from .parking import ParkingHooks, WorkerParking
 from .runner import Call, Runner, not_whole
 from .thread_runner import ThreadRunner
 
@@ -106,8 +116,11 @@ class Worker:
             self._host = WorkerHost(self._link, self._runner, self._drain)
             if self._snapshots is not None:
                 self._snapshots.adapters.fetch = self._host.fetch
+            hooks = ParkingHooks(
+                partial(self._call_hook, self._handler.park), partial(self._call_hook, self._handler.unpark)
+            )
             self._parking = WorkerParking(
-                self._snapshots, self._link, tasks, self._on_frame, self._follow_weights, self._drain
+                self._snapshots, hooks, self._link, tasks, self._on_frame, self._follow_weights, self._drain
             )
             self._link.bind(self._on_frame, self._on_lost)
             if isinstance(self._runner, ThreadRunner):
@@ -283,6 +296,9 @@ class Worker:
 
     def _start_thread(self, name: str, run: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=run, args=arguments, name=name, daemon=True).start()
+
+    async def _call_hook(self, hook: Hook | None) -> Any:
+        return await call_hook_beside_loop(self._handler, hook, self._context(self._host))
 
     def _context(self, host: WorkerHost | None) -> Context:
         spec = self._spec

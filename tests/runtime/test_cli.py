@@ -739,7 +739,7 @@ def test_init_lists_and_refuses(pilotflame, tmp_path: Path):
     ]
     assert names == [
         "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
-        "text-embedding", "text-generation", "torch-module",
+        "text-embedding", "text-generation", "torch-module", "vllm",
     ]  # fmt: skip
     assert "hello" in pilotflame("init", "--list").stdout
     (tmp_path / "file").write_text("mine")

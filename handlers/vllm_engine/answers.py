@@ -1,0 +1,122 @@
+"""Turns vLLM's outputs into the pieces of answers, and its errors into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import HandlerFailed, InputInvalid, Overloaded
+from ..language_model.answer_parts import AnswerParts, add_text
+from ..language_model.contract import Delta, FinishReason, TokenLogprob, TokenUsage
+
+# vLLM also has "abort" and "error": then the answer is not whole.
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+LEAST_LOGPROB = -9999.0
+"""A token that cannot follow has -inf, which JSON does not have. vLLM's own server writes this number, too."""
+
+
+class VllmAnswers:
+    """The answers of one request."""
+
+    def __init__(
+        self, parts: Sequence[AnswerParts | None], prompt_tokens: int, top: int | None, decode: Callable[[list[int]], str]
+    ) -> None:  # fmt: skip
+        """`parts` has the reader of each answer. `top` is how many logprobs each token has; None: none. `decode` keeps
+        special tokens.
+        """
+        self._parts, self._top, self._decode = parts, top, decode
+        self._usage = TokenUsage(prompt_tokens=prompt_tokens)
+        self._begun = set[int]()
+
+    def deltas(self, output: Any) -> Iterator[Delta]:
+        """Yield the pieces of a RequestOutput, whose texts and tokens follow those of earlier ones.
+
+        Raise HandlerFailed if vLLM has ended an answer before its end.
+        """
+        self._usage.cached_tokens = output.num_cached_tokens or 0
+        for one in output.outputs:
+            yield self._delta(one)
+
+    def _delta(self, one: Any) -> Delta:
+        tokens = list(one.token_ids)
+        self._usage.completion_tokens += len(tokens)
+        delta = Delta(index=one.index, tokens=tokens, logprobs=self._logprobs(tokens, one.logprobs))
+        ended, parts = one.finish_reason is not None, self._parts[one.index]
+        add_text(delta, self._without_end(one) if parts is not None else one.text, parts, last=ended)
+        if ended:
+            delta.finish_reason, delta.stop_reason = _reason(one.finish_reason), one.stop_reason
+            if parts is not None and parts.called and delta.finish_reason == "stop":
+                delta.finish_reason = "tool_calls"
+        if ended or one.index not in self._begun:
+            delta.usage = self._usage.model_copy()
+        self._begun.add(one.index)
+        return delta
+
+    def _without_end(self, one: Any) -> str:
+        """Return the text without the token that has ended it.
+
+        vLLM leaves this token in the text if the request asks for its stop strings and special tokens are kept.
+        """
+        text: str = one.text
+        if one.finish_reason != "stop" or isinstance(one.stop_reason, str):
+            return text
+        return text.removesuffix(self._decode(list(one.token_ids)[-1:]))
+
+    def _logprobs(self, tokens: Sequence[int], found: Sequence[Any] | None) -> list[TokenLogprob] | None:
+        if self._top is None or found is None:
+            return None
+        return [self._logprob(token, at) for token, at in zip(tokens, found, strict=False)]
+
+    def _logprob(self, token: int, found: dict[int, Any]) -> TokenLogprob:
+        ranked = sorted(found, key=lambda one: (found[one].rank or 0, one))
+        top = [(self._text(one, found[one]), one, _finite(found[one])) for one in ranked[: self._top]]
+        text, value = self._text(token, found[token]), _finite(found[token])
+        return TokenLogprob(token=text, id=token, logprob=value, top=top)
+
+    def _text(self, token: int, found: Any) -> str:
+        text: str | None = found.decoded_token
+        return self._decode([token]) if text is None else text
+
+
+@contextmanager
+def typed_failures(on_death: Callable[[], None]) -> Iterator[None]:
+    """Raise vLLM's errors in the block as ours. If the engine has died, call `on_death` first.
+
+    Raise InputInvalid for a request that vLLM refuses, Overloaded if its queue is full, and HandlerFailed otherwise.
+    """
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError  # noqa: PLC0415
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: PLC0415
+
+    try:
+        yield
+    except VLLMClientError as error:
+        fault = f"vLLM refuses the request: {error}"
+        raise InputInvalid(fault, remedy="Change the field that the message names.") from error
+    except GracefulHTTPError as error:
+        raise Overloaded(f"vLLM takes no request now: {error}", remedy="Try again later.") from error
+    except EngineDeadError as error:
+        on_death()
+        raise HandlerFailed(
+            "vLLM's engine has ended, so this worker ends too.",
+            remedy="Call again: another worker starts. The function's log has vLLM's messages.",
+            details={"cause": "engine_dead"},
+        ) from error
+    except EngineGenerateError as error:
+        raise HandlerFailed(
+            f"vLLM has failed at this request: {error.__cause__ or error}",
+            remedy="The function's log has vLLM's messages.",
+        ) from error
+
+
+def _finite(found: Any) -> float:
+    return max(float(found.logprob), LEAST_LOGPROB)
+
+
+def _reason(reason: str) -> FinishReason:
+    if (known := _REASONS.get(reason)) is None:
+        raise HandlerFailed(
+            f"vLLM has ended an answer before its end ({reason}).",
+            remedy="Call again. The function's log has vLLM's messages.",
+        )
+    return known
