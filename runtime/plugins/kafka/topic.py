@@ -15,10 +15,9 @@ from ....errors import BusFailed
 from ...events.blocking_calls import call_in_thread
 from ...events.message_queue import Identity, Message
 from .client import LOG, REQUEST_S, config_of, failed, failures
-from .offsets import TakenOffsets
 from .settings import KafkaSource
 from .sink import TopicSink, Writer
-from .waiting import Record, RecordPlace, WaitingRecords
+from .unfinished import Record, RecordPlace, TakenOffsets, WaitingRecords
 
 T = TypeVar("T")
 BATCH = 500

@@ -1,6 +1,7 @@
-"""Keeps messages that may not be delivered yet: an earlier message with their key is in progress, or they have failed before.
+"""Keeps what is not finished of the partitions: the offset up to which all is, and messages that may not be delivered yet.
 
-Kafka itself has no such list: a consumer can only go back to an offset.
+A message waits while an earlier one with its key is in progress, and after it has failed. Kafka itself has no such list: a consumer can only go
+back to an offset.
 """
 
 from __future__ import annotations
@@ -92,3 +93,34 @@ class WaitingRecords:
         self._count -= 1
         self.size_bytes -= len(record.body)
         return record
+
+
+class TakenOffsets:
+    """The offsets of one partition that were taken, and the offsets among them that are finished."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []
+        """A heap. Offsets in `_finished` stay until they are at its top."""
+        self._finished: set[int] = set()
+        self._next: int | None = None
+
+    def take(self, offset: int) -> None:
+        """Note that a message was received. Offsets come in rising order; some may be missing."""
+        heapq.heappush(self._open, offset)
+        self._next = offset + 1
+
+    def finish(self, offset: int) -> None:
+        """Note that a taken message is finished."""
+        self._finished.add(offset)
+        while self._open and self._open[0] in self._finished:
+            self._finished.discard(heapq.heappop(self._open))
+
+    @property
+    def resume_at(self) -> int | None:
+        """The offset of the first message that is not finished, where another consumer has to begin. None if nothing was taken."""
+        return self._open[0] if self._open else self._next
+
+    @property
+    def span(self) -> int:
+        """The number of messages that another consumer would receive again."""
+        return len(self._open)
