@@ -30,7 +30,7 @@ def write_adapter(module: PreTrainedModel, folder: Path, seed: int, targets: Seq
         for name, parameter in made.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.3)
-    made.save_pretrained(str(folder))
+    made.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 def targets_of(module: PreTrainedModel) -> list[str]:

@@ -31,7 +31,7 @@ for seed, name in enumerate(("formal", "casual")):
     for key, parameter in made.named_parameters():
         if "lora_" in key:
             parameter.data.normal_(std=0.5)
-    made.save_pretrained(f"adapters/{name}")
+    made.save_pretrained(f"adapters/{name}", save_embedding_layers=False)
 """
 
 
