@@ -42,7 +42,12 @@ class ResponsePiece(NamedTuple):
 
 def encode_head(headers: Iterable[Header]) -> bytes:
     """Return headers as lines. Raise OutputInvalid if a name or a value cannot be in HTTP, or if there are too many."""
-    lines = [b"%b: %b\r\n" % (name, value) for name, value in headers]
+    lines = []
+    for name, value in headers:
+        # The rest of such a name would be a part of the value.
+        if b":" in name:
+            raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
+        lines.append(b"%b: %b\r\n" % (name, value))
     head = b"".join(lines)
     check_head(head)
     if head.count(b"\n") != len(lines):

@@ -54,7 +54,9 @@ async def folder() -> AsyncIterator[Path]:
         )
         handler = (folder / "handler.py").read_text()
         call = 'language_model(context.snapshots["model"], prefixes=context.snapshots["prefixes"])'
-        (folder / "handler.py").write_text(handler.replace("language_model(context.snapshot)", call))
+        (folder / "handler.py").write_text(
+            handler.replace("language_model(context.snapshot, adapters=context.adapters)", call)
+        )
         yield folder
 
 

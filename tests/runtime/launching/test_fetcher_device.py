@@ -182,7 +182,7 @@ async def test_a_device_that_is_not_there_fails_the_deploy(
 async def test_the_handler_of_the_page_runs_with_a_device_and_without(
     gateway: Gateway, tmp_path: Path, device: str
 ) -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    source, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     layer = torch.nn.Linear(256, 256)
     save_file(dict(layer.state_dict()), tmp_path / "model.safetensors")
     function = await gateway.deploy(source.replace('"auto"', f'"{device}"'), {"snapshot": str(tmp_path)})
