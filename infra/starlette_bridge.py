@@ -3,9 +3,9 @@
 Real are: the facts and the scope of a request, the exchange of pieces with its credit, the frames and both ends of a link over
 a socket, the runner of a worker, and the classes that call an app and run its lifespan (`runtime/plugins/asgi`).
 
-Two parts are not real. The test client does not speak HTTP, so this does not test the gateway's routes and its reading and writing
-of HTTP. And the worker is no process of its own, because the apps of the tests are closures, which cannot be deployed. The bridge
-also raises an app's error in the test client, because the tests expect it there.
+Two parts are not real. The test client calls the bridge without HTTP, so no route of the gateway runs here. And the worker
+runs in the process of the test, because the apps of the tests are closures, which cannot be deployed. The bridge also raises
+an app's error in the test client, because the tests expect it there.
 """
 
 from __future__ import annotations

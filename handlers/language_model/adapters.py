@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class ModelAdapters:
         """Adapters in `pinned` never leave. Raise SnapshotError if an adapter's configuration cannot be used."""
         self._module, self._snapshots, self._most, self._pinned = module, snapshots, most, frozenset(pinned)
         for name in self._pinned:
-            # Raises SnapshotError if there is none.
+            # Raises NoSuchSnapshot if there is none.
             _ = snapshots[name]
         self._configs = {name: _config(name, snapshots[name]) for name in snapshots}
         self._wrapped: Any = None
@@ -164,20 +165,32 @@ def check_adapter(name: str | None, there: Collection[str]) -> None:
         )
 
 
+def read_config(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the configuration of an adapter, as peft has saved it. Use it within `valid_config`."""
+    found: dict[str, Any] = json.loads((snapshot.path / CONFIG).read_text())
+    return found
+
+
+@contextmanager
+def valid_config(name: str) -> Iterator[None]:
+    """Raise SnapshotError if the block, which reads the configuration of an adapter, fails."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SnapshotError(
+            f"The adapter {name} has no valid {CONFIG}: {error!r}.",
+            remedy="Save it with peft's `save_pretrained`.",
+        ) from error
+
+
 def _config(name: str, snapshot: Snapshot) -> Any:
     """Return the configuration of an adapter. Raise SnapshotError, which names the field, if it cannot be used."""
     with needs("language_model(adapters=...)", "peft"):
         from peft import LoraConfig  # noqa: PLC0415
 
-    try:
-        given = json.loads((snapshot.path / CONFIG).read_text())
-        kind = given["peft_type"]
-        config = LoraConfig.from_pretrained(str(snapshot.path)) if kind == "LORA" else None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SnapshotError(
-            f"The adapter {name} has no valid {CONFIG}: {error}.",
-            remedy="Save it with peft's `save_pretrained`.",
-        ) from error
+    with valid_config(name):
+        given = read_config(snapshot)
+        config = LoraConfig.from_pretrained(str(snapshot.path)) if given["peft_type"] == "LORA" else None
     refused = [field for field in _REFUSED if given.get(field)]
     if config is None or refused or config.bias != "none":
         field = "peft_type" if config is None else refused[0] if refused else "bias"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ...errors import SnapshotError
 from ...snapshot.adapters import Adapters
 from ..language_model.adapter_fetches import AdapterFetches
+from ..language_model.adapters import CONFIG, read_config, valid_config
 
-CONFIG = "adapter_config.json"
 # The ranks that vLLM takes as `max_lora_rank`.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MOST_TOGETHER = 8
@@ -58,18 +57,18 @@ class VllmAdapters:
 
 
 def _rank(name: str, snapshots: Adapters) -> int:
-    try:
-        given = json.loads((snapshots[name].path / CONFIG).read_text())
+    with valid_config(name):
+        given = read_config(snapshots[name])
         kind, rank = given["peft_type"], int(given["r"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SnapshotError(
-            f"The adapter {name} has no valid {CONFIG}: {error!r}.",
-            remedy="Save it with peft's `save_pretrained`.",
-        ) from error
-    if kind != "LORA" or rank > RANKS[-1]:
-        fault = f"peft_type = {kind!r}" if kind != "LORA" else f"r = {rank}"
-        raise SnapshotError(
-            f"The adapter {name} has {fault} in {CONFIG}, which vLLM does not take.",
-            remedy=f"Use a LoRA adapter with a rank of at most {RANKS[-1]}.",
-        )
+    if kind != "LORA":
+        raise _refusal(name, f"peft_type = {kind!r}")
+    if rank > RANKS[-1]:
+        raise _refusal(name, f"r = {rank}")
     return rank
+
+
+def _refusal(name: str, fault: str) -> SnapshotError:
+    return SnapshotError(
+        f"The adapter {name} has {fault} in {CONFIG}, which vLLM does not take.",
+        remedy=f"Use a LoRA adapter with a rank of at most {RANKS[-1]}.",
+    )

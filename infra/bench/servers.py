@@ -188,7 +188,8 @@ def start_pilotflame(
     """A gateway of the pilotflame that this interpreter imports. `POST /invoke/{function}`."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as made:
         folder = str(state or made)
-        command = [str(python), "-m", "pilotflame.runtime.cli", "serve"]
+        # -P: the metadata of a build in the present folder would hide that of the installed package.
+        command = [str(python), "-P", "-m", "pilotflame.runtime.cli", "serve"]
         command += ["--port", "0", "--state-dir", folder, "--json"]
         with running("pilotflame", command, env) as server:
             server.wait_line()

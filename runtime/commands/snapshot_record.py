@@ -8,19 +8,21 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from ...errors import CacheError, HandlerError, PilotflameError, SnapshotError
 from ...handlers.recognise import installed_dialects
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
+from ...snapshot.handle import is_adapter
 from ..client import display, options
 from ..link.worker_spec import Weights, WorkerSpec
 from ..packaging.requirements import check_requirements
 from ..settings.function_settings import FunctionSettings, read_settings, setting_of
 from .snapshot import folder_of, read_manifest_of
 
+T = TypeVar("T")
 SHOWN_TENSORS = 5
 START_TIMEOUT_S = 900.0
 REQUIREMENTS_FILE = "requirements.txt"
@@ -93,18 +95,23 @@ def _weights(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
     if not settings.all_snapshots:
         remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or pass --snapshot.'
         raise SnapshotError(f"{folder} has no snapshot, so there is nothing to record.", remedy=remedy)
-    for name, url in settings.snapshot_urls.items():
+    for name, url in _at_start(settings.snapshot_urls).items():
         then = f"set `{setting_of(name)}` to weights/" if name else "pass --snapshot weights/"
         remedy = f"Pull it first: pilotflame snapshot pull {url} weights/, then {then}."
         raise SnapshotError(
             f"The snapshot {f'{name!r} ' if name else ''}of {folder} is remote ({url}).", remedy=remedy
         )
-    found = settings.snapshot_paths(folder)
+    found = _at_start(settings.snapshot_paths(folder))
     for name, path in found.items():
         if not path.exists():
             missing = f"{setting_of(name)} is {settings.all_snapshots[name]!r}, but {path} does not exist."
             raise SnapshotError(missing, remedy="Put the weights there.")
     return {name: folder_of(path) for name, path in found.items()}
+
+
+def _at_start(snapshots: dict[str, T]) -> dict[str, T]:
+    """Return the snapshots without the adapters, which are fetched whole, so that their order does not matter."""
+    return {name: one for name, one in snapshots.items() if not is_adapter(name)}
 
 
 def _write(weights: Path, manifest: Manifest, order: list[str]) -> Manifest:

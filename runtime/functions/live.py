@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any, Literal
@@ -15,7 +15,6 @@ import psutil
 from pydantic import BaseModel, computed_field
 
 from ...handlers.example import example_of
-from ...snapshot.handle import ADAPTERS, is_adapter
 from ...snapshot.sources.location import shown
 from ..billing.budget import BudgetSpec, BudgetState
 from ..reconciling.function import Function
@@ -347,8 +346,8 @@ class Live:
         budget, account = self.budget(), self.function.account
         warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
         snapshots, step = snapshots_of(record), self.function.ladder.next_step
-        if urls := {name: snapshots[name] for name in settings.snapshot_urls}:
-            settings = _with_urls(settings, urls)
+        # The URLs without their credentials.
+        settings = settings.with_snapshots({name: snapshots[name] for name in settings.snapshot_urls})
         snapshot = snapshots.pop("", None)
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
@@ -407,16 +406,6 @@ def snapshots_of(record: RevisionRecord) -> dict[str, str]:
         name: shown(stored.url) if stored.url is not None else str(stored.root)
         for name, stored in record.snapshots.items()
     }
-
-
-def _with_urls(settings: FunctionSettings, urls: Mapping[str, str]) -> FunctionSettings:
-    """Return the settings with these URLs of snapshots, which have no credentials."""
-    adapters = {name.removeprefix(ADAPTERS): url for name, url in urls.items() if is_adapter(name)}
-    named = {name: url for name, url in urls.items() if name and not is_adapter(name)}
-    return settings.model_copy(update={
-        "snapshot": urls.get("", settings.snapshot), "snapshots": settings.snapshots | named,
-        "adapters": settings.adapters | adapters,
-    })  # fmt: skip
 
 
 def policy_of(record: RevisionRecord) -> Policy:

@@ -64,6 +64,7 @@ class HeldWeights:
         if (lock := self._holding_on_use.get(name)) is None:
             raise LauncherError(f"{self._spec.label} has no adapter {name[:80]!r} that is fetched.")
         async with lock:
+            self._drops = False
             progress = self._on_use.get(name)
             if progress is not None and progress.error is not None:
                 self._release(self._on_use, progress)

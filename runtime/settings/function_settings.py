@@ -22,7 +22,7 @@ from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
 from ...handlers.dialect import parse_reference
 from ...handlers.recognise import installed_dialects
-from ...snapshot.handle import ADAPTERS, subject_of
+from ...snapshot.handle import ADAPTERS, is_adapter, subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
 from .event_source import AnySource
@@ -440,6 +440,16 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         """
         first = self.snapshots if self.snapshot is None else {"": self.snapshot}
         return first | {f"{ADAPTERS}{name}": where for name, where in self.adapters.items()}
+
+    def with_snapshots(self, places: Mapping[str, str]) -> Self:
+        """Return the settings with other places of some snapshots. `places` has names as in `all_snapshots`."""
+        update: dict[str, Any] = {"snapshot": places[""]} if "" in places else {}
+        if named := {name: place for name, place in places.items() if name and not is_adapter(name)}:
+            update["snapshots"] = self.snapshots | named
+        if adapters := {name: place for name, place in places.items() if is_adapter(name)}:
+            plain = {name.removeprefix(ADAPTERS): place for name, place in adapters.items()}
+            update["adapters"] = self.adapters | plain
+        return self.model_copy(update=update)
 
     @property
     def snapshot_urls(self) -> dict[str, str]:

@@ -28,8 +28,8 @@ This page is generated: `pilotflame settings --markdown > docs/settings.md`. `pi
 ## Functions
 
 A function's settings are in `{file}` in its folder. `pilotflame deploy --set KEY=VALUE` overrides one of them. Keys with a dot
-are in a table: `scale.max` is `max` under `[scale]`. The keys `source.…` are those of each `[[source]]` table, and `schedule.…` those
-of each `[[schedule]]`. An unknown key is refused. Instead of `handler`, a key of a platform may name it: {short}.
+are in a table: `scale.max` is `max` under `[scale]`. The keys `source.…` are in each `[[source]]` table, and `schedule.…`
+in each `[[schedule]]`. An unknown key is refused. Instead of `handler`, a key of a platform may name it: {short}.
 
 {functions}
 

@@ -37,7 +37,6 @@ class WsgiDialect(AsgiDialect):
 
     name: ClassVar = "wsgi"
     title: ClassVar = "WSGI"
-    resolver: ClassVar = "pilotflame.runtime.plugins.asgi.handler:resolve_app"
     order: ClassVar = 91
     short_key: ClassVar = "wsgi"
     makers: ClassVar = frozenset({"flask.Flask"})

@@ -20,6 +20,8 @@ from ....errors import LinkError, OutputInvalid
 START, LAST = 1, 2
 ACCEPT, TEXT, BYTES, CLOSE, DENY = 1, 2, 3, 4, 5
 CONTINUES = 0x80
+# Codes of WebSockets that stand for a missing code, and for a connection that has broken off. They are never sent.
+NO_STATUS, ABNORMAL = 1005, 1006
 # A piece of an exchange has at most 64 KiB. The rest is for flags and the kind.
 PART_BYTES = (64 << 10) - 16
 MAX_HEAD_BYTES = 48 << 10

@@ -9,6 +9,7 @@ from ....errors import HandlerFailed
 from ....handlers.contract import PieceExchange
 from .http_call import App, CallerGone, Message, as_bytes, is_of_leaving
 from .messages import (
+    ABNORMAL,
     BYTES,
     CLOSE,
     DENY,
@@ -24,7 +25,7 @@ from .messages import (
     parts,
 )
 
-NO_STATUS, ABNORMAL, NORMAL = 1005, 1006, 1000
+NORMAL = 1000
 # The gateway limits the messages of callers, so this limit is never reached.
 MAX_BYTES = 1 << 31
 

@@ -17,10 +17,12 @@ from ...serving.revision import Revision
 from .app_response import AppResponse
 from .incoming_request import HOP_BY_HOP
 from .messages import (
+    ABNORMAL,
     ACCEPT,
     BYTES,
     CLOSE,
     DENY,
+    NO_STATUS,
     TEXT,
     Header,
     MessageParts,
@@ -35,7 +37,6 @@ from .messages import (
 HEARTBEAT_S = 20.0
 # How long the other side may take to close a WebSocket, and an app to end once its caller has gone.
 CLOSE_S = 5.0
-NO_STATUS, ABNORMAL = 1005, 1006
 RESTART = "service restart"
 _OURS = b"sec-websocket-"
 

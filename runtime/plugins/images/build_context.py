@@ -149,13 +149,9 @@ def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, 
     Omit `image`, because an image cannot name itself. Omit `resources`, because the platform limits a function that
     runs without a gateway.
     """
-    fields = settings.model_dump(
+    fields = settings.with_snapshots(inside).model_dump(
         mode="json", exclude_unset=True, exclude_none=True, exclude={"image", "resources"}
     )
-    if "" in inside:
-        fields["snapshot"] = inside[""]
-    elif inside:
-        fields["snapshots"] = settings.snapshots | inside
     (folder / SETTINGS_FILE).write_text(tomli_w.dumps(fields), encoding="utf-8")
 
 

@@ -26,6 +26,8 @@ POLL_S = 5.0
 FIRST_POLL_S = 1.0
 SLICE_S = 0.5
 """After this time, a poll looks whether the topic is being closed."""
+BUSY_SLICE_S = 0.05
+"""While messages wait for others with their key, new messages of other keys are looked for this often."""
 MAX_SPAN = 10_000
 """While this number of messages of a partition are not finished, it is not read on."""
 MAX_WAITING_BYTES = 64 << 20
@@ -115,7 +117,7 @@ class KafkaTopic:
             timeout_s = max(0.0, min(timeout_s, due_s, SLICE_S))
             if self._busy and len(self._waiting):
                 # These messages may go on sooner than a new one comes.
-                self._freed.wait(timeout_s)
+                self._freed.wait(min(timeout_s, BUSY_SLICE_S))
                 timeout_s = 0.0
         self._pause_long(consumer)
         if (first := consumer.poll(timeout_s)) is not None:

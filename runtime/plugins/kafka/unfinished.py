@@ -60,10 +60,6 @@ class WaitingRecords:
         self._count += 1
         self.size_bytes += len(record.body)
 
-    def holds(self, group: str) -> bool:
-        """Return True if a record of the group waits. A new record of this group has to wait too."""
-        return group in self._groups
-
     def take(self, limit: int, now_s: float, busy: Collection[str]) -> list[Record]:
         """Remove and return up to `limit` records that are due, one of each group. The groups in `busy` have to wait."""
         ready = [

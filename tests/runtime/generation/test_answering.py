@@ -1,4 +1,4 @@
-"""A caller of a language model who waits is told how many of their own calls come first. Gateway and worker are real."""
+"""While a call of a language model waits, its stream has the number of earlier calls of the same key. Gateway and worker are real."""
 
 from __future__ import annotations
 

@@ -358,7 +358,11 @@ async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate
         gc.collect()
         return revision() is None
 
-    await until(collected, "the end of the old revision in memory")
+    try:
+        await until(collected, "the end of the old revision in memory")
+    except AssertionError as error:
+        holders = [f"{type(one).__qualname__}: {str(one)[:200]}" for one in gc.get_referrers(revision())]
+        raise AssertionError(f"{error}; it is held by {holders}") from None
 
 
 # -- how workers end

@@ -249,6 +249,9 @@ def test_adapters_are_snapshots_of_another_table(tmp_path: Path) -> None:
     assert list(settings.all_snapshots) == ["", "adapters.base", "adapters.style"]
     assert settings.snapshot_urls == {"": "s3://bucket/base", "adapters.base": "hf://org/one"}
     assert settings.snapshot_paths(tmp_path) == {"adapters.style": (tmp_path / "lora").resolve()}
+    moved = settings.with_snapshots({"": "here", "adapters.style": "there"})
+    assert moved.all_snapshots == {"": "here", "adapters.base": "hf://org/one", "adapters.style": "there"}
+    assert settings.with_snapshots({}) == settings
 
 
 @pytest.mark.parametrize(

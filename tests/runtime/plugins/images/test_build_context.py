@@ -125,6 +125,23 @@ def test_named_weights_are_put_into_the_image_at_their_paths(function: Path, tmp
         write_context(function, tmp_path / "c", overrides=remote, with_weights=True)
 
 
+def test_adapters_are_put_into_the_image_too(function: Path, tmp_path: Path) -> None:
+    for name in ("base", "lora"):
+        (function / name).mkdir()
+        (function / name / "model.safetensors").write_bytes(name.encode())
+    (function / "pilotflame.toml").write_text('snapshot = "./base"\n[adapters]\nstyle = "./lora"\n')
+    having = write_context(function, tmp_path / "having", with_weights=True)
+    weights = sorted(file.parent.name for file in having.folder.rglob("*.safetensors"))
+    assert weights == ["base", "lora"]
+    written = tomllib.loads((having.folder / "function" / "pilotflame.toml").read_text())
+    assert (written["snapshot"], written["adapters"]) == ("base", {"style": "lora"})
+    remote = {"snapshot": "hf://org/base"}
+    written_file = (
+        write_context(function, tmp_path / "remote", overrides=remote).folder / "function" / "pilotflame.toml"
+    )
+    assert tomllib.loads(written_file.read_text())["adapters"] == {"style": "lora"}
+
+
 def test_weights_elsewhere_cannot_be_put_into_the_image(function: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     overrides = {"snapshot": str(tmp_path / "elsewhere")}
