@@ -18,21 +18,26 @@ if TYPE_CHECKING:
         RerankRequest,
     )
     from .handlers.language_model.model import LanguageModel
+    from .handlers.tensors import Tensor
     from .snapshot.adapters import Adapters
     from .snapshot.handle import Snapshot
 
 __all__ = [
-    "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest", "__version__", "batch",
-    "language_model",
+    "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest", "Tensor", "__version__",
+    "batch", "language_model",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Return what only language models need: it takes time to import."""
+    """Return what few functions need: it takes time to import."""
     if name in ("Delta", "EmbeddingRequest", "GenerationRequest", "RerankRequest"):
         from .handlers.language_model import contract  # noqa: PLC0415
 
         return getattr(contract, name)
+    if name == "Tensor":
+        from .handlers.tensors import Tensor  # noqa: PLC0415
+
+        return Tensor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

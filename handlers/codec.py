@@ -19,7 +19,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from ..errors import BadInput, InputInvalid, OutputInvalid
 from . import arrays
-from .arrays import NPY_TYPE, SAFETENSORS_TYPE
+from .arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from .contract import NOTHING
 from .negotiation import preferred
 
@@ -80,6 +80,8 @@ class OutputCodec(_Codec):
     """Encodes answers of the annotated type. Without an annotation, any JSON value and bytes are accepted."""
 
     _mode = "serialization"
+    # The tensors of the annotation, once an answer was sent as such.
+    _tensors: Mapping[str, Any] | None = None
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers bytes.
@@ -88,6 +90,8 @@ class OutputCodec(_Codec):
         names the path of the part that does not fit the annotation or JSON.
         """
         if self._adapter is not None:
+            if accept.startswith(TENSORS_TYPE):
+                return self._as_tensors(answer, self._adapter, accept)
             answer, plain = self._checked(answer, self._adapter)
         elif isinstance(answer, (bytes, bytearray, memoryview)):
             return bytes(answer), BYTES_TYPE
@@ -105,20 +109,34 @@ class OutputCodec(_Codec):
             raise OutputInvalid(fault, remedy="Return None or a finite number there.")
         return payload, JSON_TYPE
 
+    def _as_tensors(self, answer: Any, adapter: TypeAdapter[Any], accept: str) -> tuple[bytes, str]:
+        """Return (payload, content type) of an answer whose fields are tensors."""
+        from . import tensors  # noqa: PLC0415  few functions have tensors
+
+        if self._tensors is None:
+            self._tensors = tensors.declared(self.schema())
+        fields = adapter.dump_python(_valid(answer, adapter), mode="python")
+        return tensors.encode(fields, self._tensors, accept)
+
     def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
         """Return (validated answer, the same answer as JSON types)."""
-        try:
-            valid = adapter.validate_python(answer)
-        except ValidationError as error:
-            text, problems = _problems(error, "answer")
-            fault = f"The answer does not fit the handler's return annotation: {text}."
-            remedy = "Return what the annotation says, or change the annotation."
-            raise OutputInvalid(fault, remedy=remedy, details={"problems": problems}) from None
+        valid = _valid(answer, adapter)
         try:
             return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
         except (TypeError, ValueError) as error:
             # Validation accepted the value because the annotation contains `Any`.
             raise _not_json(valid, error) from None
+
+
+def _valid(answer: Any, adapter: TypeAdapter[Any]) -> Any:
+    """Return a validated answer. Raise OutputInvalid."""
+    try:
+        return adapter.validate_python(answer)
+    except ValidationError as error:
+        text, problems = _problems(error, "answer")
+        fault = f"The answer does not fit the handler's return annotation: {text}."
+        remedy = "Return what the annotation says, or change the annotation."
+        raise OutputInvalid(fault, remedy=remedy, details={"problems": problems}) from None
 
 
 def _validated(validate: Callable[[Any], Any], value: str | bytes) -> Any:
@@ -141,11 +159,15 @@ def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
     return None
 
 
-def _decode_other(body: bytes, kind: str, content_type: str) -> str | bytes:
-    if not kind.startswith("text/"):
+def _decode_other(body: bytes, kind: str, content_type: str) -> Any:
+    if not kind.startswith("text/") and kind != TENSORS_TYPE:
         return body
     header = Message()
     header["Content-Type"] = content_type
+    if kind == TENSORS_TYPE:
+        from . import tensors  # noqa: PLC0415  few functions have tensors
+
+        return tensors.decode(body, str(header.get_param("header", "")))
     try:
         return body.decode(header.get_content_charset("utf-8"))
     except (UnicodeError, LookupError) as error:
