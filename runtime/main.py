@@ -310,8 +310,10 @@ async def startup(
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
-    hosts = _host_names(functions, plugins, settings)
-    requests = AccessLog(logs.channel(ACCESS)) if settings.access_log else None
+    hosts, requests = (
+        _host_names(functions, plugins, settings),
+        AccessLog(logs.channel(ACCESS)) if settings.access_log else None,
+    )
     http = await stack.enter_async_context(
         http_server(
             [sock, control.sock], routes,
@@ -325,6 +327,11 @@ async def startup(
             settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
         )
     )  # fmt: skip
+    await stack.enter_async_context(
+        plugins.listening(
+            settings.plugin_ports, guard, certificate.files if certificate is not None else None
+        )
+    )
     server = Server(
         url, functions, admin, tasks, jobs, sources, http, endless, standalone,
         _lame_duck_s(settings, local=local),

@@ -18,6 +18,7 @@ EXTRAS = {
     "boto3": "s3",
     "confluent_kafka": "kafka",
     "google.auth": "clouds",
+    "grpc": "oip",
     "numpy": "torch",
     "obstore": "clouds",
     "peft": "transformers",

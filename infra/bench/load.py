@@ -182,7 +182,11 @@ def load_apart(
 
     The requests of the first `warmup_s` are not counted.
     """
-    given = {**asdict(request), "body": request.body.decode(), "expect": (request.expect or b"").decode()}
+    given = {
+        **asdict(request),
+        "body": request.body.decode("latin-1"),
+        "expect": (request.expect or b"").decode("latin-1"),
+    }
     order = {
         "request": given, "callers": callers, "duration_s": duration_s, "warmup_s": warmup_s, "rate": rate,
         "retry": retry, "seed": seed,
@@ -197,7 +201,13 @@ def load_apart(
 
 async def _load(order: dict[str, Any]) -> Tally:
     given = order["request"]
-    request = Request(**{**given, "body": given["body"].encode(), "expect": given["expect"].encode() or None})
+    request = Request(
+        **{
+            **given,
+            "body": given["body"].encode("latin-1"),
+            "expect": given["expect"].encode("latin-1") or None,
+        }
+    )
     loop = ClosedLoop(request, order["callers"])
     await loop.connect()
     warmup = await loop.run(order["warmup_s"])

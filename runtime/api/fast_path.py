@@ -85,7 +85,8 @@ class FastPath:
     def __init__(
         self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
         answers: LargeAnswers, access: AccessLog | None = None, root: str = "",
-        claims: Callable[[Headers], bool] = lambda _headers: False, takers: Mapping[str, FastTaker] = {},
+        claims: Callable[[Headers], bool] = lambda _headers: False,
+        takers: Mapping[str | tuple[str, ...], FastTaker] = {},
     ) -> None:  # fmt: skip
         """If `access` is given, each request is written to this access log. If `root` is given, `POST /` calls the
         function of this name. aiohttp handles requests whose headers `claims` claims. `takers` have
@@ -194,18 +195,23 @@ class FastRequest:
         "_accept_encoding",
         "_admitted",
         "_fast_path",
+        "_gateway",
         "_invocation",
         "_name",
         "_received_s",
         "_revision",
+        "_route",
         "_send",
         "owner",
     )
 
     def __init__(
-        self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send, received_s: float
-    ) -> None:
+        self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send, received_s: float,
+        gateway: Gateway | None = None, route: tuple[str, str] = INVOKE_ROUTE,
+    ) -> None:  # fmt: skip
+        """`gateway` is another class's `Gateway`, for a plugin's requests, and `route` is their route."""
         self._fast_path, self._revision, self._admitted, self._send = fast_path, revision, admitted, send
+        self._gateway, self._route = gateway or fast_path.gateway, route
         self._received_s = received_s
         self.owner = admitted.caller.owner
         self._name = revision.spec.function
@@ -216,7 +222,7 @@ class FastRequest:
         """Submit the invocation. If this raises an error, respond with the error."""
         request_id = request_id_of(headers)
         self._accept_encoding = headers.get(hdrs.ACCEPT_ENCODING, "")
-        gateway, caller = self._fast_path.gateway, self._admitted.caller
+        gateway, caller = self._gateway, self._admitted.caller
         try:
             self._revision, invocation = gateway.begin(
                 self._name, headers, request_id, body, self._received_s, caller, self._on_answer
@@ -247,7 +253,7 @@ class FastRequest:
 
     def _answer(self, invocation: Invocation) -> None:
         try:
-            response = self._fast_path.gateway.answered(self._name, invocation, self._admitted.caller)
+            response = self._gateway.answered(self._name, invocation, self._admitted.caller)
         except Exception:
             # It may be impossible to make the response, for example because of a header. This must not end the worker's
             # link, on which answers to other invocations arrive in the same turn.
@@ -264,7 +270,7 @@ class FastRequest:
             response = response if refusal is None else error_reply(refusal, headers=response.headers)
         if (access := self._fast_path.access) is not None:
             access.write(
-                "POST", INVOKE_PATH, response.status, self._received_s, owner=self._admitted.caller.owner,
+                *self._route, response.status, self._received_s, owner=self._admitted.caller.owner,
                 function=self._name, request_id=response.headers.get(REQUEST_ID_HEADER, ""),
             )  # fmt: skip
         media_type = response.headers.get("Content-Type", JSON_TYPE).partition(";")[0]

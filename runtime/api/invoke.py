@@ -140,12 +140,12 @@ class Gateway:
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
-        extra: Mapping[str, Any] | None = None,
+        accept: str | None = None, extra: Mapping[str, Any] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Return (revision, invocation). If this raises an error, the caller must pass the error
         to `refused`.
 
-        `content_type` replaces the Content-Type of the headers. The handler reads `extra` as `context.extra`.
+        `content_type` and `accept` replace the Content-Type and Accept of the headers. The handler reads `extra` as `context.extra`.
         """
         # Look the revision up again, because another revision may have become live while the body arrived.
         revision = self._functions.live(name)
@@ -155,7 +155,7 @@ class Gateway:
             deadline_s=received_s + timeout_of(headers, settings.timeout_s),
             hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
             content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
-            traceparent=traceparent_of(headers), accept=accept_of(headers), streaming=revision.streaming,
+            traceparent=traceparent_of(headers), accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
             tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip
         revision.submit(invocation)

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from aiohttp import web
 
-from ...errors import OutputInvalid
+from ...addresses import is_loopback
+from ...errors import OutputInvalid, PluginError, Unauthorized
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
-from ..http.requests import dump_json, load_json
+from ..http.requests import Headers, dump_json, load_json
 from ..http.routes import Route, based
 from ..jobs.outbox import WebhookBodies
 from ..telemetry.background import BackgroundTasks
 from .backend import Backend
+from .guard import UNKNOWN_CALLER, Admitted, Guard
 from .invoke import Gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """The address at which a plugin serves another protocol than HTTP, and the guard before it."""
+
+    guard: Guard
+    host: str
+    port: int
+    certificate: tuple[Path, Path] | None = None
+    """The files of the gateway's certificate chain and key."""
+
+    def admit(self, headers: Headers, route: tuple[str, str] | None, function: str | None = None) -> Admitted:
+        """Admit a caller who needs the scope of this HTTP route, or no key if it is None. Call `leave` of the result.
+
+        Raise the errors of `Guard.admit`, and Unauthorized if other machines reach the address and no API key exists.
+        """
+        if route is None:
+            return UNKNOWN_CALLER
+        if not self.guard.closed and not is_loopback(self.host):
+            message = f"Other machines reach {self.host}, and this gateway has no API key."
+            raise Unauthorized(message, remedy="Create one: pilotflame keys create NAME.")
+        return self.guard.admit(headers, route, function, None)
+
 
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
@@ -31,8 +60,8 @@ class ApiPlugin:
     """True if the paths without the prefix exist in any case, except paths that another plugin has."""
     host_prefix: ClassVar[str] = ""
     """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
-    fast: ClassVar[str] = ""
-    """The beginning of the paths of plain requests that the plugin serves as a `FastTaker` (`fast_path.py`); "" for none."""
+    fast: ClassVar[str | tuple[str, ...]] = ""
+    """The beginnings of the paths of plain requests that the plugin serves as a `FastTaker` (`fast_path.py`); "" for none."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -66,6 +95,13 @@ class ApiPlugin:
                 f"The output of {function} is {output.content_type}, not JSON.", remedy=CALL_REMEDY
             )
         return load_json(output.payload)
+
+    def listening(self, entrance: Entrance) -> AbstractAsyncContextManager[None]:
+        """Return a context in which the plugin serves its own protocol at an address of `plugin_ports`."""
+        raise PluginError(
+            f"The plugin at {self.base or '/'} serves nothing but HTTP.",
+            remedy="Leave it out of plugin_ports.",
+        )
 
     async def sweep(self) -> None:
         """Run the plugin's periodic work until cancelled. If this raises an error, the gateway calls it again."""
@@ -103,6 +139,24 @@ class Plugins:
 
         return end
 
+    @asynccontextmanager
+    async def listening(
+        self, addresses: Sequence[str], guard: Guard, certificate: tuple[Path, Path] | None
+    ) -> AsyncIterator[None]:
+        """Let plugins listen at these addresses (NAME=HOST:PORT) inside the block. Raise PluginError, GatewayError."""
+        async with AsyncExitStack() as stack:
+            for text in addresses:
+                name, _, address = text.partition("=")
+                if (plugin := self._by_name.get(name)) is None:
+                    raise PluginError(
+                        f"plugin_ports names {name!r}, which is not on.", remedy="See `plugins`."
+                    )
+                host, _, port = address.rpartition(":")
+                await stack.enter_async_context(
+                    plugin.listening(Entrance(guard, host.strip("[]"), int(port), certificate))
+                )
+            yield
+
     def rows(self) -> dict[str, list[Route]]:
         """Return the rows of each plugin by its name."""
         found = {
@@ -116,8 +170,8 @@ class Plugins:
         return found
 
     @property
-    def takers(self) -> dict[str, Any]:
-        """The plugins with a fast path, by the beginning of its paths."""
+    def takers(self) -> dict[str | tuple[str, ...], Any]:
+        """The plugins with a fast path, by the beginnings of its paths."""
         return {plugin.fast: plugin for plugin in self.all if plugin.fast}
 
     @property

@@ -27,6 +27,7 @@ class Certificate:
 
     def __init__(self, chain: Path, key: Path) -> None:
         self._chain, self._key = chain, key
+        self.files = (chain, key)
         self._seen = self._look()
         self._checked_s = time.monotonic()
         self._current = self._load()

@@ -46,7 +46,7 @@ SETTINGS_FILE = "pilotflame.toml"
 FROM_OVERRIDE = "--set"
 FROM_FOLDER = "the folder's name"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
-RESERVED_NAMES = frozenset({"models", "health", "repository"})
+RESERVED_NAMES = frozenset({"models", "health", "repository", "trace", "logging"})
 
 # Tables in which the keys are any names.
 _OPEN_TABLES = frozenset({"adapters", "env", "snapshots"})

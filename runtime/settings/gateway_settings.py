@@ -17,6 +17,7 @@ from .validation import (
     NetworkText,
     Origin,
     PeerUrl,
+    PluginAddress,
     PositiveSeconds,
     Seconds,
     read_toml,
@@ -241,6 +242,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         None,
         description="The plugins that are on, as runpod,cog: dialects, their routes, event sources. By default all that are installed.",
     )
+    plugin_ports: tuple[PluginAddress, ...] = Field(
+        (),
+        description="Addresses at which plugins serve other protocols than HTTP, as oip=127.0.0.1:8001 for gRPC; by default none.",
+    )
     bare_paths: bool | None = Field(
         None,
         description="Whether plugins also answer without the base of their paths, as /predictions beside /cog/predictions."
@@ -277,6 +282,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         "peers",
         "gpus",
         "plugins",
+        "plugin_ports",
         "policy_networks",
         "policy_images",
         "policy_snapshots",

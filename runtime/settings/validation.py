@@ -93,6 +93,7 @@ NetworkText = Annotated[str, checked(_network_problem)]
 """A network of IP addresses."""
 
 
+_PLUGIN_ADDRESS = re.compile(r"[a-z][a-z0-9_]*=(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})")
 _HOST_PATTERN = re.compile(r"(\*\.)?[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})+")
 
 
@@ -102,6 +103,15 @@ def _host_pattern_problem(pattern: str) -> str | None:
     return f"{pattern[:80]!r} is no host name; write it as api.example.com or *.apps.example.com"
 
 
+def _plugin_address_problem(text: str) -> str | None:
+    found = _PLUGIN_ADDRESS.fullmatch(text)
+    if found and 0 < int(found[1]) < 65536:
+        return None
+    return f"{text[:80]!r} is no plugin and address; write it as oip=127.0.0.1:8001"
+
+
+PluginAddress = Annotated[str, checked(_plugin_address_problem)]
+"""The name of a plugin, and after = the host and the port at which it listens."""
 HostPattern = Annotated[str, checked(_host_pattern_problem)]
 """A host name, or with "*." in front all names below it."""
 

@@ -1,0 +1,81 @@
+"""Converts requests and responses of inference between gRPC's messages and the form that workers read."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import orjson
+from google.protobuf.message import Message
+
+from ....errors import BadInput
+from ....handlers.tensors import with_lengths
+from ...serving.invocation import Output
+from .grpc_messages import message, parameters_of
+from .infer_call import tensors_header
+from .infer_request import InferRequest
+
+_CONTENTS = {
+    "INT8": ("int_contents", "b"), "INT16": ("int_contents", "h"), "INT32": ("int_contents", "i"),
+    "INT64": ("int64_contents", "q"), "UINT8": ("uint_contents", "B"), "UINT16": ("uint_contents", "H"),
+    "UINT32": ("uint_contents", "I"), "UINT64": ("uint64_contents", "Q"), "FP32": ("fp32_contents", "f"),
+    "FP64": ("fp64_contents", "d"), "BOOL": ("bool_contents", "B"),
+}  # fmt: skip
+"""For each datatype, the field that holds its values, and the type code of these values as bytes."""
+
+
+def infer_request(sent: Any) -> InferRequest:
+    """Return the request in a ModelInferRequest. Raise BadInput, which names the input or the parameter."""
+    raw = list(sent.raw_input_contents)
+    if raw and len(raw) != len(sent.inputs):
+        raise BadInput(f"There are {len(sent.inputs)} inputs, but {len(raw)} raw_input_contents.")
+    inputs, data = [], []
+    for number, tensor in enumerate(sent.inputs):
+        if raw and tensor.HasField("contents"):
+            raise BadInput(f"The input {tensor.name[:80]!r} has contents beside raw_input_contents.")
+        data.append(raw[number] if raw else _contents(tensor))
+        parameters = parameters_of(tensor.parameters)
+        inputs.append(
+            {
+                "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
+                "parameters": {**parameters, "binary_data_size": len(data[-1])},
+            }
+        )  # fmt: skip
+    found: dict[str, Any] = {"inputs": inputs, "parameters": parameters_of(sent.parameters)}
+    if sent.id:
+        found["id"] = sent.id
+    if sent.outputs:
+        found["outputs"] = [
+            {"name": output.name, "parameters": parameters_of(output.parameters)} for output in sent.outputs
+        ]
+    header = orjson.dumps(found)
+    return InferRequest.of(found, b"".join([header, *data]), len(header), binary=True)
+
+
+def _contents(tensor: Any) -> bytes:
+    """Return the values in the contents of an input as bytes."""
+    if tensor.datatype == "BYTES":
+        return with_lengths(tensor.contents.bytes_contents)
+    if tensor.datatype not in _CONTENTS:
+        message = f"The input {tensor.name[:80]!r} is {tensor.datatype[:40]!r}, which has no contents."
+        raise BadInput(message, remedy="Send it in raw_input_contents.")
+    field, code = _CONTENTS[tensor.datatype]
+    try:
+        return array(code, getattr(tensor.contents, field)).tobytes()
+    except OverflowError as error:
+        raise BadInput(f"The input {tensor.name[:80]!r} is not {tensor.datatype}: {error}.") from None
+
+
+def infer_response(output: Output, name: str, version: str, request_id: str) -> Message:
+    """Return the ModelInferResponse with a worker's outputs."""
+    header_bytes = tensors_header(output)
+    data, raw, tensors = memoryview(output.payload)[header_bytes:], [], []
+    for one in orjson.loads(memoryview(output.payload)[:header_bytes])["outputs"]:
+        size = one["parameters"]["binary_data_size"]
+        raw.append(bytes(data[:size]))
+        data = data[size:]
+        tensors.append({"name": one["name"], "datatype": one["datatype"], "shape": one["shape"]})
+    return message(
+        "ModelInferResponse", model_name=name, model_version=version, id=request_id, outputs=tensors,
+        raw_output_contents=raw,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Runs a request for inference as an invocation, and makes its response."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from ....errors import BadInput, OutputInvalid, PilotflameError
+from ....handlers.arrays import TENSORS_TYPE
+from ....handlers.codec import BYTES_TYPE, JSON_TYPE
+from ...access.keys import Caller
+from ...api.backend import Backend
+from ...api.invoke import Gateway
+from ...http.requests import Headers
+from ...http.responses import Response, invocation_headers
+from ...serving.invocation import Invocation, Output
+from ...serving.revision import Revision
+from .errors import oip_error_reply
+from .infer_request import HEADER_LENGTH, InferRequest
+from .model import TensorModel
+from .statistics import Statistics
+
+_LENGTH = f"{TENSORS_TYPE};header="
+_HEADER_NAME = str(HEADER_LENGTH)
+
+
+class InferCall(Gateway):
+    """One request for inference. It has the methods with which the gateway serves calls."""
+
+    def __init__(self, backend: Backend, statistics: Statistics, model: TensorModel, name: str) -> None:
+        """`name` is the model's name as the client writes it."""
+        super().__init__(backend)
+        if model.live.revision.streaming:
+            raise BadInput(f"{name} sends several answers to a request.", remedy="Call it at /invoke.")
+        self.model, self.function = model, model.live.record.function
+        self._name, self._statistics = name, statistics
+        self._asked: InferRequest | None = None
+
+    def begin(
+        self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
+        on_end: Callable[[], None] | None = None, **_: Any,
+    ) -> tuple[Revision, Invocation]:  # fmt: skip
+        """Submit the request in an HTTP body."""
+        return self.submit(
+            InferRequest.read(headers, body, self.model), headers, request_id, received_s, caller, on_end
+        )
+
+    def submit(
+        self, asked: InferRequest, headers: Headers, request_id: str, received_s: float, caller: Caller,
+        on_end: Callable[[], None] | None = None,
+    ) -> tuple[Revision, Invocation]:  # fmt: skip
+        """Submit a request. Return what `Gateway.begin` returns, and raise its errors."""
+        self._asked = asked
+        return super().begin(
+            self.function, asked.with_headers(headers), request_id, asked.body, received_s, caller, on_end,
+            content_type=asked.content_type, accept=asked.accept, extra=asked.extra,
+        )  # fmt: skip
+
+    def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
+        super().refused(name, error, request_id, caller)
+        self._statistics.note_refused(self.function)
+        return oip_error_reply(error, request_id)
+
+    def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:
+        self.count(invocation)
+        error, headers = invocation.output.exception(), invocation_headers(invocation)
+        if isinstance(error, PilotflameError):
+            reply = oip_error_reply(error, invocation.id)
+            return reply._replace(headers=headers | reply.headers)
+        return self._response(invocation.output.result(), headers)
+
+    def count(self, invocation: Invocation) -> None:
+        """Count an invocation that has ended with an output or an error."""
+        invocation.timeline.mark_responded(time.monotonic())
+        failed = invocation.output.exception() is not None
+        self._statistics.note(self.function, invocation.timeline, failed=failed)
+
+    def _response(self, output: Output, headers: dict[str, str]) -> Response:
+        """Return the response with the worker's outputs, after the fields that name the model."""
+        header_bytes = tensors_header(output)
+        beginning: dict[str, str] = {"model_name": self._name, "model_version": self.model.version}
+        if self._asked is not None and self._asked.id:
+            beginning["id"] = self._asked.id
+        first = orjson.dumps(beginning)[:-1] + b","
+        body = b"".join([first, memoryview(output.payload)[1:]])
+        if header_bytes == len(output.payload):
+            return Response(200, {**headers, "Content-Type": JSON_TYPE}, body)
+        length = str(len(first) + header_bytes - 1)
+        return Response(200, {**headers, "Content-Type": BYTES_TYPE, _HEADER_NAME: length}, body)
+
+
+def tensors_header(output: Output) -> int:
+    """Return the length of the JSON header of a worker's output. Raise OutputInvalid if the output has no tensors."""
+    length = output.content_type.removeprefix(_LENGTH)
+    if not length.isdecimal() or not 0 < int(length) <= len(output.payload):
+        raise OutputInvalid(f"The output is {output.content_type[:80]!r}, not tensors.")
+    return int(length)

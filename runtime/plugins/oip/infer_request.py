@@ -1,0 +1,204 @@
+"""Reads requests for inference: which outputs a client wants in which form, the deadline and the priority.
+
+The values of the inputs are not read here: the worker checks them (`handlers/tensors.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import quote
+
+import orjson
+from multidict import CIMultiDict, istr
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ....errors import BadInput
+from ....handlers.arrays import TENSORS_TYPE
+from ....handlers.tensors import DATATYPES
+from ...http.requests import PRIORITY, TIMEOUT, Headers, validate
+from .model import TensorModel
+
+HEADER_LENGTH = istr("Inference-Header-Content-Length")
+REMEDY = "docs/how-to/oip.md lists the fields and parameters."
+_LOWEST = 5
+_UNSUPPORTED = (
+    "classification", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_offset",
+    "shared_memory_byte_size",
+)  # fmt: skip
+_OWN = frozenset({"binary_data_output", "timeout", "priority"})
+_INPUT_PARAMETERS = frozenset({"binary_data_size", "content_type"})
+
+
+def _supported(parameters: dict[str, Any]) -> dict[str, Any]:
+    for name in _UNSUPPORTED:
+        # Clients send 0 and false where a call belongs to no sequence.
+        if parameters.pop(name, None):
+            raise ValueError(f"{name} is not supported")
+    return parameters
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("parameters")
+    @classmethod
+    def _has_supported(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        return _supported(parameters)
+
+
+class AskedInput(_Part):
+    """An input of a request, whose values the worker reads."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: Any = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _has_known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(parameters.keys() - _INPUT_PARAMETERS):
+            raise ValueError(f"{unknown[0]} is not supported")
+        return parameters
+
+
+class AskedOutput(_Part):
+    """An output that a request asks for."""
+
+    name: str
+
+    @property
+    def binary(self) -> bool | None:
+        """True if its values are wanted as bytes, and None if the request does not say."""
+        return self.parameters.get("binary_data")
+
+    @field_validator("parameters")
+    @classmethod
+    def _has_known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(parameters.keys() - {"binary_data"}):
+            raise ValueError(f"{unknown[0]} is not supported")
+        if type(parameters.get("binary_data", False)) is not bool:
+            raise ValueError("binary_data is true or false")
+        return parameters
+
+
+class InferenceRequest(_Part):
+    """The JSON of a request."""
+
+    id: str = ""
+    inputs: list[AskedInput]
+    outputs: list[AskedOutput] = Field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A request as the function gets it."""
+
+    body: bytes
+    """The tensors, as `handlers/tensors.py` reads them."""
+    content_type: str
+    accept: str
+    id: str = ""
+    headers: Mapping[str, str] | None = None
+    """The headers that the parameters of the request stand for."""
+    extra: Mapping[str, Any] | None = None
+
+    @classmethod
+    def read(cls, headers: Headers, body: bytes, model: TensorModel) -> Self:
+        """Return the request in an HTTP body. Raise BadInput, which names the field."""
+        length = headers.get(HEADER_LENGTH)
+        if length is None:
+            header_bytes = len(body)
+        elif not length.isdecimal() or len(length) > len(str(len(body))) or int(length) > len(body):
+            raise BadInput(f"{HEADER_LENGTH} is {length[:20]!r}; the body has {len(body)} bytes.")
+        elif not (header_bytes := int(length)):
+            header = _header_of_raw(body, model)
+            header_bytes, body = len(header), header + body
+        try:
+            found = orjson.loads(memoryview(body)[:header_bytes])
+        except orjson.JSONDecodeError as error:
+            raise BadInput(f"The request is no JSON: {error}.", remedy=REMEDY) from None
+        return cls.of(found, body, header_bytes)
+
+    @classmethod
+    def of(cls, found: Any, body: bytes, header_bytes: int, *, binary: bool = False) -> Self:
+        """Return the request whose JSON `found` is the beginning of `body`. With `binary`, all outputs are bytes."""
+        asked = validate(InferenceRequest, found, REMEDY)
+        parameters = asked.parameters
+        by_default = binary or _flag(parameters, "binary_data_output")
+        wanted: dict[bool, list[str]] = {True: [], False: []}
+        for output in asked.outputs:
+            as_bytes = by_default if output.binary is None else output.binary
+            wanted[as_bytes or binary].append(quote(output.name, safe=""))
+        if not asked.outputs:
+            wanted[by_default].append("*")
+        own = {name: value for name, value in parameters.items() if name not in _OWN}
+        return cls(
+            body, f"{TENSORS_TYPE};header={header_bytes}",
+            f"{TENSORS_TYPE};binary={','.join(wanted[True])};json={','.join(wanted[False])}",
+            asked.id, _headers(parameters), {"parameters": own} if own else None,
+        )  # fmt: skip
+
+    def with_headers(self, headers: Headers) -> Headers:
+        """Return the headers of a request with the parameters of this one."""
+        if self.headers is None:
+            return headers
+        merged = CIMultiDict(headers)
+        merged.update(self.headers)
+        return merged
+
+
+def _header_of_raw(body: bytes, model: TensorModel) -> bytes:
+    """Return the JSON of a body that is the only input without JSON, as its length 0 says. Raise BadInput."""
+    if len(model.inputs) != 1:
+        raise BadInput(f"A body without JSON needs a model with one input; it has {len(model.inputs)}.")
+    (name, tensor), fixed = next(iter(model.inputs.items())), 1
+    if tensor.datatype == "BYTES":
+        # The whole body is one value.
+        raise BadInput(f"The input {name!r} is BYTES.", remedy="Send JSON before its data.")
+    for length in tensor.shape:
+        fixed *= abs(length)
+    size = 2 if tensor.datatype == "BF16" else _item_bytes(tensor.datatype)
+    if tensor.shape.count(-1) > 1 or not fixed or len(body) % (fixed * size):
+        raise BadInput(
+            f"{len(body)} bytes do not tell the shape of the input {name!r}.", remedy="Send JSON first."
+        )
+    shape = [len(body) // (fixed * size) if length < 0 else length for length in tensor.shape]
+    one = {
+        "name": name,
+        "datatype": tensor.datatype,
+        "shape": shape,
+        "parameters": {"binary_data_size": len(body)},
+    }
+    return orjson.dumps({"inputs": [one], "parameters": {"binary_data_output": True}})
+
+
+def _item_bytes(datatype: str) -> int:
+    return int(DATATYPES[datatype].lstrip("<?uif") or 1)
+
+
+def _headers(parameters: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the headers that a request's timeout, in microseconds, and its priority stand for. Raise BadInput."""
+    found = {}
+    for name in ("timeout", "priority"):
+        value = parameters.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise BadInput(
+                f"The parameter {name} is {value!r:.40}.", remedy="It is a whole number, 0 for none."
+            )
+    if timeout_us := parameters.get("timeout"):
+        found[TIMEOUT] = f"{timeout_us / 1e6:.6f}"
+    if priority := parameters.get("priority"):
+        found[PRIORITY] = str(min(priority, _LOWEST))
+    return {str(name): text for name, text in found.items()} or None
+
+
+def _flag(parameters: Mapping[str, Any], name: str) -> bool:
+    value = parameters.get(name, False)
+    if type(value) is not bool:
+        raise BadInput(f"The parameter {name} is {value!r:.40}.", remedy="It is true or false.")
+    return value

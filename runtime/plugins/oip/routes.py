@@ -1,0 +1,207 @@
+"""The routes of the protocol: below /oip, and also without this prefix, as clients of Triton expect them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from ....errors import BadInput, PilotflameError
+from ....snapshot.extras import needs
+from ...access.keys import Scope
+from ...api.backend import Backend
+from ...api.fast_path import FastCall, FastRequest
+from ...api.plugin import ApiPlugin, Entrance
+from ...http.requests import CALLS, caller_of, load_json, read_body, request_id_of
+from ...http.responses import MAX_ON_LOOP_BYTES, json_response
+from ...http.routes import Route
+from .errors import ERRORS, oip_error_reply
+from .infer_call import InferCall
+from .infer_request import HEADER_LENGTH, InferenceRequest, InferRequest
+from .model import ServerMetadata, TensorModel, server_metadata
+from .repository import Repository
+
+MODEL = "/v2/models/{model}"
+VERSION = f"{MODEL}/versions/{{version}}"
+_INFER_ERRORS = (400, 404, 408, 413, 429, 500, 503, 504)
+_MAX_INDEX_BYTES = 64 << 10
+
+
+class OipApi(ApiPlugin):
+    """The routes of the protocol."""
+
+    base: ClassVar = "/oip"
+    always_bare: ClassVar = True
+    fast: ClassVar = ("/v2/models/", "/oip/v2/models/")
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._repository = Repository(backend.functions)
+
+    def listening(self, entrance: Entrance) -> AbstractAsyncContextManager[None]:
+        """Serve gRPC. Raise PackageMissing if grpcio is not installed."""
+        with needs("The Open Inference Protocol over gRPC", "grpc"):
+            # It takes time to import.
+            from .grpc_server import GrpcServer  # noqa: PLC0415
+
+        return GrpcServer(self.backend, self._repository, entrance).listening()
+
+    def routes(self) -> Sequence[Route]:
+        live = {"live": bool}
+        found = [
+            Route("GET", "/v2", self.server, None, "Describe the server.", ServerMetadata, public=True),
+            Route("GET", "/v2/health/live", self.is_live, None, "Is the server up?", live, public=True, **ERRORS),
+            Route(
+                "GET", "/v2/health/ready", self.is_ready, None, "Does the server take requests?", {"ready": bool},
+                public=True, **ERRORS,
+            ),
+            Route("GET", "/v2/models/stats", self.all_stats, Scope.INVOKE, "Show the counts of all models.", Any, **ERRORS),
+            Route(
+                "POST", "/v2/repository/index", self.index, Scope.INVOKE, "List the models.", list[dict[str, str]],
+                body=dict[str, Any], body_required=False, reads=True, **ERRORS,
+            ),
+            *(
+                Route(
+                    "POST", f"/v2/repository/models/{{function}}/{verb}", handler, Scope.DEPLOY, summary,
+                    body=dict[str, Any], body_required=False, errors=(400, 404, 413, 500, 503), **ERRORS,
+                )
+                for verb, handler, summary in (
+                    ("load", self.load, "Let a paused function run again, and start a worker."),
+                    ("unload", self.unload, "Pause a function: it refuses calls, and its workers end."),
+                )
+            ),
+        ]  # fmt: skip
+        for path in (MODEL, VERSION):
+            found += [
+                Route("GET", path, self.metadata, Scope.INVOKE, "Describe a model.", Any, **ERRORS),
+                Route("GET", f"{path}/ready", self.model_ready, Scope.INVOKE, "Does a model take requests?", Any, **ERRORS),
+                Route("GET", f"{path}/config", self.config, Scope.INVOKE, "Describe a model as Triton does.", Any, **ERRORS),
+                Route("GET", f"{path}/stats", self.stats, Scope.INVOKE, "Show the counts of a model.", Any, **ERRORS),
+                Route(
+                    "POST", f"{path}/infer", self.infer, Scope.INVOKE, "Call a model.", Any, errors=_INFER_ERRORS,
+                    body=InferenceRequest, **ERRORS,
+                ),
+            ]  # fmt: skip
+        return found
+
+    # -- the server
+
+    async def server(self, _request: web.Request) -> web.StreamResponse:
+        return json_response(server_metadata())
+
+    async def is_live(self, _request: web.Request) -> web.StreamResponse:
+        return json_response({"live": True})
+
+    async def is_ready(self, _request: web.Request) -> web.StreamResponse:
+        return json_response({"ready": True})
+
+    # -- models
+
+    async def metadata(self, request: web.Request) -> web.StreamResponse:
+        return json_response(self._model(request).metadata(request.match_info["model"]))
+
+    async def config(self, request: web.Request) -> web.StreamResponse:
+        return json_response(self._model(request).config(request.match_info["model"]))
+
+    async def model_ready(self, request: web.Request) -> web.StreamResponse:
+        model = self._model(request)
+        found = {"name": request.match_info["model"], "ready": model.ready}
+        return json_response(found, status=200 if model.ready else 400)
+
+    async def stats(self, request: web.Request) -> web.StreamResponse:
+        found = self._repository.statistics.of(self._model(request), request.match_info["model"])
+        return json_response({"model_stats": [found]})
+
+    async def all_stats(self, request: web.Request) -> web.StreamResponse:
+        return json_response({"model_stats": self._repository.counts(self.backend.names(request))})
+
+    async def infer(self, request: web.Request) -> web.StreamResponse:
+        request[CALLS] = True
+        received_s, request_id = time.monotonic(), request_id_of(request.headers)
+        call = InferCall(
+            self.backend, self._repository.statistics, self._model(request), request.match_info["model"]
+        )
+        try:
+            most = self.backend.body_limit(call.model.live.revision)
+            remedy = self.backend.too_large_remedy(most, call.model.live.revision)
+            body = await read_body(request, most, self.backend.body_timeout_s, remedy=remedy)
+            asked = await self._read(request, body, call.model)
+            revision, invocation = call.submit(
+                asked, request.headers, request_id, received_s, caller_of(request)
+            )
+        except PilotflameError as error:
+            return call.refused(call.function, error, request_id, caller_of(request)).response()
+        return await call.finish(request, call.function, revision, invocation)
+
+    async def _read(self, request: web.Request, body: bytes, model: TensorModel) -> InferRequest:
+        """Return the request in a body. Much JSON is read in a thread."""
+        if len(body) <= MAX_ON_LOOP_BYTES or HEADER_LENGTH in request.headers:
+            return InferRequest.read(request.headers, body, model)
+        return await asyncio.to_thread(InferRequest.read, request.headers, body, model)
+
+    def _model(self, request: web.Request) -> TensorModel:
+        """Return the model in the path. Raise UnknownFunction or BadInput."""
+        model = self._repository.models.find(request.match_info["model"], caller_of(request).check)
+        model.check_version(request.match_info.get("version", ""))
+        return model
+
+    # -- the repository
+
+    async def index(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._json(request)
+        ready = asked.get("ready", False) is True
+        return json_response(self._repository.index(self.backend.names(request), ready=ready))
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["function"]
+        try:
+            await self._repository.load(name, (await self._json(request)).get("parameters") or {})
+        except PilotflameError as error:
+            beginning = f"failed to load '{name[:80]}': "
+            return oip_error_reply(error, request_id_of(request.headers), beginning).response()
+        return json_response({})
+
+    async def unload(self, request: web.Request) -> web.StreamResponse:
+        await self._json(request)
+        await self._repository.unload(request.match_info["function"])
+        return json_response({})
+
+    async def _json(self, request: web.Request) -> dict[str, Any]:
+        """Return the object in a body; {} without a body."""
+        body = await read_body(request, _MAX_INDEX_BYTES, self.backend.body_timeout_s)
+        found = load_json(body) if body else {}
+        if not isinstance(found, dict):
+            raise BadInput("The body is no JSON object.")
+        return found
+
+    # -- the fast path
+
+    fast_route: ClassVar = ("POST", f"{MODEL}/infer")
+
+    def take(self, call: FastCall) -> FastRequest | None:
+        """Serve a plain request for inference. Return None if aiohttp must handle it."""
+        name, slash, verb = call.message.path.rpartition("/v2/models/")[2].partition("/")
+        headers = call.message.headers
+        if call.message.method != "POST" or (slash, verb) != ("/", "infer"):
+            return None
+        if call.payload.total_bytes > MAX_ON_LOOP_BYTES and HEADER_LENGTH not in headers:
+            return None
+        try:
+            name = unquote(name)
+            model = self._repository.models.find(name, lambda _function: None)
+            infer = InferCall(self.backend, self._repository.statistics, model, name)
+            if call.payload.total_bytes > self.backend.body_limit(model.live.revision):
+                return None
+            admitted = call.admit(infer.function)
+        except PilotflameError:
+            return None
+        request = FastRequest(
+            call.path, model.live.revision, admitted, call.send, call.received_s, infer, self.fast_route
+        )
+        request.begin(headers, call.payload.read_nowait())
+        return request

@@ -1,0 +1,244 @@
+"""The protocol over gRPC: contents of every type, streams, deadlines, cancelled calls, keys, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import trustme
+from live import WAITS_ASYNC, Gate, gateway_here, short_folder
+from oip_server import PASSING, Server, free_port, key
+from pilotflame.errors import GatewayError, PluginError
+from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+def request(model: str, name: str, datatype: str, shape: list[int], **fields: Any) -> Any:
+    """Return a request with one input. `fields` has the fields of its contents, or `raw`."""
+    found = service_pb2.ModelInferRequest(model_name=model)
+    tensor = found.inputs.add(name=name, datatype=datatype, shape=shape)
+    for field, values in fields.items():
+        if field == "raw":
+            found.raw_input_contents.append(values)
+        else:
+            getattr(tensor.contents, field).extend(values)
+    return found
+
+
+def passing(value: float, model: str = "passing") -> Any:
+    return request(model, "x", "FP32", [1], fp32_contents=[value])
+
+
+def stub(address: str) -> tuple[grpc.aio.Channel, Any]:
+    channel = grpc.aio.insecure_channel(address)
+    return channel, service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def test_the_messages_are_those_of_the_client() -> None:
+    """Every field of ours has the number and the kind of the client's field of the same name."""
+    for name, ours in CLASSES.items():
+        theirs = getattr(service_pb2, name, None)
+        if theirs is None:
+            continue
+        for field in ours.DESCRIPTOR.fields:
+            other = theirs.DESCRIPTOR.fields_by_name[field.name]
+            assert (field.number, field.is_repeated) == (other.number, other.is_repeated), (name, field.name)
+            same = field.type == other.type or {field.type, other.type} == {5, 14}
+            assert same, (name, field.name)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values"),
+    [
+        ("BOOL", "bool_contents", [True, False]), ("INT8", "int_contents", [-128, 127]),
+        ("INT16", "int_contents", [-(2**15), 1]), ("INT32", "int_contents", [-(2**31), 2**31 - 1]),
+        ("INT64", "int64_contents", [-(2**63), 2**63 - 1]), ("UINT8", "uint_contents", [0, 255]),
+        ("UINT16", "uint_contents", [0, 2**16 - 1]), ("UINT32", "uint_contents", [0, 2**32 - 1]),
+        ("UINT64", "uint64_contents", [0, 2**64 - 1]), ("FP32", "fp32_contents", [0.5, -1.5]),
+        ("FP64", "fp64_contents", [0.1, -1e300]),
+    ],
+)  # fmt: skip
+async def test_contents(server: Server, datatype: str, field: str, values: list[Any]) -> None:
+    channel, calls = stub(server.grpc)
+    async with channel:
+        sent = request("every", f"n_{datatype.lower()}", datatype, [1, 2], **{field: values})
+        answer = await calls.ModelInfer(sent)
+        kind = {"BOOL": "?", "FP32": "<f4", "FP64": "<f8"}.get(datatype)
+        kind = kind or f"<{'u' if datatype[0] == 'U' else 'i'}{int(datatype.lstrip('UINT')) // 8}"
+        assert np.frombuffer(answer.raw_output_contents[0], kind).tolist() == values
+        assert list(answer.outputs[0].shape) == [1, 2]
+
+
+async def test_texts_in_contents(server: Server) -> None:
+    channel, calls = stub(server.grpc)
+    async with channel:
+        sent = request("simple_identity", "INPUT0", "BYTES", [1, 2], bytes_contents=[b"a\xff", b""])
+        answer = await calls.ModelInfer(sent)
+        assert answer.raw_output_contents[0] == b"\x02\0\0\0a\xff\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "named"),
+    [
+        (request("every", "n_int8", "INT8", [1, 1], int_contents=[128]), "INVALID_ARGUMENT", "n_int8"),
+        (request("every", "n_fp16", "FP16", [1, 1]), "INVALID_ARGUMENT", "raw_input_contents"),
+        (request("every", "n_int8", "INT8", [1, 2], raw=b"\0"), "INVALID_ARGUMENT", "n_int8"),
+        (request("every", "n_int8", "INT8", [1, 1], raw=b"\0", int_contents=[1]), "INVALID_ARGUMENT", "beside"),
+        (request("nope", "x", "INT8", [1]), "NOT_FOUND", "unknown model"),
+        (request("broken", "INPUT0", "BYTES", [1, 1], bytes_contents=[b"a"]), "INTERNAL", "of the handler"),
+    ],
+    ids=["range", "no contents", "size", "both", "unknown", "handler"],
+)  # fmt: skip
+async def test_errors_have_a_code(server: Server, sent: Any, code: str, named: str) -> None:
+    channel, calls = stub(server.grpc)
+    async with channel:
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await calls.ModelInfer(sent)
+        assert found.value.code().name == code
+        assert named in (found.value.details() or "")
+
+
+async def test_an_unknown_method_is_unimplemented(server: Server) -> None:
+    channel, calls = stub(server.grpc)
+    async with channel:
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await calls.SystemSharedMemoryStatus(service_pb2.SystemSharedMemoryStatusRequest())
+        assert found.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_bytes_that_are_no_message(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.grpc) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.aio.AioRpcError) as found:
+            await call(b"\xff\xff\xff")
+        assert found.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+        assert (await stub(server.grpc)[1].ServerLive(service_pb2.ServerLiveRequest())).live
+
+
+async def test_a_stream_answers_every_request(server: Server) -> None:
+    await server.gateway.deploy(PASSING, name="passing")
+    channel, calls = stub(server.grpc)
+
+    async def requests() -> AsyncIterator[Any]:
+        for number in range(100):
+            sent = passing(float(number)) if number != 50 else passing(0.0, "nope")
+            sent.id = str(number)
+            yield sent
+
+    async with channel:
+        found, failed = {}, []
+        async for one in calls.ModelStreamInfer(requests()):
+            response = one.infer_response
+            if one.error_message:
+                failed.append((response.id, one.error_message))
+            else:
+                found[response.id] = np.frombuffer(response.raw_output_contents[0], "<f4")[0]
+    assert found == {str(number): float(number) for number in range(100) if number != 50}
+    assert failed[0][0] == "50"
+    assert "unknown model" in failed[0][1]
+
+
+async def test_a_cancelled_call_and_a_deadline_end_the_handler(server: Server) -> None:
+    source = PASSING.replace("def handler", "async def answer") + WAITS_ASYNC.replace(
+        "handler(event)", "handler(event: X) -> X"
+    )
+    with short_folder() as folder:
+        async with Gate(folder / "gate") as gate:
+            await server.gateway.deploy(source, name="waiting", gate=gate)
+            channel, calls = stub(server.grpc)
+            async with channel:
+                call = calls.ModelInfer(passing(1.0, "waiting"))
+                waiting = asyncio.ensure_future(_ended(call))
+                await gate.next("begun")
+                call.cancel()
+                await gate.next("cancelled")
+                assert await waiting in (grpc.StatusCode.CANCELLED, None)
+                call = calls.ModelInfer(passing(1.0, "waiting"), timeout=0.5)
+                assert await _ended(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+                await gate.next("cancelled")
+
+
+async def _ended(call: Any) -> grpc.StatusCode | None:
+    """Return the status with which a call fails; None if it is cancelled here."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    except asyncio.CancelledError:
+        return None
+    raise AssertionError("the call did not fail")
+
+
+async def test_a_key_reaches_its_functions_only() -> None:
+    with short_folder() as folder:
+        address = f"127.0.0.1:{free_port()}"
+        async with gateway_here(folder / "state", plugin_ports=(f"oip={address}",)) as gateway:
+            for name in ("mine", "another"):
+                await gateway.deploy(PASSING, name=name)
+            token = await key(gateway, functions=["mine"])
+            channel, calls = stub(address)
+            metadata = (("authorization", f"Bearer {token}"),)
+            async with channel:
+                assert (await calls.ServerLive(service_pb2.ServerLiveRequest())).live
+                assert await _ended(calls.ModelInfer(passing(1.0, "mine"))) is grpc.StatusCode.UNAUTHENTICATED
+                answer = await calls.ModelInfer(passing(1.0, "mine"), metadata=metadata)
+                assert answer.model_name == "mine"
+                other = calls.ModelInfer(passing(1.0, "another"), metadata=metadata)
+                assert await _ended(other) is grpc.StatusCode.NOT_FOUND
+                rows = await calls.RepositoryIndex(service_pb2.RepositoryIndexRequest(), metadata=metadata)
+                assert [row.name for row in rows.models] == ["mine"]
+                unload = service_pb2.RepositoryModelUnloadRequest(model_name="mine")
+                refused = calls.RepositoryModelUnload(unload, metadata=metadata)
+                assert await _ended(refused) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_refused_caller_sends_no_message() -> None:
+    with short_folder() as folder:
+        address = f"127.0.0.1:{free_port()}"
+        async with (
+            gateway_here(folder / "state", plugin_ports=(f"oip={address}",), auth="always"),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            call = channel.stream_stream("/inference.GRPCInferenceService/ModelInfer")()
+            # Nothing is written, and the status is there all the same.
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("localhost")
+    made.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for blob in made.cert_chain_pems:
+        blob.write_to_path(tmp_path / "chain.pem", append=True)
+    (tmp_path / "key.pem").chmod(0o600)
+    port = free_port()
+    files = {"tls_cert": tmp_path / "chain.pem", "tls_key": tmp_path / "key.pem"}
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", plugin_ports=(f"oip=127.0.0.1:{port}",), **files):
+            trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+            async with grpc.aio.secure_channel(f"localhost:{port}", trusted) as channel:
+                calls = service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+                assert (await calls.ServerLive(service_pb2.ServerLiveRequest())).live
+
+
+async def test_an_address_that_is_taken_stops_the_start(server: Server, tmp_path: Path) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(GatewayError, match="cannot listen"), flatten_subgroups=True):
+        async with gateway_here(tmp_path / "state", plugin_ports=(f"oip={server.grpc}",)):
+            pass
+
+
+@pytest.mark.parametrize(("name", "fault"), [("runpod", "nothing but HTTP"), ("nothing", "not on")])
+async def test_a_plugin_without_such_a_protocol_stops_the_start(
+    tmp_path: Path, name: str, fault: str
+) -> None:
+    address = f"{name}=127.0.0.1:{free_port()}"
+    with pytest.RaisesGroup(pytest.RaisesExc(PluginError, match=fault), flatten_subgroups=True):
+        async with gateway_here(tmp_path / "state", plugin_ports=(address,)):
+            pass
