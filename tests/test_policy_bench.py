@@ -77,16 +77,17 @@ def test_the_offline_optimum_is_the_best_of_all_choices(gaps: list[float]) -> No
 @given(arrivals)
 def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
     never, climbing = optimum(at_s, LADDER, [LADDER.wait_per_s])[:, 0]
-    others = (
+    # A learned plan may step up before an arrival. The others only step down.
+    learned, *others = (
         run(Replay(at_s, SERVICE_S, LADDER, policy)).bill(LADDER.wait_per_s)
         for policy in (
-            Fixed(LADDER.costs().ski_rental),
             Learned(LADDER),
+            Fixed(LADDER.costs().ski_rental),
             Fixed(timeout(20, 2)),
             Fixed(timeout(math.inf, 1)),
         )
     )
-    assert climbing <= never + 1e-9
+    assert climbing <= min(never, learned) + 1e-9
     assert never <= min(others) + 1e-9
 
 
