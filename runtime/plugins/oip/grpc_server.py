@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +42,8 @@ MOST_CALLS = 1024
 """The most calls at a time. gRPC refuses further calls."""
 MOST_STREAMED = 32
 """The most requests of one stream that run at the same time."""
+MOST_ARRIVING = 16
+"""The most calls of one API key whose messages arrive at the same time. gRPC holds an arriving message in memory."""
 STOP_S = 1.0
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED,
@@ -80,6 +83,9 @@ class GrpcServer(grpc.GenericRpcHandler):
 
     def __init__(self, backend: Backend, repository: Repository, entrance: Entrance) -> None:
         self._backend, self._repository, self._entrance = backend, repository, entrance
+        self._arriving: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(MOST_ARRIVING)
+        )
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -164,7 +170,7 @@ class GrpcServer(grpc.GenericRpcHandler):
     async def _read(self, call: GrpcCall) -> Any:
         """Return the next message, or None at the end. Raise InputTimeout."""
         try:
-            async with asyncio.timeout(self._backend.body_timeout_s):
+            async with asyncio.timeout(self._backend.body_timeout_s), self._arriving[call.caller.owner]:
                 found = await call.context.read()
         except TimeoutError:
             raise InputTimeout(f"No message came within {self._backend.body_timeout_s:.0f} s.") from None

@@ -15,6 +15,7 @@ from live import WAITS_ASYNC, Gate, gateway_here, short_folder
 from oip_server import PASSING, Server, free_port, key
 from pilotflame.errors import GatewayError, PluginError
 from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
+from pilotflame.runtime.plugins.oip.grpc_server import MOST_ARRIVING
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -209,6 +210,22 @@ async def test_a_refused_caller_sends_no_message() -> None:
             call = channel.stream_stream("/inference.GRPCInferenceService/ModelInfer")()
             # Nothing is written, and the status is there all the same.
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_calls_that_send_nothing_stop_no_other_key() -> None:
+    with short_folder() as folder:
+        address = f"127.0.0.1:{free_port()}"
+        settings: dict[str, Any] = {"plugin_ports": (f"oip={address}",), "body_timeout_s": 1.0}
+        async with gateway_here(folder / "state", **settings) as gateway:
+            await gateway.deploy(PASSING, name="passing")
+            silent, other = [(("authorization", f"Bearer {await key(gateway)}"),) for _ in range(2)]
+            async with grpc.aio.insecure_channel(address) as channel:
+                open_call = channel.stream_stream("/inference.GRPCInferenceService/ModelInfer")
+                waiting = [open_call(metadata=silent) for _ in range(2 * MOST_ARRIVING)]
+                calls = service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+                assert (await calls.ModelInfer(passing(1.0), metadata=other)).model_name == "passing"
+                codes = {await call.code() for call in waiting}
+                assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 async def test_tls(tmp_path: Path) -> None:
