@@ -218,7 +218,8 @@ def _taken(one: Any, path: str, left: memoryview) -> tuple[str, SentTensor, memo
 
 
 def encode(answer: Mapping[str, Any], tensors: Mapping[str, Tensor], accept: str) -> tuple[bytes, str]:
-    """Return (payload, content type) of the outputs that an Accept header names. `answer` has the values of `tensors`.
+    """Return (payload, content type) of the outputs that an Accept header names (`TENSORS_TYPE`). `answer` has the values
+    of `tensors`.
 
     Raise BadInput if there is no such output, and OutputInvalid if a value has no JSON form.
     """
@@ -242,7 +243,8 @@ def encode(answer: Mapping[str, Any], tensors: Mapping[str, Tensor], accept: str
         else:
             head["data"] = _flat(array, name)
         outputs.append(head)
-    header = orjson.dumps({"outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+    fields = orjson.loads(unquote(asked.get("fields", "{}")))
+    header = orjson.dumps({**fields, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
     return b"".join([header, *data]), f"{TENSORS_TYPE};header={len(header)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 
@@ -37,7 +38,6 @@ class InferCall(Gateway):
             raise BadInput(f"{name} sends several answers to a request.", remedy="Call it at /invoke.")
         self.model, self.function = model, model.live.record.function
         self._name, self._statistics = name, statistics
-        self._asked: InferRequest | None = None
 
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
@@ -53,10 +53,12 @@ class InferCall(Gateway):
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit a request. Return what `Gateway.begin` returns, and raise its errors."""
-        self._asked = asked
+        fields = {"model_name": self._name, "model_version": self.model.version}
+        if asked.id:
+            fields["id"] = asked.id
         return super().begin(
             self.function, asked.with_headers(headers), request_id, asked.body, received_s, caller, on_end,
-            content_type=asked.content_type, accept=asked.accept, extra=asked.extra,
+            content_type=asked.content_type, accept=f"{asked.accept};fields={quote(orjson.dumps(fields))}", extra=asked.extra,
         )  # fmt: skip
 
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
@@ -70,26 +72,18 @@ class InferCall(Gateway):
         if isinstance(error, PilotflameError):
             reply = oip_error_reply(error, invocation.id)
             return reply._replace(headers=headers | reply.headers)
-        return self._response(invocation.output.result(), headers)
+        output = invocation.output.result()
+        header_bytes = tensors_header(output)
+        if header_bytes == len(output.payload):
+            return Response(200, {**headers, "Content-Type": JSON_TYPE}, output.payload)
+        headers[_HEADER_NAME] = str(header_bytes)
+        return Response(200, {**headers, "Content-Type": BYTES_TYPE}, output.payload)
 
     def count(self, invocation: Invocation) -> None:
         """Count an invocation that has ended with an output or an error."""
         invocation.timeline.mark_responded(time.monotonic())
         failed = invocation.output.exception() is not None
         self._statistics.note(self.function, invocation.timeline, failed=failed)
-
-    def _response(self, output: Output, headers: dict[str, str]) -> Response:
-        """Return the response with the worker's outputs, after the fields that name the model."""
-        header_bytes = tensors_header(output)
-        beginning: dict[str, str] = {"model_name": self._name, "model_version": self.model.version}
-        if self._asked is not None and self._asked.id:
-            beginning["id"] = self._asked.id
-        first = orjson.dumps(beginning)[:-1] + b","
-        body = b"".join([first, memoryview(output.payload)[1:]])
-        if header_bytes == len(output.payload):
-            return Response(200, {**headers, "Content-Type": JSON_TYPE}, body)
-        length = str(len(first) + header_bytes - 1)
-        return Response(200, {**headers, "Content-Type": BYTES_TYPE, _HEADER_NAME: length}, body)
 
 
 def tensors_header(output: Output) -> int:

@@ -23,6 +23,7 @@ from .model import TensorModel
 HEADER_LENGTH = istr("Inference-Header-Content-Length")
 REMEDY = "docs/how-to/oip.md lists the fields and parameters."
 _LOWEST = 5
+_DIGITS = 12
 _UNSUPPORTED = (
     "classification", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_offset",
     "shared_memory_byte_size",
@@ -110,12 +111,8 @@ class InferRequest:
     @classmethod
     def read(cls, headers: Headers, body: bytes, model: TensorModel) -> Self:
         """Return the request in an HTTP body. Raise BadInput, which names the field."""
-        length = headers.get(HEADER_LENGTH)
-        if length is None:
-            header_bytes = len(body)
-        elif not length.isdecimal() or len(length) > len(str(len(body))) or int(length) > len(body):
-            raise BadInput(f"{HEADER_LENGTH} is {length[:20]!r}; the body has {len(body)} bytes.")
-        elif not (header_bytes := int(length)):
+        header_bytes = json_bytes(headers, len(body))
+        if not header_bytes and body:
             header = _header_of_raw(body, model)
             header_bytes, body = len(header), header + body
         try:
@@ -150,6 +147,16 @@ class InferRequest:
         merged = CIMultiDict(headers)
         merged.update(self.headers)
         return merged
+
+
+def json_bytes(headers: Headers, size: int) -> int:
+    """Return how many bytes of a body of this size are JSON. Raise BadInput."""
+    length = headers.get(HEADER_LENGTH)
+    if length is None:
+        return size
+    if not (length.isascii() and length.isdecimal() and len(length) <= _DIGITS) or int(length) > size:
+        raise BadInput(f"{HEADER_LENGTH} is {length[:20]!r}; the body has {size} bytes.")
+    return int(length)
 
 
 def _header_of_raw(body: bytes, model: TensorModel) -> bytes:

@@ -22,7 +22,7 @@ from ...http.responses import MAX_ON_LOOP_BYTES, json_response
 from ...http.routes import Route
 from .errors import ERRORS, oip_error_reply
 from .infer_call import InferCall
-from .infer_request import HEADER_LENGTH, InferenceRequest, InferRequest
+from .infer_request import InferenceRequest, InferRequest, json_bytes
 from .model import ServerMetadata, TensorModel, server_metadata
 from .repository import Repository
 
@@ -140,7 +140,7 @@ class OipApi(ApiPlugin):
 
     async def _read(self, request: web.Request, body: bytes, model: TensorModel) -> InferRequest:
         """Return the request in a body. Much JSON is read in a thread."""
-        if len(body) <= MAX_ON_LOOP_BYTES or HEADER_LENGTH in request.headers:
+        if json_bytes(request.headers, len(body)) <= MAX_ON_LOOP_BYTES:
             return InferRequest.read(request.headers, body, model)
         return await asyncio.to_thread(InferRequest.read, request.headers, body, model)
 
@@ -189,9 +189,9 @@ class OipApi(ApiPlugin):
         headers = call.message.headers
         if call.message.method != "POST" or (slash, verb) != ("/", "infer"):
             return None
-        if call.payload.total_bytes > MAX_ON_LOOP_BYTES and HEADER_LENGTH not in headers:
-            return None
         try:
+            if json_bytes(headers, call.payload.total_bytes) > MAX_ON_LOOP_BYTES:
+                return None
             name = unquote(name)
             model = self._repository.models.find(name, lambda _function: None)
             infer = InferCall(self.backend, self._repository.statistics, model, name)
