@@ -42,6 +42,7 @@ from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.plugin import ApiPlugin, Plugins
+from .api.response_cache import ResponseCache
 from .api.revisions import RevisionsApi
 from .api.server import HttpServer, http_server
 from .api.standalone import Standalone
@@ -281,7 +282,7 @@ async def startup(
     )  # fmt: skip
     backend = Backend(
         functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
-        Origins(settings.trusted_proxies), disk, endless := EndlessAnswers(),
+        Origins(settings.trusted_proxies), disk, endless := EndlessAnswers(), _response_cache(functions, metrics, settings),
     )  # fmt: skip
     gateway = Gateway(backend)
     plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
@@ -465,6 +466,14 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
     keyring.load()
     secrets.load()
     return keyring, secrets
+
+
+def _response_cache(functions: Functions, metrics: Metrics, settings: GatewaySettings) -> ResponseCache:
+    cache = ResponseCache(settings.response_cache_mb << 20)
+    functions.events.live.append(cache.forget)
+    functions.events.removed.append(cache.remove)
+    metrics.readers.append(cache.readings)
+    return cache
 
 
 def _host_names(functions: Functions, plugins: Plugins, settings: GatewaySettings) -> HostNames:

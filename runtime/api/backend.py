@@ -28,6 +28,7 @@ from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..serving.revision import Revision
 from ..telemetry.disk import Disk
+from .response_cache import ResponseCache
 
 ASYNC_BODY_BYTES = 10 << 20
 """Limit for the body of a request that becomes a job, because the gateway stores such a body."""
@@ -62,6 +63,7 @@ class Backend:
     """The disk of the state folder."""
     endless: EndlessAnswers
     """The answers that end with the caller's API key."""
+    cache: ResponseCache
 
     def names(self, request: web.Request) -> list[str]:
         """Return the names of the functions that the caller may see."""
