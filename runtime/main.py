@@ -286,7 +286,7 @@ async def startup(
     )  # fmt: skip
     gateway = Gateway(backend)
     plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
-    stack.callback(plugins.start(tasks))
+    stack.callback(plugins.start(tasks, metrics))
     apis = (
         gateway, admin, Deploys(functions, disk.check, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
         AccessControl(keyring, secrets, functions, endless, engine),

@@ -26,6 +26,7 @@ from ...snapshot.handle import ADAPTERS, is_adapter, subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
 from .event_source import AnySource
+from .request_log import RequestLog
 from .resources import Resources
 from .schedule import Schedule
 from .validation import (
@@ -367,6 +368,10 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     response_cache: ResponseCaching = Field(
         default_factory=ResponseCaching,
         description="Which answers equal calls get from the gateway's memory.",
+    )
+    request_log: RequestLog = Field(
+        default_factory=RequestLog,
+        description="Which inputs and outputs are written to a store, and measured.",
     )
     alerts: Alerts = Field(
         default_factory=Alerts, description="Conditions whose beginning and end a webhook reports."
