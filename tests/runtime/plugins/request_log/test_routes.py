@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,14 @@ async def test_a_gateway_that_ends_writes_the_calls_that_wait(tmp_path: Path):
         async with gateway_here(folder / "state") as gateway:
             await asyncio.gather(*(gateway.function(function.name).answer({"age": 200}) for _ in range(20)))
         assert any(record["input"]["age"] == 200 for record in lines(tmp_path))
+
+
+async def test_statistics_without_their_package_are_said_and_calls_go_on(
+    deploy, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "fastdigest", None)
+    function = await deploy(SCORES, {"request_log.statistics": AGE})
+    said = (await function.logged("fastdigest"))["text"]
+    assert "request_log.statistics needs fastdigest, which is not installed" in said
+    assert "pip install 'pilotflame[statistics]'" in said
+    assert (await function.answer({"age": 1}))["score"] == 0.01
