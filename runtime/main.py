@@ -86,6 +86,7 @@ from .reconciling.function_histories import FunctionHistories
 from .reconciling.gpu_places import GpuPlaces
 from .reconciling.reconciler import Reconciler
 from .scaling.placement import Gpu
+from .serving.response_cache import ResponseCache
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
@@ -281,11 +282,11 @@ async def startup(
     )  # fmt: skip
     backend = Backend(
         functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
-        Origins(settings.trusted_proxies), disk, endless := EndlessAnswers(),
+        Origins(settings.trusted_proxies), disk, endless := EndlessAnswers(), _response_cache(functions, metrics, settings),
     )  # fmt: skip
     gateway = Gateway(backend)
     plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
-    stack.callback(plugins.start(tasks))
+    stack.callback(plugins.start(tasks, metrics))
     apis = (
         gateway, admin, Deploys(functions, disk.check, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
         AccessControl(keyring, secrets, functions, endless, engine),
@@ -472,6 +473,14 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
     keyring.load()
     secrets.load()
     return keyring, secrets
+
+
+def _response_cache(functions: Functions, metrics: Metrics, settings: GatewaySettings) -> ResponseCache:
+    cache = ResponseCache(settings.response_cache_mb << 20)
+    functions.events.live.append(cache.forget)
+    functions.events.removed.append(cache.remove)
+    metrics.readers.append(cache.readings)
+    return cache
 
 
 def _host_names(functions: Functions, plugins: Plugins, settings: GatewaySettings) -> HostNames:

@@ -88,6 +88,8 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
             for key, address in source.addresses.items():
                 if not _matches(address, self.queues):
                     yield f"source.{key} is {address!r}; allowed: {_listed(self.queues)}"
+        if (store := settings.request_log.store) is not None and not _matches(store, self.queues):
+            yield f"request_log.store is {store!r}; allowed: {_listed(self.queues)}"
 
     def _container_faults(self, settings: FunctionSettings) -> Iterator[str]:
         image, resources = settings.image.name, settings.resources

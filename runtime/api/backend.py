@@ -26,6 +26,7 @@ from ..http.requests import (
 from ..http.routes import Parameter, header
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
+from ..serving.response_cache import ResponseCache
 from ..serving.revision import Revision
 from ..telemetry.disk import Disk
 
@@ -62,6 +63,7 @@ class Backend:
     """The disk of the state folder."""
     endless: EndlessAnswers
     """The answers that end with the caller's API key."""
+    cache: ResponseCache
 
     def names(self, request: web.Request) -> list[str]:
         """Return the names of the functions that the caller may see."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from multidict import istr
 
 from ...errors import DeadlineExceeded, PilotflameError
@@ -22,6 +22,7 @@ from ..http.requests import (
     content_type_of,
     load_json,
     media_type_of,
+    parse_preferences,
     preferences_of,
     priority_of,
     read_body,
@@ -33,6 +34,7 @@ from ..http.requests import (
 from ..http.responses import Response, error_reply, invocation_headers, json_response
 from ..http.routes import INVOKE_PATH, Parameter, Route, header
 from ..serving.invocation import Invocation, Output, Stream
+from ..serving.response_cache import CachedCall
 from ..serving.revision import Revision
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 
@@ -53,11 +55,15 @@ PARAMETERS: tuple[Parameter, ...] = (
     header("X-Scale-Up-Timeout", "Seconds that it may wait for a worker.", **_SECONDS),
     header("X-Request-Id", "1 to 128 visible ASCII characters; otherwise one is made."),
     header("traceparent", "A W3C trace context, which the response returns."),
+    header("Cache-Control", "For a function with a response cache: no-cache, no-store or max-age=SECONDS."),
 )
 _HEADERS = {
     name: {"schema": {"type": "string"}, "required": True}
     for name in ("X-Request-Id", "X-Worker-Id", "Server-Timing")
-} | {"X-Cold-Start": {"schema": {"type": "string", "enum": ["true", "false"]}, "required": True}}
+} | {
+    "X-Cold-Start": {"schema": {"type": "string", "enum": ["true", "false"]}, "required": True},
+    "Cache-Status": {"schema": {"type": "string"}, "description": "Only with a response cache (RFC 9211)."},
+}
 
 
 class Gateway:
@@ -158,8 +164,21 @@ class Gateway:
             traceparent=traceparent_of(headers), accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
             tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip
-        revision.submit(invocation)
+        ttl_s = settings.response_cache.ttl_s
+        if ttl_s is None or not self._answer_from_cache(name, revision, invocation, headers, ttl_s):
+            revision.submit(invocation)
         return revision, invocation
+
+    def _answer_from_cache(
+        self, name: str, revision: Revision, invocation: Invocation, headers: Headers, ttl_s: float
+    ) -> bool:
+        """Return True if the response cache has ended the invocation. Otherwise, the invocation must be submitted."""
+        # `submit` raises the error of a function that is paused or has used its budget.
+        if self._functions.get(name).function.stopped:
+            return False
+        rule = revision.policy.settings.response_cache
+        wanted = parse_preferences([headers.get(hdrs.CACHE_CONTROL, "")])
+        return CachedCall(self._backend.cache, rule, name, invocation, wanted).answer(ttl_s)
 
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..http.requests import Headers, dump_json, load_json
 from ..http.routes import Route, based
 from ..jobs.outbox import WebhookBodies
 from ..telemetry.background import BackgroundTasks
+from ..telemetry.metrics import Metrics, Reading
 from .backend import Backend
 from .guard import UNKNOWN_CALLER, Admitted, Guard
 from .invoke import Gateway
@@ -106,6 +107,10 @@ class ApiPlugin:
     async def sweep(self) -> None:
         """Run the plugin's periodic work until cancelled. If this raises an error, the gateway calls it again."""
 
+    async def readings(self) -> Iterable[Reading]:
+        """Return the metrics of the plugin."""
+        return ()
+
     def describe(
         self, document: dict[str, Any], functions: Sequence[FunctionStatus], *, named: bool
     ) -> dict[str, Any]:
@@ -129,8 +134,9 @@ class Plugins:
     def all(self) -> list[ApiPlugin]:
         return list(self._by_name.values())
 
-    def start(self, tasks: BackgroundTasks) -> Callable[[], None]:
-        """Start the `sweep` of each plugin. Return a function that stops them."""
+    def start(self, tasks: BackgroundTasks, metrics: Metrics) -> Callable[[], None]:
+        """Start the `sweep` of each plugin, and add its metrics. Return a function that stops them."""
+        metrics.readers += [plugin.readings for plugin in self.all]
         running = [tasks.keep(plugin.sweep, name=name) for name, plugin in self._by_name.items()]
 
         def end() -> None:

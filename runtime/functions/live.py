@@ -302,6 +302,8 @@ class Live:
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         self.warnings += source.facts.get("notes", ())
+        if source.facts.get("streaming") and self.record.settings.response_cache.ttl_s is not None:
+            self.warnings.append("response_cache has no effect: the handler streams its output.")
         # The record is stored when the revision goes live, so the warnings survive a restart.
         found = {"handler": source.facts, "warnings": tuple(self.warnings)}
         self.record = self.record.model_copy(update=found)

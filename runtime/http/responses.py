@@ -134,6 +134,8 @@ def invocation_headers(invocation: Invocation) -> dict[str, str]:
     }
     if invocation.traceparent:
         headers["traceparent"] = invocation.traceparent
+    if invocation.cache_status:
+        headers["Cache-Status"] = invocation.cache_status
     return headers
 
 

@@ -283,11 +283,12 @@ class Dispatcher:
         if invocation.patient and isinstance(error, (RevisionRetired, FunctionStopped)):
             # The job of the invocation goes back to the queue of jobs, and this attempt does not count.
             return
+        output = outcome if isinstance(outcome, Output) else None
         self._on_ended(
             InvocationEnd(
-                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error
+                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error, invocation, output
             )
-        )
+        )  # fmt: skip
 
     def retired(self) -> RevisionRetired:
         """Return the error of an invocation that this revision does not run any more."""

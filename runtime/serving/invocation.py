@@ -159,6 +159,8 @@ class Invocation:
     """The name of the worker that it was last sent to; "" while it waits."""
     active_s: float = field(init=False, default=0.0)
     """When the last message of its open connection passed; 0 before the first message."""
+    cache_status: str = field(init=False, default="")
+    """The value of the header Cache-Status; "" if the function has no response cache."""
     _cold: bool = field(init=False, default=False)
 
     def __post_init__(self, now_s: float, streaming: bool) -> None:

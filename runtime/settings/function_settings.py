@@ -26,6 +26,7 @@ from ...snapshot.handle import ADAPTERS, is_adapter, subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
 from .event_source import AnySource
+from .request_log import RequestLog
 from .resources import Resources
 from .schedule import Schedule
 from .validation import (
@@ -271,6 +272,19 @@ class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
     warn_at: float = Field(0.8, gt=0, le=1, description="The used share of a limit at which the log warns.")
 
 
+class ResponseCaching(BaseModel, frozen=True, extra="forbid", strict=True):
+    """Whether the gateway stores answers, with which it answers equal calls of the same API key."""
+
+    ttl_s: PositiveSeconds | None = Field(
+        None,
+        description="Seconds for which an answer is stored. Set it only if equal calls may get the same answer; by default"
+        " no answer is stored.",
+    )
+    max_answer_bytes: int = Field(
+        _MIB, ge=1, description="Largest answer that is stored, if response_cache.ttl_s is set."
+    )
+
+
 class SnapshotPart(BaseModel, frozen=True, extra="forbid", strict=True):
     """The part of its snapshot that the function needs. The rest is not fetched. Without this table, the function needs
     the whole snapshot.
@@ -351,6 +365,14 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
     resources: Resources = Field(default_factory=Resources, description="What its workers may use.")
     budget: Budget = Field(default_factory=Budget, description="What it may use in a day.")
+    response_cache: ResponseCaching = Field(
+        default_factory=ResponseCaching,
+        description="Which answers equal calls get from the gateway's memory.",
+    )
+    request_log: RequestLog = Field(
+        default_factory=RequestLog,
+        description="Which inputs and outputs are written to a store, and measured.",
+    )
     alerts: Alerts = Field(
         default_factory=Alerts, description="Conditions whose beginning and end a webhook reports."
     )

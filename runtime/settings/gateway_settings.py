@@ -170,6 +170,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="MiB of memory that functions without workers may hold together; then those that"
         " are missed least keep no zygote. By default an eighth of the memory.",
     )
+    response_cache_mb: int = Field(
+        64,
+        ge=0,
+        le=1 << 20,
+        description="MiB of memory for answers of functions with [response_cache], which API keys share; 0: none is stored.",
+    )
     max_workers: int | None = Field(
         None,
         ge=1,

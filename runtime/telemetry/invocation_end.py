@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from ...errors import PilotflameError
 from .timeline import Timeline
@@ -10,6 +10,16 @@ from .timeline import Timeline
 # These are plain strings, because Python code computes an enum's hash, and every invocation is counted by its source.
 Source: TypeAlias = Literal["http", "job", "queue", "batch"]
 """The submitter of an invocation: a caller who waits, a job, a message of an event source, a line of a batch."""
+
+
+class EndedCall(Protocol):
+    """The input of an invocation that has ended. Observers may keep parts of it, but not the whole object."""
+
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def content_type(self) -> str:
+        """The type of the body; "" for JSON."""
 
 
 class InvocationEnd(NamedTuple):
@@ -24,6 +34,9 @@ class InvocationEnd(NamedTuple):
     timeline: Timeline
     error: PilotflameError | None = None
     """The error with which the invocation failed; None if it has an output."""
+    call: EndedCall | None = None
+    output: tuple[bytes, str] | None = None
+    """The output and its content type, which is "" for JSON. None after an error."""
 
     @property
     def code(self) -> int:

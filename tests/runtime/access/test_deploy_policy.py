@@ -51,6 +51,7 @@ def test_a_policy_allows_untrusted_code_only_uploaded_and_in_a_container() -> No
         (contained(), {"": "s3://models/f"}, "snapshot is outside the code", {"snapshots": ("s3://models/*",)}),
         (contained(), {"base": "/etc"}, "base.* is outside the code", {"snapshots": ("/etc",)}),
         (contained(source=[{"type": "sqs", "queue": QUEUE}]), {}, "source.queue is 'https", {"queues": (QUEUE,)}),
+        (contained(request_log={"store": "s3://logs/f"}), {}, "request_log.store is 's3", {"queues": ("s3://logs/*",)}),
         (contained(resources={"gpus": 2}), {}, "gpus is 2; allowed: at most 1", {"gpus": 2}),
         (contained(resources={"memory_mb": 200}), {}, "memory_mb is 200; allowed: at most 100", {"memory_mb": 200}),
         (contained(resources={"cpus": 2.0}), {}, "cpus is 2.0; allowed: at most 1.0", {"cpus": 2.0}),

@@ -72,6 +72,24 @@ def test_the_file_is_read(tmp_path: Path) -> None:
     assert settings.snapshot_paths(tmp_path) == {"": (tmp_path / "weights").resolve()}
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("store = 'logs'", "request_log.store is 'logs'; allowed: s3://"),
+        ("store = '/logs/../etc'", "request_log.store is '/logs/../etc'"),
+        ("store = 's3://user:key@bucket'", "request_log.store is"),
+        ("store = 'https://example.com'", "request_log.store is 'https://example.com'"),
+        ("statistics = ['age']", "'age' is no pointer into a call; write it as /input/age"),
+        ("statistics = ['/input/~2']", "'/input/~2' is no pointer"),
+        ("store = '/logs'\nredact = ['/user']", "'/user' is no pointer"),
+        ("store = '/logs'\nsample = 0", "request_log.sample"),
+        ("redact = ['name']", "request_log.redact is set, but request_log.store is not"),
+    ],
+)
+def test_a_request_log_names_a_store_and_fields_of_calls(tmp_path: Path, table: str, said: str) -> None:
+    assert said in problem(tmp_path, f"[request_log]\n{table}")
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         FunctionSettings(name="a").name = "b"  # type: ignore[misc]

@@ -1,0 +1,171 @@
+"""The request log of one function: it holds calls, and writes them to a store in batches.
+
+The event loop only appends to a list of limited size. Everything else runs in threads, so a store that does not answer
+slows no call: its calls are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from ....errors import PilotflameError
+from ....snapshot.sources.source import Source, Writable
+from ...access.fair_share import SharedRoom
+from ...events.blocking_calls import call_in_thread
+from ...settings.request_log import RequestLog
+from ...telemetry.invocation_end import InvocationEnd
+from ...telemetry.metrics import Reading
+from .records import LoggedCall, Redactor, line_of, record_of
+from .statistics import FunctionStatistics
+
+BATCH_S = 10.0
+BATCH_BYTES = 4 << 20
+"""A batch is written when its first call has waited for BATCH_S, or when its calls have BATCH_BYTES."""
+WRITE_S, LAST_WRITE_S = 60.0, 4.0
+"""The time that one write may take, and the rest of this time after `close`. A gateway that ends waits 10 s for its tasks."""
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+"""The delay before a failed write is repeated. It doubles with each failure."""
+
+
+class LogStore(NamedTuple):
+    """Opens the store of a function, and writes failures to the function's log."""
+
+    deployed_by: str
+    """The id of the API key with whose rights the store is opened."""
+    open: Callable[[], Source]
+    """Blocks. Raises SourceError."""
+    say: Callable[[str], None]
+
+
+class FunctionLog:
+    """The log of one function. `note` is called on the event loop, and `run` runs until `close`."""
+
+    def __init__(self, function: str, settings: RequestLog, room: SharedRoom, store: LogStore) -> None:
+        """All functions share `room`. Raises PackageMissing if statistics need a package that is not installed."""
+        self.settings = settings
+        self.store = store
+        self._function, self._room = function, room
+        self._redactor, self._statistics = Redactor(settings.redact), FunctionStatistics(settings.statistics)
+        self._calls: list[LoggedCall] = []
+        self._size = 0
+        self._arrived, self._full, self._closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._write_limit: asyncio.Timeout | None = None
+        self._counts = Counter[str]()
+
+    def note(self, end: InvocationEnd) -> None:
+        """Take a call that has ended, if it is sampled and there is room."""
+        if random.random() >= self.settings.sample:  # noqa: S311  a sample, not a secret
+            return
+        call = LoggedCall.of(end)
+        if self._closed.is_set() or not self._room.takes(self._function, call.size):
+            self._counts["dropped"] += 1
+            return
+        self._room.add(self._function, call.size)
+        self._calls.append(call)
+        self._size += call.size
+        self._arrived.set()
+        if self._size >= BATCH_BYTES:
+            self._full.set()
+
+    def close(self) -> None:
+        """Let `run` write what it has, with one attempt, and return."""
+        self._closed.set()
+        self._arrived.set()
+        self._full.set()
+        if (limit := self._write_limit) is not None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time() + LAST_WRITE_S)
+
+    async def run(self) -> None:
+        """Write batches until the log is closed."""
+        while True:
+            await self._arrived.wait()
+            await _within(BATCH_S, self._full)
+            calls, self._calls, size, self._size = self._calls, [], self._size, 0
+            if not self._closed.is_set():
+                self._arrived.clear()
+                self._full.clear()
+            elif not calls:
+                return
+            try:
+                await self._write(calls)
+            finally:
+                self._room.remove(self._function, size)
+
+    def readings(self) -> list[Reading]:
+        """Return the metrics of the log."""
+        texts = {
+            "written": "Calls that were written to the store of the request log.",
+            "dropped": "Calls that were not written, because the store failed or was too slow.",
+            "failures": "Failed writes to the store of the request log.",
+        }
+        return [
+            *(Reading(f"request_log_{name}", text, {(self._function,): self._counts[name]}, total=True) for name, text in texts.items()),
+            *self._statistics.readings(self._function),
+        ]  # fmt: skip
+
+    async def _write(self, calls: list[LoggedCall]) -> None:
+        lines = await asyncio.to_thread(self._lines, calls)
+        if self.settings.store is None:
+            return
+        if await self._delivered(lines):
+            self._counts["written"] += len(calls)
+        else:
+            self._counts["dropped"] += len(calls)
+
+    def _lines(self, calls: list[LoggedCall]) -> bytes:
+        """Return the lines of calls, and count their numbers. Blocks for milliseconds."""
+        lines = []
+        for call in calls:
+            record = record_of(call, self._redactor)
+            self._statistics.add(record)
+            if self.settings.store is not None:
+                lines.append(line_of(record))
+        return b"".join(lines)
+
+    async def _delivered(self, lines: bytes) -> bool:
+        """Write an object with these lines, and return True. Repeat failed writes until the log is closed."""
+        at = datetime.now(UTC)
+        name = f"{self._function}/{at:%Y-%m-%d}/{at:%H%M%S-%f}-{secrets.token_hex(4)}.jsonl"
+        delay_s = FIRST_RETRY_S
+        while True:
+            try:
+                await self._put(name, lines)
+            except (PilotflameError, TimeoutError) as error:
+                self._counts["failures"] += 1
+                why = error.message if isinstance(error, PilotflameError) else "A write took too long."
+                self.store.say(f"request_log.store: {why}")
+            else:
+                return True
+            if self._closed.is_set():
+                return False
+            await _within(delay_s, self._closed)
+            delay_s = min(LAST_RETRY_S, 2 * delay_s)
+
+    async def _put(self, name: str, lines: bytes) -> None:
+        """Write an object. Raise TimeoutError after the time for a write, and the errors of the store."""
+
+        def put() -> None:
+            store = self.store.open()
+            if isinstance(store, Writable):
+                store.put(name, lines)
+
+        async with asyncio.timeout(LAST_WRITE_S if self._closed.is_set() else WRITE_S) as limit:
+            self._write_limit = limit
+            try:
+                await call_in_thread(put)
+            finally:
+                self._write_limit = None
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    """Wait for an event, at most for `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
