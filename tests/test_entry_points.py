@@ -18,11 +18,23 @@ from pilotflame.entry_points import APIS, DIALECTS, check_names, load_one, offer
 from pilotflame.errors import PluginError
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
-PLUGINS = ("asgi", "aws_lambda", "cloudevents", "cog", "openai", "replicate", "runpod", "tgi")
+PLUGINS = (
+    "asgi",
+    "aws_lambda",
+    "cloudevents",
+    "cog",
+    "kserve",
+    "openai",
+    "replicate",
+    "runpod",
+    "tensorflow_serving",
+    "tgi",
+)
 # A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
 ROUTES = {
-    "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
+    "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync", "tgi": "/tgi/gone/generate",
+    "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
 }  # fmt: skip
 RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['input']})\n"
 
