@@ -34,7 +34,7 @@ PLUGINS = (
 ROUTES = {
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync", "tgi": "/tgi/gone/generate",
-    "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
+    "sagemaker": "/sagemaker/endpoints/gone/invocations", "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
 }  # fmt: skip
 RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['input']})\n"
 

@@ -70,10 +70,10 @@ values = ["TOKEN", "lower"]
 "query.function" = {{ dictionary = "functions", probability = 0.7 }}
 "header.X-Pilotflame-Function" = {{ dictionary = "functions", probability = 0.7 }}
 
-# A requested deadline or hold time may pass at once, which is a described error.
+# A requested deadline or hold time may pass at once, which is a described error. 501: another platform's API has the route.
 [[operations]]
 include-path-regex = "^/invoke/"
-checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
+checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 501, 503, 504]
 
 # A followed log does not end.
 [[operations]]

@@ -31,9 +31,9 @@ from ...http.responses import ErrorBody
 from ...http.routes import Route, header
 from ...serving.invocation import Invocation, Output
 from ...telemetry.logs import Capture
-from .failures import FUNCTION_ERRORS, LambdaError, aws_error, function_error
+from ..amazon.event_stream import EVENT_STREAM_TYPE
+from .failures import FUNCTION_ERRORS, LambdaError, ResponseStream, aws_error, function_error
 from .functions import BASE, NAME, QUALIFIER, FunctionsApi, find_live, version_of
-from .response_stream import EVENT_STREAM_TYPE, ResponseStream
 
 TAIL_BYTES = 4096
 KINDS = ("RequestResponse", "Event", "DryRun")

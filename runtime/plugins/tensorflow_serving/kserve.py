@@ -14,7 +14,6 @@ from ...http.requests import id_of
 from ...http.responses import json_response
 from ...http.routes import Route
 from .errors import KSERVE_ERRORS
-from .models import unavailable
 
 MODEL = "/v1/models/{function}"
 KEYS = ("instances", "inputs")
@@ -53,7 +52,7 @@ class KserveApi(ApiPlugin):
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
-        if why := unavailable(self.backend.functions.get(name)):
+        if why := self.backend.functions.get(name).unavailable:
             raise FunctionStopped(f"Model with name {name} is not ready. {why}")
         return json_response({"name": name, "ready": True})
 

@@ -50,17 +50,8 @@ class ModelMetadata(TypedDict):
     metadata: dict[str, Any]
 
 
-def unavailable(live: Live) -> str:
-    """Return why calls of a function fail now; "" if they do not. A function without workers is available: a call starts one."""
-    if stopped := live.function.stopped:
-        return f"The function is stopped: {stopped}."
-    if not live.workers.worker_counts().ready and live.workers.breaker.failures:
-        return "The latest starts of its workers have failed."
-    return ""
-
-
 def model_status(live: Live) -> ModelStatus:
-    why = unavailable(live)
+    why = live.unavailable
     status = StatusCode(error_code="UNAVAILABLE" if why else "OK", error_message=why)
     version = VersionStatus(
         version=str(live.record.number), state="END" if why else "AVAILABLE", status=status

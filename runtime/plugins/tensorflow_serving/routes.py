@@ -43,7 +43,7 @@ class TensorFlowServingApi(ApiPlugin):
                 Route("GET", path, self.status, Scope.INVOKE, "Show the state of a model.", ModelStatus, **more),
                 Route("GET", f"{path}/metadata", self.metadata, Scope.INVOKE, "Show a model's signature.", ModelMetadata, **more),
                 *(
-                    Route("POST", f"{path}:{verb}", self.refuse, Scope.INVOKE, "Not supported.", errors=(404, 501), parameters=parameters, **SERVING_ERRORS)
+                    Route("POST", f"{path}:{verb}", self.refuse, Scope.INVOKE, "Not supported.", errors=(400, 404, 501), parameters=parameters, **SERVING_ERRORS)
                     for verb in ("classify", "regress")
                 ),
             ]  # fmt: skip

@@ -198,6 +198,7 @@ async def test_keys_are_sent_as_described(gateway: Gateway):
     assert set(made) == {*found["components"]["schemas"]["ApiKey"]["properties"], "key"}
 
 
-def test_the_routes_of_lambda_take_signatures() -> None:
+def test_the_routes_of_lambda_and_sagemaker_take_signatures() -> None:
     signed = [path for path, found in describe(()).get("paths", {}).items() if {"aws": []} in found.get("post", {}).get("security", ())]  # fmt: skip
-    assert signed == ["/lambda/2015-03-31/functions/{name}/invocations", "/lambda/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
+    assert signed[:2] == ["/lambda/2015-03-31/functions/{name}/invocations", "/lambda/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
+    assert {path.rpartition("/")[0] for path in signed[2:]} == {"/sagemaker/endpoints/{function}"}

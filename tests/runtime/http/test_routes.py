@@ -146,6 +146,7 @@ def test_dialects_have_errors_of_their_own():
         "tgi",
         "tensorflow-serving",
         "kserve",
+        "sagemaker",
     }
 
 
