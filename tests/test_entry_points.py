@@ -19,22 +19,14 @@ from pilotflame.errors import PluginError
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 PLUGINS = (
-    "asgi",
-    "aws_lambda",
-    "cloudevents",
-    "cog",
-    "kserve",
-    "openai",
-    "replicate",
-    "runpod",
-    "tensorflow_serving",
-    "tgi",
-)
+    "asgi", "aws_lambda", "cloudevents", "cog", "kserve", "openai", "replicate", "runpod", "sagemaker", "tensorflow_serving", "tgi",
+    "torchserve",
+)  # fmt: skip
 # A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
 ROUTES = {
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync", "tgi": "/tgi/gone/generate",
-    "sagemaker": "/sagemaker/endpoints/gone/invocations", "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
+    "torchserve": "/torchserve/predictions/gone", "sagemaker": "/sagemaker/endpoints/gone/invocations", "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
 }  # fmt: skip
 RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['input']})\n"
 
@@ -47,7 +39,7 @@ async def answers(gateway: Gateway) -> dict[str, bool]:
 
 def test_the_plugins_of_this_package_are_found() -> None:
     assert set(offers(APIS)) == set(PLUGINS)
-    assert set(offers(DIALECTS)) == {"asgi", "aws_lambda", "cog", "runpod", "wsgi"}
+    assert set(offers(DIALECTS)) == {"asgi", "aws_lambda", "cog", "runpod", "torchserve", "wsgi"}
     check_names(PLUGINS)
     with pytest.raises(PluginError, match="`plugins` has nothing, which no installed package offers"):
         check_names(["cog", "nothing"])

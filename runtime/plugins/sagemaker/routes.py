@@ -74,7 +74,8 @@ class SageMakerApi(ApiPlugin):
     def bare_routes(self) -> Sequence[Route]:
         body: dict[str, Any] = {"body": Any, "body_required": False, "parameters": PARAMETERS[:2]}
         return [
-            Route("GET", "/ping", self.ping, None, "Show the health of the only function.", {"status": str}, errors=(404, 422, 503)),
+            # TorchServe has the same path, where it says less.
+            Route("GET", "/ping", self.ping, None, "Show the health of the only function.", {"status": str}, errors=(404, 422, 503), accepts=_any),
             Route("POST", "/invocations", self.invoke_only, Scope.INVOKE, "Call the only function.", {JSON_TYPE: Any, "*/*": Any}, errors=(400, 404, 408, 413, 422, 429, 500, 503, 504), **body),
         ]  # fmt: skip
 
@@ -180,6 +181,10 @@ async def _streamed(
     finally:
         if not invocation.ended:
             revision.cancel(invocation)
+
+
+def _any(_headers: Mapping[str, str]) -> bool:
+    return True
 
 
 def _facts(headers: Mapping[str, str]) -> dict[str, str]:

@@ -147,6 +147,7 @@ def test_dialects_have_errors_of_their_own():
         "tensorflow-serving",
         "kserve",
         "sagemaker",
+        "torchserve",
     }
 
 
