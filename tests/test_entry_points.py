@@ -20,13 +20,13 @@ from pilotflame.errors import PluginError
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 PLUGINS = (
     "asgi", "aws_lambda", "cloudevents", "cog", "kserve", "openai", "replicate", "runpod", "sagemaker", "tensorflow_serving", "tgi",
-    "torchserve",
+    "torchserve", "vertex",
 )  # fmt: skip
 # A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
 ROUTES = {
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync", "tgi": "/tgi/gone/generate",
-    "torchserve": "/torchserve/predictions/gone", "sagemaker": "/sagemaker/endpoints/gone/invocations", "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
+    "vertex": "/vertex/v1/projects/p/locations/l/endpoints/gone:predict", "torchserve": "/torchserve/predictions/gone", "sagemaker": "/sagemaker/endpoints/gone/invocations", "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
 }  # fmt: skip
 RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['input']})\n"
 

@@ -86,11 +86,17 @@ class ApiPlugin:
         return load_json(output.payload)
 
     async def call_each(
-        self, request: web.Request, function: str, events: Sequence[Any], field: str
+        self,
+        request: web.Request,
+        function: str,
+        events: Sequence[Any],
+        field: str,
+        extra: Mapping[str, Any] = BARE,
     ) -> list[Any]:
         """Call a function with each of several JSON values, so that its calls form batches. Return the outputs in the same order.
 
-        Each value is the whole input of a call, also if it has the form `{"input": ...}`.
+        By default, each value is the whole input of a call, also if it has the form `{"input": ...}`. The handler reads `extra` as
+        `context.extra`.
 
         If a call fails, cancel the others and raise its error, whose message begins with `field[number]`. Raise
         DeadlineExceeded if all calls together take longer than a single call may take.
@@ -102,7 +108,7 @@ class ApiPlugin:
         async def work() -> None:
             for number, event in waiting:
                 try:
-                    outputs[number] = await self.call(request, function, event, number, BARE)
+                    outputs[number] = await self.call(request, function, event, number, extra)
                 except PilotflameError as error:
                     raise error.about(f"{field}[{number}]") from None
 

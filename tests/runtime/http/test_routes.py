@@ -148,6 +148,7 @@ def test_dialects_have_errors_of_their_own():
         "kserve",
         "sagemaker",
         "torchserve",
+        "vertex",
     }
 
 
