@@ -74,6 +74,7 @@ The text beside a class says what has happened when it is raised.
     ├── MalformedRequest            the request is not valid HTTP
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
+    ├── NotSupported                the API of another platform has this, and pilotflame does not
     ├── UnknownFunction             no function has this name
     ├── UnknownFile                 no uploaded file of this caller has this id
     ├── UnknownRevision             the function has no such revision
@@ -395,6 +396,9 @@ class UnknownRoute(PilotflameError, code="unknown_route", status=404): ...
 
 
 class MethodNotAllowed(PilotflameError, code="method_not_allowed", status=405): ...
+
+
+class NotSupported(PilotflameError, code="not_supported", status=501): ...
 
 
 class UnknownFile(PilotflameError, code="unknown_file", status=404): ...

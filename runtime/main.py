@@ -213,8 +213,17 @@ async def serve(settings: GatewaySettings, alone: FunctionSettings | None = None
 
     If `alone` is given, it has the settings of the gateway's only function, which the caller deploys.
     """
+    failed: PilotflameError | None = None
     async with contextlib.AsyncExitStack() as stack:
-        yield await startup(settings, stack, alone)
+        try:
+            server = await startup(settings, stack, alone)
+        except PilotflameError as error:
+            # A group of tasks on the stack would wrap it.
+            failed = error
+        else:
+            yield server
+    if failed is not None:
+        raise failed
 
 
 async def startup(

@@ -52,7 +52,7 @@ def described() -> OpenApi:
     )
     plugins = [kind(backend) for kind in load(APIS).values()]
     rows = [route for api in apis for route in api.routes()]
-    rows += [route for plugin in plugins for route in based(plugin.base, plugin.routes(), bare=False)]
+    rows += [route for plugin in plugins for route in based(plugin.base, plugin.routes())]
     return OpenApi(rows, lambda _request: (), plugins)
 
 

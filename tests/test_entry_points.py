@@ -19,21 +19,16 @@ from pilotflame.errors import PluginError
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 PLUGINS = (
-    "asgi",
-    "aws_lambda",
-    "cloudevents",
-    "cog",
-    "oip",
-    "openai",
-    "replicate",
-    "request_log",
-    "runpod",
-    "tgi",
-)
+    "asgi", "aws_lambda", "cloudevents", "cog", "kserve", "oip", "openai", "replicate", "request_log", "runpod", "sagemaker",
+    "tensorflow_serving", "tgi", "torchserve", "vertex",
+)  # fmt: skip
 # A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
 ROUTES = {
-    "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "oip": "/oip/v2/models/gone/infer", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
+    "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict",
+    "oip": "/oip/v2/models/gone/infer", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync", "tgi": "/tgi/gone/generate",
+    "vertex": "/vertex/v1/projects/p/locations/l/endpoints/gone:predict", "torchserve": "/torchserve/predictions/gone",
+    "sagemaker": "/sagemaker/endpoints/gone/invocations", "tensorflow_serving": "/tensorflow-serving/v1/models/gone:predict",
 }  # fmt: skip
 RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['input']})\n"
 
@@ -46,7 +41,7 @@ async def answers(gateway: Gateway) -> dict[str, bool]:
 
 def test_the_plugins_of_this_package_are_found() -> None:
     assert set(offers(APIS)) == set(PLUGINS)
-    assert set(offers(DIALECTS)) == {"asgi", "aws_lambda", "cog", "runpod", "wsgi"}
+    assert set(offers(DIALECTS)) == {"asgi", "aws_lambda", "cog", "runpod", "torchserve", "wsgi"}
     check_names(PLUGINS)
     with pytest.raises(PluginError, match="`plugins` has nothing, which no installed package offers"):
         check_names(["cog", "nothing"])

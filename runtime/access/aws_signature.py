@@ -24,7 +24,6 @@ from ...errors import Unauthorized
 
 LOG = logging.getLogger(__name__)
 SCHEME = "AWS4-"
-SERVICE = "lambda"
 DATE_HEADER = "X-Amz-Date"
 MAX_SKEW_S = 300.0
 """How many seconds the time of a signature may differ from the gateway's clock. AWS allows the same difference."""
@@ -33,7 +32,7 @@ _REMEDY = (
     " underscore. Or send the whole key as AWS_SESSION_TOKEN. The gateway's log says why a signature was refused."
 )
 _AUTHORIZATION = re.compile(
-    r"AWS4-HMAC-SHA256 +Credential=([0-9a-f]{12})/([0-9]{8})/([a-z0-9-]{1,64})/" + SERVICE + r"/aws4_request"
+    r"AWS4-HMAC-SHA256 +Credential=([0-9a-f]{12})/([0-9]{8})/([a-z0-9-]{1,64})/([a-z0-9-]{1,64})/aws4_request"
     r", *SignedHeaders=([a-z0-9;_.-]{4,4096}), *Signature=([0-9a-f]{64})",
     re.ASCII,
 )
@@ -51,6 +50,7 @@ class Signature(NamedTuple):
     key_id: str
     day: str
     region: str
+    service: str
     headers: tuple[str, ...]
     value: str
     at: str
@@ -79,7 +79,7 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
     found, at = _AUTHORIZATION.fullmatch(headers.get("Authorization", "")), headers.get(DATE_HEADER, "")
     if found is None:
         raise Unauthorized("The AWS signature is malformed.", remedy=_REMEDY)
-    key_id, day, region, names, value = found.groups()
+    key_id, day, region, service, names, value = found.groups()
     signed = tuple(names.split(";"))
     missing = {"host", *(name.lower() for name in headers if name.lower().startswith("x-amz-"))} - {*signed}
     if missing:
@@ -91,7 +91,7 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
     if abs(now_s - at_s) > MAX_SKEW_S or at[:8] != day:
         message = f"The AWS signature is of {at[:20]!r}, too far from the gateway's time."
         raise Unauthorized(message, remedy="Set the clock of this machine, and sign the request again.")
-    return Signature(key_id, day, region, signed, value, at)
+    return Signature(key_id, day, region, service, signed, value, at)
 
 
 def verify(digest: str | None, signature: Signature, request: SignedRequest) -> None:
@@ -103,9 +103,9 @@ def verify(digest: str | None, signature: Signature, request: SignedRequest) -> 
     if digest is None:
         raise refused(signature, "an older version made the key, so it cannot sign")
     key = bytes.fromhex(digest)
-    for part in (signature.day, signature.region, SERVICE, "aws4_request"):
+    for part in (signature.day, signature.region, signature.service, "aws4_request"):
         key = hmac.digest(key, part.encode(), "sha256")
-    scope = f"{signature.day}/{signature.region}/{SERVICE}/aws4_request"
+    scope = f"{signature.day}/{signature.region}/{signature.service}/aws4_request"
     canonical = hashlib.sha256(_canonical(signature.headers, request)).hexdigest()
     text = f"AWS4-HMAC-SHA256\n{signature.at}\n{scope}\n{canonical}"
     if not hmac.compare_digest(hmac.digest(key, text.encode(), "sha256").hex(), signature.value):

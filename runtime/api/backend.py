@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from aiohttp import web
 from typing_extensions import TypedDict
 
+from ...errors import InputInvalid, UnknownFunction
 from ..functions.live import Live
 from ..functions.registry import Functions
 from ..http.endless_answers import EndlessAnswers
@@ -69,6 +70,18 @@ class Backend:
         """Return the names of the functions that the caller may see."""
         allows = caller_of(request).allows
         return [live.record.function for live in self.functions.all() if allows(live.record.function)]
+
+    def only(self, request: web.Request) -> Live:
+        """Return the only function that the caller may see. Raise UnknownFunction if there is none, and InputInvalid if
+        there are several.
+        """
+        names = self.names(request)
+        if not names:
+            raise UnknownFunction("There is no function.", remedy="Deploy one.")
+        if len(names) > 1:
+            message = "The request names no function, and there are several."
+            raise InputInvalid(message, remedy="Use a path that names one: /openapi.json lists them.")
+        return self.functions.get(names[0])
 
     def body_limit(self, revision: Revision) -> int:
         """Return the largest number of bytes that a body for this revision may have."""

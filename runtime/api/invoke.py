@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import hdrs, web
 from multidict import istr
 
-from ...errors import DeadlineExceeded, PilotflameError
+from ...errors import DeadlineExceeded, OutputInvalid, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..http.event_stream import EVENTS, LAST_EVENT_S, EventStream
@@ -20,6 +20,7 @@ from ..http.requests import (
     accept_of,
     caller_of,
     content_type_of,
+    id_of,
     load_json,
     media_type_of,
     parse_preferences,
@@ -40,6 +41,7 @@ from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
+MAX_COLLECTED_BYTES = 20 << 20
 _SECONDS: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
 TIMEOUT_PARAMETER = header(
     "X-Request-Timeout",
@@ -64,6 +66,22 @@ _HEADERS = {
     "X-Cold-Start": {"schema": {"type": "string", "enum": ["true", "false"]}, "required": True},
     "Cache-Status": {"schema": {"type": "string"}, "description": "Only with a response cache (RFC 9211)."},
 }
+
+
+async def collected(invocation: Invocation) -> Output:
+    """Return the output; the pieces of a stream as one JSON array. Raise OutputInvalid if the array is too large."""
+    if invocation.stream is None:
+        return await invocation.output
+    pieces, size = [], 0
+    while some := await invocation.stream.take():
+        invocation.stream.consumed(len(some))
+        size += sum(map(len, some)) + len(some)
+        if size > MAX_COLLECTED_BYTES:
+            message = f"The output is larger than {MAX_COLLECTED_BYTES} bytes."
+            raise OutputInvalid(message, remedy="Call /invoke, which streams it.")
+        pieces += some
+    await invocation.output
+    return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
 class Gateway:
@@ -117,27 +135,40 @@ class Gateway:
             raise
         return self.answered(name, invocation, caller_of(request)).response()
 
-    async def call(self, request: web.Request, name: str, body: bytes, number: int = 0) -> Output:
-        """Call a function with the JSON text `body`, and return its output. Raise its error.
+    async def call(
+        self,
+        request: web.Request,
+        name: str,
+        body: bytes,
+        number: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Output:
+        """Call a function with the JSON text `body`, and return its output as `collected` does. Raise its error.
 
-        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled.
+        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
+        reads `extra` as `context.extra`.
         """
-        revision, invocation = self.started(request, name, body, number)
+        revision, invocation = self.started(request, name, body, number, extra)
         try:
-            return await invocation.output
-        except asyncio.CancelledError:
-            revision.cancel(invocation)
-            raise
+            return await collected(invocation)
+        finally:
+            if not invocation.ended:
+                revision.cancel(invocation)
 
     def started(
-        self, request: web.Request, name: str, body: bytes, number: int
+        self,
+        request: web.Request,
+        name: str,
+        body: bytes,
+        number: int,
+        extra: Mapping[str, Any] | None = None,
     ) -> tuple[Revision, Invocation]:
-        """Submit an invocation with the JSON text `body`. Return what `begin` returns. `number`: see `call`."""
-        request_id = request_id_of(request.headers)
+        """Submit an invocation with the JSON text `body`. Return what `begin` returns. `number` and `extra`: see `call`."""
+        request_id = id_of(request)
         try:
             return self.begin(
                 name, request.headers, f"{request_id}-{number}" if number else request_id, body, time.monotonic(),
-                caller_of(request), content_type=JSON_TYPE,
+                caller_of(request), content_type=JSON_TYPE, extra=extra,
             )  # fmt: skip
         except PilotflameError as error:
             self._functions.note_refused(name, error)

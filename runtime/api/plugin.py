@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from ...addresses import is_loopback
-from ...errors import OutputInvalid, PluginError, Unauthorized
+from ...errors import DeadlineExceeded, OutputInvalid, PilotflameError, PluginError, Unauthorized
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
-from ..http.requests import Headers, dump_json, load_json
+from ..http.event_stream import LAST_EVENT_S
+from ..http.requests import Headers, dump_json, load_json, timeout_of
 from ..http.routes import Route, based
 from ..jobs.outbox import WebhookBodies
 from ..telemetry.background import BackgroundTasks
@@ -47,6 +49,10 @@ class Entrance:
         return self.guard.admit(headers, route, function, None)
 
 
+BARE: Mapping[str, Any] = {"bare": True}
+"""The `extra` of a call whose event is the input itself, not `{"input": ...}`."""
+MOST_CALLS = 256
+"""How many calls of one request wait or run at the same time."""
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
 
@@ -75,6 +81,10 @@ class ApiPlugin:
         """Return the routes of the plugin. Their paths do not have the prefix `base`."""
         return ()
 
+    def bare_routes(self) -> Sequence[Route]:
+        """Return the routes that a gateway with `bare_paths` also has without the prefix `base`."""
+        return self.routes()
+
     def origin_of(self, request: web.Request) -> str:
         """Return the URL below which this caller finds the paths of `routes`."""
         base = self.base if request.path.startswith(f"{self.base}/") else ""
@@ -85,12 +95,20 @@ class ApiPlugin:
         _, body = await self.backend.read_body(request, request.match_info["function"])
         return load_json(body)
 
-    async def call(self, request: web.Request, function: str, event: Any, number: int = 0) -> Any:
+    async def call(
+        self,
+        request: web.Request,
+        function: str,
+        event: Any,
+        number: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Call a function with a JSON value, and return its output, which must be JSON. Raise its error.
 
-        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled.
+        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
+        reads `extra` as `context.extra`.
         """
-        output = await Gateway(self.backend).call(request, function, dump_json(event), number)
+        output = await Gateway(self.backend).call(request, function, dump_json(event), number, extra)
         if output.content_type != JSON_TYPE:
             raise OutputInvalid(
                 f"The output of {function} is {output.content_type}, not JSON.", remedy=CALL_REMEDY
@@ -103,6 +121,47 @@ class ApiPlugin:
             f"The plugin at {self.base or '/'} serves nothing but HTTP.",
             remedy="Leave it out of plugin_ports.",
         )
+
+    async def call_each(
+        self,
+        request: web.Request,
+        function: str,
+        events: Sequence[Any],
+        field: str,
+        extra: Mapping[str, Any] = BARE,
+    ) -> list[Any]:
+        """Call a function with each of several JSON values, so that its calls form batches. Return the outputs in the same order.
+
+        By default, each value is the whole input of a call, also if it has the form `{"input": ...}`. The handler reads `extra` as
+        `context.extra`.
+
+        If a call fails, cancel the others and raise its error, whose message begins with `field[number]`. Raise
+        DeadlineExceeded if all calls together take longer than a single call may take.
+        """
+        settings = self.backend.functions.get(function).record.settings
+        outputs: list[Any] = [None] * len(events)
+        waiting = iter(enumerate(events))
+
+        async def work() -> None:
+            for number, event in waiting:
+                try:
+                    outputs[number] = await self.call(request, function, event, number, extra)
+                except PilotflameError as error:
+                    raise error.about(f"{field}[{number}]") from None
+
+        try:
+            async with (
+                asyncio.timeout(timeout_of(request.headers, settings.timeout_s) + LAST_EVENT_S),
+                asyncio.TaskGroup() as group,
+            ):
+                for _ in range(min(MOST_CALLS, settings.max_queue, len(events))):
+                    group.create_task(work())
+        except* PilotflameError as failed:
+            raise failed.exceptions[0] from None
+        except* TimeoutError:
+            message = f"{function} did not answer all {field} in time."
+            raise DeadlineExceeded(message, remedy="Send fewer in one request.") from None
+        return outputs
 
     async def sweep(self) -> None:
         """Run the plugin's periodic work until cancelled. If this raises an error, the gateway calls it again."""
@@ -166,7 +225,12 @@ class Plugins:
     def rows(self) -> dict[str, list[Route]]:
         """Return the rows of each plugin by its name."""
         found = {
-            name: based(api.base, api.routes(), api.other_bases, bare=self._bare and not api.always_bare)
+            name: based(
+                api.base,
+                api.routes(),
+                api.other_bases,
+                bare=api.bare_routes() if self._bare and not api.always_bare else (),
+            )
             for name, api in self._by_name.items()
         }
         taken = {(row.method, row.path) for rows in found.values() for row in rows}

@@ -213,12 +213,14 @@ optional_source = functools.partial(function_source, default=None)
 
 @contextlib.contextmanager
 def gateway_defaults(*, standalone: bool, state_dir: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield defaults for the gateway's settings: a platform's $PORT, and temporary folders.
+    """Yield defaults for the gateway's settings: a platform's $PORT or $AIP_HTTP_PORT, and temporary folders.
 
     The container of a `standalone` function usually has no home. So unless the user names a state folder, its state and
     cache are in temporary folders, which are deleted at the end.
     """
-    port = {"port": os.environ["PORT"]} if os.environ.get("PORT") else {}
+    # Vertex AI's name of the variable is the second.
+    found = os.environ.get("PORT") or os.environ.get("AIP_HTTP_PORT")
+    port = {"port": found} if found else {}
     if not standalone or state_dir is not None or STATE_VARIABLE in os.environ:
         yield port
         return

@@ -263,6 +263,15 @@ class Live:
         held = [self.workers.devices(replica) for replica in self.workers.replicas]
         return fmean(held) if held else 0.0
 
+    @property
+    def unavailable(self) -> str:
+        """Why calls of the function fail now; "" if they do not. A function without workers is available: a call starts one."""
+        if stopped := self.function.stopped:
+            return f"The function is stopped: {stopped}."
+        if not self.workers.worker_counts().ready and self.workers.breaker.failures:
+            return "The latest starts of its workers have failed."
+        return ""
+
     def open_account(self) -> None:
         """Give the function's account the budget of this revision, which is live now."""
         budget = self.record.settings.budget

@@ -30,6 +30,7 @@ CALLS = web.RequestKey("calls", bool)
 """Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
 CONTINUED = web.RequestKey("continued", bool)
 """True once the gateway has sent the interim response 100, for which a client may wait before it sends the body."""
+ID = web.RequestKey("id", str)
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 
@@ -197,6 +198,14 @@ def request_id_of(headers: Headers) -> str:
     """Return the request id that the caller sent, or a new one if it is missing or malformed."""
     sent = headers.get(REQUEST_ID_HEADER)
     return sent if sent is not None and REQUEST_ID.fullmatch(sent) else next(_ids)
+
+
+def id_of(request: web.Request) -> str:
+    """Return the request id as `request_id_of` does, but the same for each call with this request."""
+    found: str | None = request.get(ID)
+    if found is None:
+        found = request[ID] = request_id_of(request.headers)
+    return found
 
 
 def traceparent_of(headers: Headers) -> str:

@@ -24,7 +24,7 @@ from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
 from ..access.keys import Scope
 from ..serving.invocation import Invocation
-from .requests import Headers, awaits_continue, caller_of, request_id_of
+from .requests import Headers, awaits_continue, caller_of, id_of
 from .sliced_body import SlicedBody
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
@@ -166,13 +166,14 @@ class ErrorResponses:
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else ""
-        formats = [form for key, form in self._formats.items() if key == path or request.path.startswith(key)]
+        exact = [form for key, form in self._formats.items() if key == path]
+        formats = exact + [form for key, form in self._formats.items() if request.path.startswith(key)]
         # Only a deploy raises errors with tracebacks here. Its caller has sent the code, and so may see the traceback.
         if not formats and error.private and caller_of(request).has(Scope.DEPLOY):
             error_format: ErrorFormat = functools.partial(error_reply, private=True)
         else:
             error_format = [*formats, error_reply][0]
-        response = error_format(error, request_id_of(request.headers)).response()
+        response = error_format(error, id_of(request)).response()
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response

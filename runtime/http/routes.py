@@ -187,13 +187,15 @@ class Route:
         return _PATTERN.sub("}", self.path)
 
 
-def based(base: str, routes: Sequence[Route], others: Iterable[str] = (), *, bare: bool) -> list[Route]:
+def based(
+    base: str, routes: Sequence[Route], others: Iterable[str] = (), *, bare: Sequence[Route] = ()
+) -> list[Route]:
     """Return the rows with the prefix `base` and with each prefix of `others`.
 
-    With `bare`, also return the rows without a prefix, except a row whose path is empty without it.
+    Also return the rows `bare` without a prefix, except a row whose path is empty without it.
     """
     found = [replace(row, path=prefix + row.path) for prefix in (base, *others) for row in routes]
-    return found + [row for row in routes if bare and base and row.path]
+    return found + [row for row in bare if base and row.path]
 
 
 def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:

@@ -52,7 +52,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         8600,
         ge=0,
         le=65535,
-        description="Port to listen on; 0 takes a free one. For `serve`, a platform's $PORT replaces the default.",
+        description="Port to listen on; 0 takes a free one. For `serve`, a platform's $PORT or $AIP_HTTP_PORT replaces the default.",
     )
     state_dir: Path = Field(
         default_factory=default_state_dir,

@@ -47,7 +47,10 @@ async def main():
         state = state if made is None else made
     context = Context("tone", "r1", invocation_id="i1", state=state, extra={"job": {"id": "i1"}, "bare": False})
     given = handler.input.decode(event.encode())
+    if handler.batch:
+        given, context = [given], Context.of_batch([context])
     answer = await whole(handler.call(given, context) if handler.takes_context else handler.call(given))
+    answer = answer[0] if handler.batch else answer
     parts = answer if handler.kind.streaming else [answer]
     encoded = [json.loads(handler.output.encode(part)[0]) for part in parts]
     return {"dialect": handler.dialect, "output": encoded if handler.kind.streaming else encoded[0]}

@@ -1,16 +1,21 @@
-"""Describes errors as AWS Lambda does: the function's error is the output, and any other error fails the request."""
+"""Describes errors as AWS Lambda does.
+
+The function's error is the output, or is in the last message of a stream. Any other error fails the request.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import orjson
+from aiohttp import web
 from typing_extensions import TypedDict
 
 from .... import errors
 from ....errors import PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...http.responses import Response, retry_headers
+from ..amazon.event_stream import MessageStream, message
 
 # The errors of the function. They are sent with status 200 and the header X-Amz-Function-Error. Every other error, and
 # RevisionRetired (see `LambdaApi._ended`), is an error of the request or of the gateway and keeps its own status.
@@ -32,6 +37,9 @@ ERROR_NAMES = (
     (errors.Unauthorized, "UnrecognizedClientException"),
     (errors.Forbidden, "AccessDeniedException"),
 )
+
+
+_LAST = {":message-type": "event", ":event-type": "InvokeComplete", ":content-type": JSON_TYPE}
 
 
 class LambdaError(TypedDict):
@@ -65,3 +73,21 @@ def function_error(error: PilotflameError, request_id: str, *, private: bool = F
         "requestId": request_id,
         **({"stackTrace": trace} if trace and private else {}),
     }
+
+
+class ResponseStream(MessageStream):
+    """The response to an invocation as an event stream. Its last message carries a JSON object."""
+
+    part: ClassVar = "PayloadChunk"
+
+    async def complete(
+        self, error: PilotflameError | None, log: str, *, private: bool = False
+    ) -> web.StreamResponse:
+        """Send the last message, with the function's error if it failed. `private` adds the stack to the error."""
+        found: dict[str, object] = {"LogResult": log} if log else {}
+        if error is not None:
+            failure = function_error(error, self._invocation.id, private=private)
+            found |= {"ErrorCode": failure["errorType"], "ErrorDetails": orjson.dumps(failure).decode()}
+        response = await self._write(message(_LAST, orjson.dumps(found)))
+        await response.write_eof()
+        return response

@@ -16,14 +16,13 @@ from ....errors import (
     BadInput,
     CrashLoop,
     DeadlineExceeded,
-    OutputInvalid,
     PilotflameError,
     RevisionRetired,
 )
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
+from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER, collected
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import LAST_EVENT_S
@@ -32,11 +31,10 @@ from ...http.responses import ErrorBody
 from ...http.routes import Route, header
 from ...serving.invocation import Invocation, Output
 from ...telemetry.logs import Capture
-from .failures import FUNCTION_ERRORS, LambdaError, aws_error, function_error
+from ..amazon.event_stream import EVENT_STREAM_TYPE
+from .failures import FUNCTION_ERRORS, LambdaError, ResponseStream, aws_error, function_error
 from .functions import BASE, NAME, QUALIFIER, FunctionsApi, find_live, version_of
-from .response_stream import EVENT_STREAM_TYPE, ResponseStream
 
-MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
 KINDS = ("RequestResponse", "Event", "DryRun")
 INVOKE = f"{BASE}/invocations"
@@ -196,10 +194,10 @@ class LambdaApi(ApiPlugin):
         RevisionRetired is also raised. It means that the revision was replaced, not that the function failed.
         """
         try:
-            answer = await _collect(invocation)
+            answer = await collected(invocation)
         except PilotflameError as error:
             if not invocation.ended:
-                # `_collect` has raised OutputInvalid, because the output is too large.
+                # `collected` has raised OutputInvalid, because the output is too large.
                 live.revision.cancel(invocation, error)
             if isinstance(error, RevisionRetired) or not isinstance(error, FUNCTION_ERRORS):
                 raise
@@ -229,22 +227,6 @@ def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
         remedy = f"Send a JSON object in base64, at most {MAX_CONTEXT_CHARS} characters."
         raise BadInput(f"{CLIENT_CONTEXT_HEADER} is no client context.", remedy=remedy)
     return {"client_context": found}
-
-
-async def _collect(invocation: Invocation) -> Output:
-    """Return the output; the pieces of a stream as one JSON array. Raises OutputInvalid if the array is too large."""
-    if invocation.stream is None:
-        return await invocation.output
-    pieces, size = [], 0
-    while some := await invocation.stream.take():
-        invocation.stream.consumed(len(some))
-        size += sum(map(len, some)) + len(some)
-        if size > MAX_STREAMED_BYTES:
-            message = f"The output is larger than {MAX_STREAMED_BYTES} bytes."
-            raise OutputInvalid(message, remedy="Call /invoke, which streams it.")
-        pieces += some
-    await invocation.output
-    return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
 def _log_tail(invocation: Invocation) -> str:

@@ -1,6 +1,7 @@
 """The OpenAPI document of a gateway: complete, every reference resolves, and responses are as it says."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -125,7 +126,7 @@ def test_every_operation_is_complete() -> None:
         for code, response in operation["responses"].items():
             assert 200 <= int(code) < 600
             assert response["description"]
-        named = {part[1:-1] for part in path.split("/") if part.startswith("{")}
+        named = set(re.findall(r"\{(\w+)\}", path))
         declared = {given["name"] for given in operation.get("parameters", []) if given["in"] == "path"}
         assert declared == named, path
     identifiers = [operation["operationId"] for *_, operation in operations if "operationId" in operation]
@@ -197,6 +198,7 @@ async def test_keys_are_sent_as_described(gateway: Gateway):
     assert set(made) == {*found["components"]["schemas"]["ApiKey"]["properties"], "key"}
 
 
-def test_the_routes_of_lambda_take_signatures() -> None:
+def test_the_routes_of_lambda_and_sagemaker_take_signatures() -> None:
     signed = [path for path, found in describe(()).get("paths", {}).items() if {"aws": []} in found.get("post", {}).get("security", ())]  # fmt: skip
-    assert signed == ["/lambda/2015-03-31/functions/{name}/invocations", "/lambda/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
+    assert signed[:2] == ["/lambda/2015-03-31/functions/{name}/invocations", "/lambda/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
+    assert {path.rpartition("/")[0] for path in signed[2:]} == {"/sagemaker/endpoints/{function}"}

@@ -1,0 +1,1 @@
+"""This package holds what the plugins for the APIs of AWS share."""

@@ -1,0 +1,1 @@
+"""This package runs TorchServe's handlers, and offers functions to its clients."""
