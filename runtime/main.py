@@ -62,6 +62,7 @@ from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
+from .generation.token_counts import TokenCounts
 from .http.access_log import AccessLog
 from .http.audit import Audit
 from .http.cross_origin import CrossOrigin
@@ -266,7 +267,7 @@ async def startup(
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
-    rest, memory = _observe(functions, metrics, ledger, settings, stack)
+    rest, memory = _observe(functions, metrics, ledger, keyring, settings, stack)
     # A gateway for one function deploys this function anew. It serves no other function of an older state folder.
     if alone is None:
         await functions.restore()
@@ -581,10 +582,11 @@ def _find_gpus(settings: GatewaySettings) -> tuple[list[Gpu], GpuDriver]:
 
 
 def _observe(
-    functions: Functions, metrics: Metrics, ledger: Ledger, settings: GatewaySettings,
+    functions: Functions, metrics: Metrics, ledger: Ledger, keyring: Keyring, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Rest, MemoryMeter]:  # fmt: skip
-    """Connect the metrics, the ledger and the memory limit to the events of functions, until `stack` closes.
+    """Connect the metrics, the ledger, the limits of API keys in tokens, and the memory limit to the events of functions,
+    until `stack` closes.
 
     Return the object that limits the memory of idle functions, and the meter of the memory of all processes.
     """
@@ -599,6 +601,7 @@ def _observe(
     # The ledger takes the last counts before the metrics drop them.
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)
+    events.live.append(TokenCounts(functions, keyring).follow)
     for notice in (events.activated, events.live, events.processes):
         notice.append(metering.note_change)
     metering.note_change()

@@ -62,17 +62,22 @@ class Meter:
     """Limits the requests of one API key to its quota. At most `concurrency` requests run at the same time.
 
     Each request takes one token out of a bucket, which holds at most `burst` tokens and gains `rate_per_s`
-    tokens per second. A limit that is None does not apply.
+    tokens per second. The tokens of language models have a bucket of their own, which holds `model_tokens_per_min`. It may
+    be overdrawn, because the tokens of an answer are counted when they are made; then no request is admitted. A limit
+    that is None does not apply.
     """
 
     def __init__(
-        self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float
-    ) -> None:
+        self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float,
+        model_tokens_per_min: int | None = None,
+    ) -> None:  # fmt: skip
         self._rate_per_s = rate_per_s
         self._burst = float(burst or max(1, math.ceil(rate_per_s or 0)))
         self._tokens = self._burst
         self._at_s = now_s
         self._concurrency = math.inf if concurrency is None else concurrency
+        self._most_model_tokens = model_tokens_per_min
+        self._model_tokens, self._model_at_s = float(model_tokens_per_min or 0), now_s
         self.running = 0
 
     def enter(self, now_s: float) -> float:
@@ -91,12 +96,27 @@ class Meter:
         """Return the seconds after which to call `enter`; 0.0 if `enter` admits a request now."""
         if self.running >= self._concurrency:
             return CONCURRENCY_WAIT_S
+        if model_wait_s := self._model_wait_s(now_s):
+            return model_wait_s
         if self._rate_per_s is None:
             return 0.0
         if now_s > self._at_s:
             self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
             self._at_s = now_s
         return 0.0 if self._tokens >= 1.0 - _TOLERANCE else (1.0 - self._tokens) / self._rate_per_s
+
+    def _model_wait_s(self, now_s: float) -> float:
+        """Return the seconds after which the bucket of language models' tokens is not overdrawn any more."""
+        if (most := self._most_model_tokens) is None:
+            return 0.0
+        if now_s > self._model_at_s:
+            self._model_tokens = min(most, self._model_tokens + (now_s - self._model_at_s) * most / 60)
+            self._model_at_s = now_s
+        return 0.0 if self._model_tokens > -_TOLERANCE else -self._model_tokens * 60 / most
+
+    def spend_model_tokens(self, count: int) -> None:
+        """Take tokens of language models out of their bucket."""
+        self._model_tokens -= count
 
     def leave(self) -> None:
         self.running -= 1
@@ -111,7 +131,9 @@ class Held:
         self.caller = Caller(
             key.id, frozenset(key.scopes), functions, key.name, key.expires_s, key.container_only
         )
-        self.meter = Meter(key.rate_per_s, key.burst, key.concurrency, time.monotonic())
+        self.meter = Meter(
+            key.rate_per_s, key.burst, key.concurrency, time.monotonic(), key.model_tokens_per_min
+        )
         self.last_used_s = key.last_used_s or 0.0
 
     def used(self, now_s: float) -> bool:
@@ -174,6 +196,12 @@ class Keyring:
         """Return the key with this id. Return None if there is no such key or if it has expired."""
         held = self._held.get(key_id)
         return held if held is not None and not held.key.expired(now_s) else None
+
+    def spend_model_tokens(self, owner: str, count: int) -> None:
+        """Count tokens of language models that were read or made for an owner (`Caller.owner`)."""
+        held = self._held.get(owner.partition(":")[0])
+        if held is not None:
+            held.meter.spend_model_tokens(count)
 
     def of_issuer(self, url: str, now_s: float) -> list[Held]:
         """Return the keys as which tokens of this issuer can act. Keys that have expired are left out."""

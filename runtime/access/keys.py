@@ -154,6 +154,12 @@ class KeyFields(BaseModel, frozen=True, extra="forbid"):
     rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Requests a second, over time.")
     burst: int | None = Field(None, ge=1, le=1_000_000, description="Requests at once above the rate.")
     concurrency: int | None = Field(None, ge=1, le=1_000_000, description="Requests at the same time.")
+    model_tokens_per_min: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000_000,
+        description="Tokens of language models a minute, read and made. The key waits while it has used more.",
+    )
     max_workers: int | None = Field(
         None, ge=1, le=1_000_000, description="Workers of all functions that are deployed with it."
     )

@@ -124,6 +124,9 @@ def keys() -> None:
 @click.option("--burst", type=int, metavar="N", help="Requests in quick succession.  [default: --rate]")
 @click.option("--concurrency", type=int, metavar="N", help="Requests that may run at the same time.")
 @click.option(
+    "--tokens", "model_tokens_per_min", type=int, metavar="N", help="Tokens of language models a minute."
+)
+@click.option(
     "--max-workers", type=int, metavar="N", help="Workers of all functions that are deployed with it."
 )
 @click.option(
@@ -320,9 +323,10 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         "rate_per_s": "a second",
         "burst": "in succession",
         "concurrency": "running",
+        "model_tokens_per_min": "tokens a minute",
         "max_workers": "workers",
     }
-    quota = ", ".join(f"{key[name]:.7g} {unit}" for name, unit in units.items() if key[name] is not None)
+    quota = ", ".join(f"{key[name]:.7g} {unit}" for name, unit in units.items() if key.get(name) is not None)
     times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
     return (key["id"], key["name"], _rights(key), quota or "none", *times)
 

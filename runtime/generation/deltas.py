@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ...errors import OutputInvalid, PilotflameError
-from ...handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
+from ...handlers.language_model.contract import Delta, GenerationRequest
 from ..api.invoke import Gateway
 from ..functions.live import Live
 from ..http.requests import dump_json, request_id_of
@@ -69,21 +69,14 @@ class Deltas:
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         body = dump_json(event.model_dump(mode="json", exclude_unset=True))
-        usage, made = TokenUsage(prompt_tokens=0), 0
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
                     delta = _delta(self._live.record.function, piece)
-                    usage, made = delta.usage or usage, made + len(delta.tokens)
                     await self._arrived.put((number, delta))
             await self._arrived.put(None)
         except PilotflameError as error:
             await self._arrived.put(error)
-        finally:
-            # Also the tokens of an answer whose caller has left.
-            self._live.function.account.note_tokens(
-                prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=made
-            )
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""

@@ -39,6 +39,8 @@ class Stream:
         self._credit: Credit | None = None
         self.on_change: Callable[[], None] | None = None
         """Called when a piece has arrived, and at the end."""
+        self.on_piece: Callable[[bytes], None] | None = None
+        """Called with each piece when it arrives."""
 
     @property
     def ready(self) -> bool:
@@ -56,6 +58,8 @@ class Stream:
         if not self._credit.spend(len(piece), 0.0):
             raise LinkError("A worker sent more of a streamed output than it may.")
         self._pieces.append(piece)
+        if self.on_piece is not None:
+            self.on_piece(piece)
         self._note_change()
 
     def close(self) -> None:

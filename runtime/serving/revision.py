@@ -60,6 +60,8 @@ class Revision(CallEvents):
         self._on_called, self._notice_at_s = on_called, 0.0
         self.retiring = False
         """True if no further invocation is accepted. Accepted invocations still run."""
+        self.observe: Callable[[Invocation], None] | None = None
+        """Called with each invocation before it is sent or queued."""
         self.enough = -1.0
         """While at most this number of invocations run, an arrival causes no look. The watcher sets the number."""
         self.peak = 0
@@ -82,6 +84,8 @@ class Revision(CallEvents):
         """Send an invocation, or queue it. Raise QueueFull, Overloaded, RevisionRetired, or the error of `Dispatcher.bar`."""
         if self.retiring:
             raise self.dispatcher.retired()
+        if self.observe is not None:
+            self.observe(invocation)
         replicas = self.replicas
         if self.enough < 0 and replicas.parked and not replicas.ready:
             # A parked worker wakes and takes the invocation at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import stat
 import threading
@@ -235,3 +236,19 @@ def test_without_a_burst_one_second_of_the_rate_is_admitted_at_once(rate: float,
     meter = Meter(rate, None, None, 0.0)
     assert [meter.enter(0.0) for _ in range(burst)] == [0.0] * burst
     assert meter.enter(0.0) > 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=30), st.integers(1, 600))
+def test_tokens_of_models_over_time_are_within_the_limit(steps: list[tuple[float, int]], most: int) -> None:
+    meter, now_s, taken, last = Meter(None, None, None, 0.0, most), 0.0, 0, 0
+    for gap_s, count in steps:
+        now_s += gap_s
+        if not (wait_s := meter.enter(now_s)):
+            meter.leave()
+            # All but the last answer were within the bucket and what it has gained.
+            assert taken - last <= most + now_s * most / 60 + 1e-6
+            meter.spend_model_tokens(count)
+            taken, last = taken + count, count
+        else:
+            assert wait_s <= taken * 60 / most
+            assert copy.copy(meter).wait_s(now_s + wait_s + 1e-6) == 0.0

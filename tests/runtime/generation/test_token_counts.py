@@ -1,0 +1,134 @@
+"""Tokens count in usage and against the limit of an API key, by whichever route a language model is called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from live import Gateway, failure, gateway_here, home_client, short_folder
+from pilotflame.runtime.generation.token_counts import AnswerTokens
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Yields the deltas that the prompt has as JSON; `whole` returns the first one.
+SCRIPTED = """
+import json
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    for delta in json.loads(event.prompt):
+        yield Delta(**delta)
+
+def whole(event: GenerationRequest) -> Delta:
+    return Delta(**json.loads(event.prompt)[0])
+"""
+DELTAS = [
+    {"text": "a", "tokens": [1, 2], "usage": {"prompt_tokens": 5, "cached_tokens": 3}},
+    {"text": "b", "tokens": [3]},
+    {"finish_reason": "stop", "usage": {"prompt_tokens": 5, "cached_tokens": 3, "completion_tokens": 4}},
+]
+COUNTED = {"prompt_tokens": 5, "cached_tokens": 3, "generated_tokens": 4}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scripted() -> AsyncIterator[Gateway]:
+    with short_folder() as folder:
+        async with gateway_here(folder / "state") as gateway:
+            yield gateway
+
+
+async def used(gateway: Gateway, name: str) -> dict[str, int]:
+    async with home_client(gateway.state) as home:
+        rows = (await home.get("/v1/usage")).json()["rows"]
+    found = {row["key"]: row["usage"] for row in rows}.get(name, {})
+    return {key: found.get(key, 0) for key in COUNTED}
+
+
+@pytest.mark.parametrize("route", ["invoke", "job", "completions"])
+async def test_tokens_of_every_route_count_once(scripted: Gateway, route: str) -> None:
+    name, event = f"by-{route}", {"prompt": json.dumps(DELTAS)}
+    await scripted.deploy(SCRIPTED, name=name)
+    if route == "invoke":
+        answer = await scripted.client.post(f"/invoke/{name}", json=event)
+    elif route == "job":
+        answer = await scripted.client.post(f"/v2/{name}/runsync", json={"input": event})
+    else:
+        answer = await scripted.client.post("/v1/completions", json={"model": name, **event})
+    assert answer.status_code == 200, answer.text
+    assert await used(scripted, name) == COUNTED
+
+
+async def test_tokens_of_a_handler_that_returns_one_piece_count(scripted: Gateway) -> None:
+    await scripted.deploy(SCRIPTED, {"handler": "handler.py:whole"}, name="whole")
+    answer = await scripted.client.post("/invoke/whole", json={"prompt": json.dumps(DELTAS)})
+    assert answer.json()["text"] == "a"
+    assert await used(scripted, "whole") == {"prompt_tokens": 5, "cached_tokens": 3, "generated_tokens": 2}
+
+
+async def test_other_functions_are_not_read(scripted: Gateway) -> None:
+    source = "def handler(event):\n    yield {'tokens': [1, 2], 'usage': {'prompt_tokens': 5}}\n"
+    await scripted.deploy(source, name="other")
+    assert (await scripted.client.post("/invoke/other", json=1)).status_code == 200
+    assert sum((await used(scripted, "other")).values()) == 0
+
+
+async def test_a_key_that_has_used_its_tokens_waits() -> None:
+    with short_folder() as folder:
+        async with gateway_here(folder / "state") as gateway:
+            await gateway.deploy(SCRIPTED, name="model")
+            async with home_client(gateway.state) as home:
+                made = [
+                    (await home.post("/v1/keys", json={"name": name, **limits})).json()["key"]
+                    for name, limits in (("small", {"model_tokens_per_min": 5}), ("other", {}))
+                ]
+            small, other = [{"Authorization": f"Bearer {key}"} for key in made]
+            event = {"prompt": json.dumps(DELTAS)}
+            first = await gateway.client.post("/invoke/model", json=event, headers=small)
+            assert first.status_code == 200, first.text
+            refused = await gateway.client.post(
+                "/v1/completions", json={"model": "model", **event}, headers=small
+            )
+            assert refused.status_code == 429
+            # 9 tokens were used of 5, and 5 come back in a minute.
+            assert 30 <= int(refused.headers["Retry-After"]) <= 48
+            assert (
+                failure(await gateway.client.post("/invoke/model", json=event, headers=small))["status"]
+                == 429
+            )
+            assert (await gateway.client.post("/invoke/model", json=event, headers=other)).status_code == 200
+
+
+class Tally:
+    """Adds the numbers that an `Account` would get."""
+
+    def __init__(self) -> None:
+        self.prompt = self.cached = self.generated = 0
+
+    def note_tokens(self, *, prompt: int, cached: int = 0, generated: int = 0) -> None:
+        self.prompt, self.cached, self.generated = (
+            self.prompt + prompt,
+            self.cached + cached,
+            self.generated + generated,
+        )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["tokens", "usage", "prompt_tokens", "completion_tokens"]), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.lists(JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=8), max_size=6))
+async def test_any_pieces_are_counted_or_ignored(pieces: list[bytes]) -> None:
+    tally, spent = Tally(), list[int]()
+    account: Any = tally
+    tokens = AnswerTokens(account, spent.append)
+    for piece in pieces:
+        tokens.note(piece)
+    assert min(tally.prompt, tally.cached, tally.generated, 0) == 0
+    assert sum(spent) == tally.prompt + tally.generated
