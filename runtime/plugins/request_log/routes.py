@@ -37,7 +37,6 @@ class RequestLogApi(ApiPlugin):
         subscribed = ((events.live, self._follow), (events.deleted, self._forget))
         for callbacks, callback in subscribed:
             callbacks.append(callback)
-        events.ended.append(self._note_end)
         try:
             for live in functions.all():
                 self._follow(live.record.function)
@@ -45,7 +44,6 @@ class RequestLogApi(ApiPlugin):
         finally:
             for callbacks, callback in subscribed:
                 callbacks.remove(callback)
-            events.ended.remove(self._note_end)
             for name in list(self._logs):
                 self._forget(name)
 
@@ -92,9 +90,14 @@ class RequestLogApi(ApiPlugin):
         except PackageMissing as error:
             say(f"{error.message} {error.remedy}")
             return
+        if not self._logs:
+            # Calls pass this plugin only while a function has a log.
+            functions.events.ended.append(self._note_end)
         self._logs[name] = log
         functions.tasks.keep(log.run, name=f"request_log {name}")
 
     def _forget(self, name: str) -> None:
         if (log := self._logs.pop(name, None)) is not None:
             log.close()
+            if not self._logs:
+                self.backend.functions.events.ended.remove(self._note_end)
