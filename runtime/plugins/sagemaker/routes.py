@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
-from ....errors import BadInput, DeadlineExceeded, FunctionStopped, NotSupported, PilotflameError
+from ....errors import BadInput, DeadlineExceeded, FunctionStopped, PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
+from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.invoke import Gateway, collected
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
@@ -26,7 +27,9 @@ from ...http.routes import Parameter, Route, header
 from ...serving.invocation import Invocation
 from ...serving.revision import Revision
 from ..amazon.event_stream import EVENT_STREAM_TYPE, payload_of
+from .async_answers import AsyncAnswers, PendingAnswer
 from .failures import ERRORS, PayloadStream
+from .objects import Objects
 
 ENDPOINT = "/endpoints/{function}"
 VARIANT = "AllTraffic"
@@ -51,11 +54,33 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
 )
 
+LOCATION = f"{PREFIX}InputLocation"
+ASYNC_PARAMETERS = (
+    *PARAMETERS[:2],
+    header(LOCATION, "The input, as s3://bucket/key. The body may be the input instead."),
+    header(f"{PREFIX}Content-Type", "The media type of the input, if it is not that of the object."),
+    header(
+        f"{PREFIX}RequestTTLSeconds", "How long the job may exist.", type="integer", minimum=1, maximum=21_600
+    ),
+    header(
+        f"{PREFIX}InvocationTimeoutSeconds",
+        "How long a call may take.",
+        type="integer",
+        minimum=1,
+        maximum=3600,
+    ),
+)
+
 
 class SageMakerApi(ApiPlugin):
     """The routes of endpoints, and, if the gateway serves one function, of containers."""
 
     base: ClassVar = "/sagemaker"
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._objects = Objects(backend.functions)
+        self._answers = AsyncAnswers(backend, self._objects)
 
     def routes(self) -> Sequence[Route]:
         # The bodies of 424 and 429 are errors too. boto3 retries none of them but ThrottlingException.
@@ -63,12 +88,12 @@ class SageMakerApi(ApiPlugin):
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 424, 429, 500, 503), "aws_signed": True,
             **ERRORS,
         }  # fmt: skip
-        refused: dict[str, Any] = {"errors": (400,), "aws_signed": True, **ERRORS}
+        submits = {**shared, "parameters": ASYNC_PARAMETERS}
         call, streams = Scope.INVOKE, {EVENT_STREAM_TYPE: bytes}
         return [
             Route("POST", f"{ENDPOINT}/invocations", self.invoke, call, "Call a function as SageMaker's clients do.", {JSON_TYPE: Any, "*/*": Any}, **shared),
             Route("POST", f"{ENDPOINT}/invocations-response-stream", self.stream, call, "Call a function, and stream its output as SageMaker does.", streams, **shared),
-            Route("POST", f"{ENDPOINT}/async-invocations", self.refuse, call, "Not supported.", **refused),
+            Route("POST", f"{ENDPOINT}/async-invocations", self.submit, call, "Submit a job whose answer is written to S3.", {"InferenceId": str}, status=202, **submits),
         ]  # fmt: skip
 
     def bare_routes(self) -> Sequence[Route]:
@@ -109,10 +134,39 @@ class SageMakerApi(ApiPlugin):
             )
         return await Gateway(self.backend).finish(request, name, revision, invocation)
 
-    async def refuse(self, request: web.Request) -> web.StreamResponse:
-        name = self.backend.functions.get(request.match_info["function"]).record.function
-        message = "pilotflame does not support InvokeEndpointAsync."
-        raise NotSupported(message, remedy=f"Submit a job with POST /v2/{name}/run.")
+    async def submit(self, request: web.Request) -> web.StreamResponse:
+        """Submit the input as a job. Respond once the job, and the place of its answer, are stored."""
+        name, extra = request.match_info["function"], {**BARE, **_facts(request.headers)}
+        limits = _limits(request.headers)
+        live, body = await self.backend.read_body(request, name, ASYNC_BODY_BYTES)
+        prefix = self._objects.output_prefix(live)
+        kind = request.headers.get(f"{PREFIX}Content-Type", "")
+        if location := request.headers.get(LOCATION):
+            if body:
+                raise BadInput("The request has an InputLocation and a body.", remedy="Send one of them.")
+            found = await self._objects.read(
+                live, location, min(ASYNC_BODY_BYTES, self.backend.body_limit(live.revision))
+            )
+            body, kind = found.body, kind or found.content_type
+        elif not body:
+            raise BadInput("The request has no InputLocation.", remedy="Name an object of S3.")
+        kind = "" if kind == JSON_TYPE else kind
+        if not kind:
+            load_json(body)
+        job, replayed = await self.backend.submit(
+            request, live, body, content_type=kind, extra=extra, **limits
+        )
+        output, failure = f"{prefix}/{job.id}.out", f"{prefix}/{job.id}-error.out"
+        await self._answers.add(PendingAnswer(job=job.id, function=name, output=output, failure=failure))
+        headers = {
+            "x-amzn-RequestId": id_of(request), "X-Job-Id": job.id, f"{PREFIX}OutputLocation": output,
+            f"{PREFIX}FailureLocation": failure,
+        }  # fmt: skip
+        inference = request.headers.get(INFERENCE_ID, job.id)
+        return json_response({"InferenceId": inference}, status=202, headers=headers | replayed)
+
+    async def sweep(self) -> None:
+        await self._answers.run()
 
     async def _begin(self, request: web.Request, function: str) -> tuple[Revision, Invocation]:
         """Submit the invocation of a request. Raise BadInput if the request names what the function does not have."""
@@ -133,6 +187,35 @@ class SageMakerApi(ApiPlugin):
         except PilotflameError as error:
             self.backend.functions.note_refused(function, error)
             raise
+
+
+def _limits(headers: Mapping[str, str]) -> dict[str, float]:
+    """Return the limits of a job that the request names. Raise BadInput for a parameter that pilotflame does not have."""
+    for parameter in ("S3OutputPathExtension", "Filename"):
+        if f"{PREFIX}{parameter}" in headers:
+            raise BadInput(
+                f"pilotflame does not support {parameter}.", remedy="Omit it.", details={"field": parameter}
+            )
+    if headers.get(f"{PREFIX}Accept", JSON_TYPE) not in (JSON_TYPE, "*/*"):
+        raise BadInput(
+            "pilotflame does not support Accept here.", remedy="Omit it: the handler chooses the type."
+        )
+    names = (
+        ("RequestTTLSeconds", "ttl_s", 21_600),
+        ("InvocationTimeoutSeconds", "execution_timeout_s", 3600),
+    )
+    found = {}
+    for parameter, name, most in names:
+        text = headers.get(f"{PREFIX}{parameter}")
+        if text is None:
+            continue
+        if not (text.isascii() and text.isdecimal() and len(text) < 6 and 1 <= int(text) <= most):
+            fault = f"{parameter} is {text[:40]!r}."
+            raise BadInput(
+                fault, remedy=f"It must be a whole number from 1 to {most}.", details={"field": parameter}
+            )
+        found[name] = float(text)
+    return found
 
 
 class _Chunks(EventStream):

@@ -14,7 +14,15 @@ import orjson
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, FunctionStopped, GatewayError, NotSupported, PilotflameError, UnknownFunction
+from ....errors import (
+    BadInput,
+    FunctionStopped,
+    GatewayError,
+    NotSupported,
+    PilotflameError,
+    UnknownFunction,
+    UnknownRoute,
+)
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.invoke import Gateway, collected
@@ -25,9 +33,13 @@ from ...http.responses import Response, error_reply, invocation_headers, json_re
 from ...http.routes import Parameter, Route
 
 ENDPOINT = "/v1/projects/{project}/locations/{location}/endpoints/{function}"
-PARAMETERS = tuple(Parameter(name, "Any text.", place="path") for name in ("project", "location"))
+PARAMETERS = tuple(
+    Parameter(name, "Any name.", place="path", type="string", pattern="^[A-Za-z0-9._-]{1,63}$")
+    for name in ("project", "location")
+)
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
 REFUSED = ("explain", "streamRawPredict", "directPredict", "directRawPredict", "serverStreamingPredict")
+VERB = Parameter("verb", place="path", type="string", enum=list(REFUSED))
 KEYS = frozenset({"instances", "parameters"})
 REMEDY = 'Send {"instances": [...]}, and "parameters" beside it or not.'
 _NAMES = {
@@ -88,11 +100,11 @@ class VertexApi(ApiPlugin):
             **ERRORS,
         }
         body = {"instances": list[Any], "parameters?": Any}
-        call, other = Scope.INVOKE, {**shared, "errors": (404, 501)}
+        call, other = Scope.INVOKE, {**shared, "errors": (404, 501), "parameters": (*PARAMETERS, VERB)}
         return [
             Route("POST", f"{ENDPOINT}:predict", self.predict, call, "Call a function for each instance.", VertexPredictions, body=body, **shared),
             Route("POST", f"{ENDPOINT}:rawPredict", self.predict_raw, call, "Call a function with the body.", {JSON_TYPE: Any, "*/*": Any}, body=Any, body_required=False, **shared),
-            *(Route("POST", f"{ENDPOINT}:{verb}", self.refuse, call, "Not supported.", **other) for verb in REFUSED),
+            Route("POST", f"{ENDPOINT}:{{verb}}", self.refuse, call, "Not supported.", **other),
         ]  # fmt: skip
 
     def bare_routes(self) -> Sequence[Route]:
@@ -147,8 +159,12 @@ class VertexApi(ApiPlugin):
         return web.Response(body=output.payload, headers=headers)
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:
-        name, verb = request.match_info["function"], request.path.rpartition(":")[2]
+        name, verb = request.match_info["function"], request.match_info["verb"]
         self.backend.functions.get(name)
+        if verb not in REFUSED:
+            raise UnknownRoute(
+                f"Endpoints have no method {verb[:64]!r}.", remedy="Call :predict or :rawPredict."
+            )
         raise NotSupported(
             f"pilotflame does not support {verb}.", remedy=f"Call {name}:predict or {name}:rawPredict."
         )
