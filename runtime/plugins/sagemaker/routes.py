@@ -17,59 +17,33 @@ from ....errors import BadInput, DeadlineExceeded, FunctionStopped, PilotflameEr
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.invoke import Gateway, collected
+from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import LAST_EVENT_S, EventStream
 from ...http.requests import caller_of, content_type_of, id_of, load_json
 from ...http.responses import json_response
-from ...http.routes import Parameter, Route, header
+from ...http.routes import Route
 from ...serving.invocation import Invocation
 from ...serving.revision import Revision
 from ..amazon.event_stream import EVENT_STREAM_TYPE, payload_of
 from .async_answers import AsyncAnswers, PendingAnswer
 from .failures import ERRORS, PayloadStream
 from .objects import Objects
+from .requests import (
+    ASYNC_PARAMETERS,
+    INFERENCE_ID,
+    LOCATION,
+    PARAMETERS,
+    PREFIX,
+    TARGET,
+    VARIANT,
+    check_target,
+    facts_in,
+    limits_in,
+)
 
 ENDPOINT = "/endpoints/{function}"
-VARIANT = "AllTraffic"
-"""The name that SageMaker gives the only variant of an endpoint."""
-PREFIX = "X-Amzn-SageMaker-"
-CUSTOM, INFERENCE_ID, TARGET = (
-    f"{PREFIX}Custom-Attributes",
-    f"{PREFIX}Inference-Id",
-    f"{PREFIX}Target-Variant",
-)
-REFUSED = {
-    "Target-Model": "TargetModel", "Target-Container-Hostname": "TargetContainerHostname", "Session-Id": "SessionId",
-    "Enable-Explanations": "EnableExplanations", "Inference-Component": "InferenceComponentName", "Prefix-Aware-Id": "PrefixAwareId",
-}  # fmt: skip
-"""The headers of parameters that pilotflame does not have, and the names of these parameters."""
-MAX_CHARS = 1024
-PARAMETERS: tuple[Parameter, ...] = (
-    header(CUSTOM, "The handler finds it in context.extra.", type="string", maxLength=MAX_CHARS),
-    header(INFERENCE_ID, "The handler finds it in context.extra.", type="string"),
-    header(
-        TARGET, f"{VARIANT}, the number of the live revision, or a name in the function's setting `aliases`."
-    ),
-)
-
-LOCATION = f"{PREFIX}InputLocation"
-ASYNC_PARAMETERS = (
-    *PARAMETERS[:2],
-    header(LOCATION, "The input, as s3://bucket/key. The body may be the input instead."),
-    header(f"{PREFIX}Content-Type", "The media type of the input, if it is not that of the object."),
-    header(
-        f"{PREFIX}RequestTTLSeconds", "How long the job may exist.", type="integer", minimum=1, maximum=21_600
-    ),
-    header(
-        f"{PREFIX}InvocationTimeoutSeconds",
-        "How long a call may take.",
-        type="integer",
-        minimum=1,
-        maximum=3600,
-    ),
-)
 
 
 class SageMakerApi(ApiPlugin):
@@ -111,12 +85,9 @@ class SageMakerApi(ApiPlugin):
         return json_response({"status": "Healthy"})
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        revision, invocation = await self._begin(request, request.match_info["function"])
-        try:
-            output = await collected(invocation)
-        finally:
-            if not invocation.ended:
-                revision.cancel(invocation)
+        name, extra = request.match_info["function"], {**BARE, **facts_in(request.headers)}
+        body, kind = await self._read(request, name)
+        output = await Gateway(self.backend).call(request, name, body, extra=extra, content_type=kind)
         headers = _headers(request) | {hdrs.CONTENT_TYPE: output.content_type}
         return web.Response(body=output.payload, headers=headers)
 
@@ -136,26 +107,12 @@ class SageMakerApi(ApiPlugin):
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
         """Submit the input as a job. Respond once the job, and the place of its answer, are stored."""
-        name, extra = request.match_info["function"], {**BARE, **_facts(request.headers)}
-        limits = _limits(request.headers)
+        name, fields = request.match_info["function"], limits_in(request.headers)
+        fields["extra"] = {**BARE, **facts_in(request.headers)}
         live, body = await self.backend.read_body(request, name, ASYNC_BODY_BYTES)
         prefix = self._objects.output_prefix(live)
-        kind = request.headers.get(f"{PREFIX}Content-Type", "")
-        if location := request.headers.get(LOCATION):
-            if body:
-                raise BadInput("The request has an InputLocation and a body.", remedy="Send one of them.")
-            found = await self._objects.read(
-                live, location, min(ASYNC_BODY_BYTES, self.backend.body_limit(live.revision))
-            )
-            body, kind = found.body, kind or found.content_type
-        elif not body:
-            raise BadInput("The request has no InputLocation.", remedy="Name an object of S3.")
-        kind = "" if kind == JSON_TYPE else kind
-        if not kind:
-            load_json(body)
-        job, replayed = await self.backend.submit(
-            request, live, body, content_type=kind, extra=extra, **limits
-        )
+        body, kind = await self._input(request, live, body)
+        job, replayed = await self.backend.submit(request, live, body, content_type=kind, **fields)
         output, failure = f"{prefix}/{job.id}.out", f"{prefix}/{job.id}-error.out"
         await self._answers.add(PendingAnswer(job=job.id, function=name, output=output, failure=failure))
         headers = {
@@ -165,18 +122,30 @@ class SageMakerApi(ApiPlugin):
         inference = request.headers.get(INFERENCE_ID, job.id)
         return json_response({"InferenceId": inference}, status=202, headers=headers | replayed)
 
+    async def _input(self, request: web.Request, live: Live, body: bytes) -> tuple[bytes, str]:
+        """Return the input of a job, which is the body or an object, and its media type; "" for JSON."""
+        kind, location = request.headers.get(f"{PREFIX}Content-Type", ""), request.headers.get(LOCATION, "")
+        if bool(location) == bool(body):
+            fault = "an InputLocation and a body" if body else "no InputLocation"
+            raise BadInput(
+                f"The request has {fault}.", remedy="Name an object of S3, or send the input as the body."
+            )
+        if location:
+            most = min(ASYNC_BODY_BYTES, self.backend.body_limit(live.revision))
+            found = await self._objects.read(live, location, most)
+            body, kind = found.body, kind or found.content_type
+        if kind in ("", JSON_TYPE):
+            load_json(body)
+            return body, ""
+        return body, kind
+
     async def sweep(self) -> None:
         await self._answers.run()
 
     async def _begin(self, request: web.Request, function: str) -> tuple[Revision, Invocation]:
-        """Submit the invocation of a request. Raise BadInput if the request names what the function does not have."""
-        received_s = time.monotonic()
-        extra = {**BARE, **_facts(request.headers)}
-        live, body = await self.backend.read_body(request, function)
-        _check_target(request.headers, live)
-        kind = content_type_of(request.headers)
-        if not kind:
-            load_json(body)
+        """Submit the invocation of a request whose output may be streamed."""
+        received_s, extra = time.monotonic(), {**BARE, **facts_in(request.headers)}
+        body, kind = await self._read(request, function)
         headers = CIMultiDict(request.headers)
         if accept := headers.get(f"{PREFIX}Accept"):
             headers[hdrs.ACCEPT] = accept
@@ -188,34 +157,13 @@ class SageMakerApi(ApiPlugin):
             self.backend.functions.note_refused(function, error)
             raise
 
-
-def _limits(headers: Mapping[str, str]) -> dict[str, float]:
-    """Return the limits of a job that the request names. Raise BadInput for a parameter that pilotflame does not have."""
-    for parameter in ("S3OutputPathExtension", "Filename"):
-        if f"{PREFIX}{parameter}" in headers:
-            raise BadInput(
-                f"pilotflame does not support {parameter}.", remedy="Omit it.", details={"field": parameter}
-            )
-    if headers.get(f"{PREFIX}Accept", JSON_TYPE) not in (JSON_TYPE, "*/*"):
-        raise BadInput(
-            "pilotflame does not support Accept here.", remedy="Omit it: the handler chooses the type."
-        )
-    names = (
-        ("RequestTTLSeconds", "ttl_s", 21_600),
-        ("InvocationTimeoutSeconds", "execution_timeout_s", 3600),
-    )
-    found = {}
-    for parameter, name, most in names:
-        text = headers.get(f"{PREFIX}{parameter}")
-        if text is None:
-            continue
-        if not (text.isascii() and text.isdecimal() and len(text) < 6 and 1 <= int(text) <= most):
-            fault = f"{parameter} is {text[:40]!r}."
-            raise BadInput(
-                fault, remedy=f"It must be a whole number from 1 to {most}.", details={"field": parameter}
-            )
-        found[name] = float(text)
-    return found
+    async def _read(self, request: web.Request, function: str) -> tuple[bytes, str]:
+        """Return the body and its media type; "" for JSON. Raise BadInput if the request names another variant."""
+        live, body = await self.backend.read_body(request, function)
+        check_target(request.headers, live)
+        if not (kind := content_type_of(request.headers)):
+            load_json(body)
+        return body, kind
 
 
 class _Chunks(EventStream):
@@ -268,26 +216,6 @@ async def _streamed(
 
 def _any(_headers: Mapping[str, str]) -> bool:
     return True
-
-
-def _facts(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what the handler finds in `context.extra`. Raise BadInput for a parameter that pilotflame does not have."""
-    for name, parameter in REFUSED.items():
-        if f"{PREFIX}{name}" in headers:
-            fault = f"pilotflame does not support {parameter}."
-            raise BadInput(fault, remedy="Omit it.", details={"field": parameter})
-    facts = {"custom_attributes": headers.get(CUSTOM, ""), "inference_id": headers.get(INFERENCE_ID, "")}
-    if len(facts["custom_attributes"]) > MAX_CHARS:
-        raise BadInput("CustomAttributes is too long.", remedy=f"Send at most {MAX_CHARS} characters.")
-    return {name: value for name, value in facts.items() if value}
-
-
-def _check_target(headers: Mapping[str, str], live: Live) -> None:
-    """Raise BadInput if the request names another variant than the live revision."""
-    variant, record = headers.get(TARGET, VARIANT), live.record
-    if variant not in (VARIANT, str(record.number), *record.settings.aliases):
-        fault = f"Variant {variant[:64]} of endpoint {record.function} not found."
-        raise BadInput(fault, remedy=f"Omit TargetVariant, or send {VARIANT}.")
 
 
 def _headers(request: web.Request) -> dict[str, str]:
