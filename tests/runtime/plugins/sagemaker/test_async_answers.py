@@ -104,6 +104,14 @@ async def test_an_answer_is_written(gateway: Gateway, echo: Function, store: Any
     await until(forgotten, "an empty folder")
 
 
+async def test_a_large_answer_is_written_whole(gateway: Gateway, echo: Function, store: Any) -> None:
+    text = "x" * (3 << 20)
+    path = f"/sagemaker/endpoints/{echo.name}/async-invocations"
+    response = await gateway.client.post(path, json=text)
+    found = await written(store, response.headers["X-Amzn-SageMaker-OutputLocation"])
+    assert found == {"got": text}
+
+
 async def test_the_error_of_a_job_is_written(gateway: Gateway, echo: Function, store: Any) -> None:
     path = f"/sagemaker/endpoints/{echo.name}/async-invocations"
     response = await gateway.client.post(path, json="fail")
