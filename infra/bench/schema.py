@@ -77,7 +77,7 @@ checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
 
 # The APIs of other platforms have these, and pilotflame refuses them.
 [[operations]]
-include-path-regex = ":(classify|regress|explain|streamRawPredict|directPredict|directRawPredict|serverStreamingPredict)$"
+include-path-regex = "(:.verb.|:explain)$"
 checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 501]
 
 # A followed log does not end.

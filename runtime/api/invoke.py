@@ -142,13 +142,14 @@ class Gateway:
         body: bytes,
         number: int = 0,
         extra: Mapping[str, Any] | None = None,
+        content_type: str = JSON_TYPE,
     ) -> Output:
-        """Call a function with the JSON text `body`, and return its output as `collected` does. Raise its error.
+        """Call a function with a body, by default JSON, and return its output as `collected` does. Raise its error.
 
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
         reads `extra` as `context.extra`.
         """
-        revision, invocation = self.started(request, name, body, number, extra)
+        revision, invocation = self.started(request, name, body, number, extra, content_type)
         try:
             return await collected(invocation)
         finally:
@@ -162,13 +163,14 @@ class Gateway:
         body: bytes,
         number: int,
         extra: Mapping[str, Any] | None = None,
+        content_type: str = JSON_TYPE,
     ) -> tuple[Revision, Invocation]:
-        """Submit an invocation with the JSON text `body`. Return what `begin` returns. `number` and `extra`: see `call`."""
+        """Submit an invocation. Return what `begin` returns. `call` explains the parameters."""
         request_id = id_of(request)
         try:
             return self.begin(
                 name, request.headers, f"{request_id}-{number}" if number else request_id, body, time.monotonic(),
-                caller_of(request), content_type=JSON_TYPE, extra=extra,
+                caller_of(request), content_type=content_type, extra=extra,
             )  # fmt: skip
         except PilotflameError as error:
             self._functions.note_refused(name, error)

@@ -13,43 +13,37 @@ from typing import Any, ClassVar
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
-from ....errors import BadInput, DeadlineExceeded, FunctionStopped, NotSupported, PilotflameError
+from ....errors import BadInput, DeadlineExceeded, FunctionStopped, PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api.invoke import Gateway, collected
+from ...api.backend import ASYNC_BODY_BYTES, Backend
+from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import LAST_EVENT_S, EventStream
 from ...http.requests import caller_of, content_type_of, id_of, load_json
 from ...http.responses import json_response
-from ...http.routes import Parameter, Route, header
+from ...http.routes import Route
 from ...serving.invocation import Invocation
 from ...serving.revision import Revision
 from ..amazon.event_stream import EVENT_STREAM_TYPE, payload_of
+from .async_answers import AsyncAnswers, PendingAnswer
 from .failures import ERRORS, PayloadStream
+from .objects import Objects
+from .requests import (
+    ASYNC_PARAMETERS,
+    INFERENCE_ID,
+    LOCATION,
+    PARAMETERS,
+    PREFIX,
+    TARGET,
+    VARIANT,
+    check_target,
+    facts_in,
+    limits_in,
+)
 
 ENDPOINT = "/endpoints/{function}"
-VARIANT = "AllTraffic"
-"""The name that SageMaker gives the only variant of an endpoint."""
-PREFIX = "X-Amzn-SageMaker-"
-CUSTOM, INFERENCE_ID, TARGET = (
-    f"{PREFIX}Custom-Attributes",
-    f"{PREFIX}Inference-Id",
-    f"{PREFIX}Target-Variant",
-)
-REFUSED = {
-    "Target-Model": "TargetModel", "Target-Container-Hostname": "TargetContainerHostname", "Session-Id": "SessionId",
-    "Enable-Explanations": "EnableExplanations", "Inference-Component": "InferenceComponentName", "Prefix-Aware-Id": "PrefixAwareId",
-}  # fmt: skip
-"""The headers of parameters that pilotflame does not have, and the names of these parameters."""
-MAX_CHARS = 1024
-PARAMETERS: tuple[Parameter, ...] = (
-    header(CUSTOM, "The handler finds it in context.extra.", type="string", maxLength=MAX_CHARS),
-    header(INFERENCE_ID, "The handler finds it in context.extra.", type="string"),
-    header(
-        TARGET, f"{VARIANT}, the number of the live revision, or a name in the function's setting `aliases`."
-    ),
-)
 
 
 class SageMakerApi(ApiPlugin):
@@ -57,18 +51,23 @@ class SageMakerApi(ApiPlugin):
 
     base: ClassVar = "/sagemaker"
 
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._objects = Objects(backend.functions)
+        self._answers = AsyncAnswers(backend, self._objects)
+
     def routes(self) -> Sequence[Route]:
         # The bodies of 424 and 429 are errors too. boto3 retries none of them but ThrottlingException.
         shared: dict[str, Any] = {
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 424, 429, 500, 503), "aws_signed": True,
             **ERRORS,
         }  # fmt: skip
-        refused: dict[str, Any] = {"errors": (400,), "aws_signed": True, **ERRORS}
+        submits = {**shared, "parameters": ASYNC_PARAMETERS}
         call, streams = Scope.INVOKE, {EVENT_STREAM_TYPE: bytes}
         return [
             Route("POST", f"{ENDPOINT}/invocations", self.invoke, call, "Call a function as SageMaker's clients do.", {JSON_TYPE: Any, "*/*": Any}, **shared),
             Route("POST", f"{ENDPOINT}/invocations-response-stream", self.stream, call, "Call a function, and stream its output as SageMaker does.", streams, **shared),
-            Route("POST", f"{ENDPOINT}/async-invocations", self.refuse, call, "Not supported.", **refused),
+            Route("POST", f"{ENDPOINT}/async-invocations", self.submit, call, "Submit a job whose answer is written to S3.", {"InferenceId": str}, status=202, **submits),
         ]  # fmt: skip
 
     def bare_routes(self) -> Sequence[Route]:
@@ -86,12 +85,9 @@ class SageMakerApi(ApiPlugin):
         return json_response({"status": "Healthy"})
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        revision, invocation = await self._begin(request, request.match_info["function"])
-        try:
-            output = await collected(invocation)
-        finally:
-            if not invocation.ended:
-                revision.cancel(invocation)
+        name, extra = request.match_info["function"], {**BARE, **facts_in(request.headers)}
+        body, kind = await self._read(request, name)
+        output = await Gateway(self.backend).call(request, name, body, extra=extra, content_type=kind)
         headers = _headers(request) | {hdrs.CONTENT_TYPE: output.content_type}
         return web.Response(body=output.payload, headers=headers)
 
@@ -109,20 +105,47 @@ class SageMakerApi(ApiPlugin):
             )
         return await Gateway(self.backend).finish(request, name, revision, invocation)
 
-    async def refuse(self, request: web.Request) -> web.StreamResponse:
-        name = self.backend.functions.get(request.match_info["function"]).record.function
-        message = "pilotflame does not support InvokeEndpointAsync."
-        raise NotSupported(message, remedy=f"Submit a job with POST /v2/{name}/run.")
+    async def submit(self, request: web.Request) -> web.StreamResponse:
+        """Submit the input as a job. Respond once the job, and the place of its answer, are stored."""
+        name, fields = request.match_info["function"], limits_in(request.headers)
+        fields["extra"] = {**BARE, **facts_in(request.headers)}
+        live, body = await self.backend.read_body(request, name, ASYNC_BODY_BYTES)
+        prefix = self._objects.output_prefix(live)
+        body, kind = await self._input(request, live, body)
+        job, replayed = await self.backend.submit(request, live, body, content_type=kind, **fields)
+        output, failure = f"{prefix}/{job.id}.out", f"{prefix}/{job.id}-error.out"
+        await self._answers.add(PendingAnswer(job=job.id, function=name, output=output, failure=failure))
+        headers = {
+            "x-amzn-RequestId": id_of(request), "X-Job-Id": job.id, f"{PREFIX}OutputLocation": output,
+            f"{PREFIX}FailureLocation": failure,
+        }  # fmt: skip
+        inference = request.headers.get(INFERENCE_ID, job.id)
+        return json_response({"InferenceId": inference}, status=202, headers=headers | replayed)
+
+    async def _input(self, request: web.Request, live: Live, body: bytes) -> tuple[bytes, str]:
+        """Return the input of a job, which is the body or an object, and its media type; "" for JSON."""
+        kind, location = request.headers.get(f"{PREFIX}Content-Type", ""), request.headers.get(LOCATION, "")
+        if bool(location) == bool(body):
+            fault = "an InputLocation and a body" if body else "no InputLocation"
+            raise BadInput(
+                f"The request has {fault}.", remedy="Name an object of S3, or send the input as the body."
+            )
+        if location:
+            most = min(ASYNC_BODY_BYTES, self.backend.body_limit(live.revision))
+            found = await self._objects.read(live, location, most)
+            body, kind = found.body, kind or found.content_type
+        if kind in ("", JSON_TYPE):
+            load_json(body)
+            return body, ""
+        return body, kind
+
+    async def sweep(self) -> None:
+        await self._answers.run()
 
     async def _begin(self, request: web.Request, function: str) -> tuple[Revision, Invocation]:
-        """Submit the invocation of a request. Raise BadInput if the request names what the function does not have."""
-        received_s = time.monotonic()
-        extra = {**BARE, **_facts(request.headers)}
-        live, body = await self.backend.read_body(request, function)
-        _check_target(request.headers, live)
-        kind = content_type_of(request.headers)
-        if not kind:
-            load_json(body)
+        """Submit the invocation of a request whose output may be streamed."""
+        received_s, extra = time.monotonic(), {**BARE, **facts_in(request.headers)}
+        body, kind = await self._read(request, function)
         headers = CIMultiDict(request.headers)
         if accept := headers.get(f"{PREFIX}Accept"):
             headers[hdrs.ACCEPT] = accept
@@ -133,6 +156,14 @@ class SageMakerApi(ApiPlugin):
         except PilotflameError as error:
             self.backend.functions.note_refused(function, error)
             raise
+
+    async def _read(self, request: web.Request, function: str) -> tuple[bytes, str]:
+        """Return the body and its media type; "" for JSON. Raise BadInput if the request names another variant."""
+        live, body = await self.backend.read_body(request, function)
+        check_target(request.headers, live)
+        if not (kind := content_type_of(request.headers)):
+            load_json(body)
+        return body, kind
 
 
 class _Chunks(EventStream):
@@ -185,26 +216,6 @@ async def _streamed(
 
 def _any(_headers: Mapping[str, str]) -> bool:
     return True
-
-
-def _facts(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what the handler finds in `context.extra`. Raise BadInput for a parameter that pilotflame does not have."""
-    for name, parameter in REFUSED.items():
-        if f"{PREFIX}{name}" in headers:
-            fault = f"pilotflame does not support {parameter}."
-            raise BadInput(fault, remedy="Omit it.", details={"field": parameter})
-    facts = {"custom_attributes": headers.get(CUSTOM, ""), "inference_id": headers.get(INFERENCE_ID, "")}
-    if len(facts["custom_attributes"]) > MAX_CHARS:
-        raise BadInput("CustomAttributes is too long.", remedy=f"Send at most {MAX_CHARS} characters.")
-    return {name: value for name, value in facts.items() if value}
-
-
-def _check_target(headers: Mapping[str, str], live: Live) -> None:
-    """Raise BadInput if the request names another variant than the live revision."""
-    variant, record = headers.get(TARGET, VARIANT), live.record
-    if variant not in (VARIANT, str(record.number), *record.settings.aliases):
-        fault = f"Variant {variant[:64]} of endpoint {record.function} not found."
-        raise BadInput(fault, remedy=f"Omit TargetVariant, or send {VARIANT}.")
 
 
 def _headers(request: web.Request) -> dict[str, str]:

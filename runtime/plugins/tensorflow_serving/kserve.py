@@ -34,7 +34,8 @@ class KserveApi(ApiPlugin):
         }
         ready = {"name": str, "ready": bool}
         return [
-            Route("GET", "", self.alive, None, "Show that the gateway runs.", {"status": str}, errors=(), **KSERVE_ERRORS),
+            # The client of the package kserve adds the slash.
+            *(Route("GET", path, self.alive, None, "Show that the gateway runs.", {"status": str}, errors=(), **KSERVE_ERRORS) for path in ("", "/")),
             Route("GET", "/v1/models", self.models, Scope.INVOKE, "List the functions.", {"models": list[str]}, errors=(), **KSERVE_ERRORS),
             Route("GET", MODEL, self.ready, Scope.INVOKE, "Show whether a function can be called.", ready, **known),
             Route("POST", f"{MODEL}:predict", self.predict, Scope.INVOKE, "Call a function for each instance.", {"predictions": list[Any]}, **predicts),

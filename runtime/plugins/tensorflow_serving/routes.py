@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
-from ....errors import BadInput, NotSupported, UnknownFunction
+from ....errors import BadInput, NotSupported, UnknownFunction, UnknownRoute
 from ...access.keys import Scope
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
@@ -22,10 +22,20 @@ from .models import SIGNATURE, ModelMetadata, ModelStatus, model_metadata, model
 
 MODEL = "/v1/models/{function}"
 VERSIONS = ("/versions/{version}", "/labels/{label}")
-VERSION = Parameter("version", "The number of the live revision.", place="path")
-LABEL = Parameter("label", "A name in the function's setting `aliases`.", place="path")
+VERSION = Parameter(
+    "version", "The number of the live revision.", place="path", type="string", pattern="^[0-9]{1,9}$"
+)
+LABEL = Parameter(
+    "label",
+    "A name in the function's setting `aliases`.",
+    place="path",
+    type="string",
+    pattern="^[A-Za-z0-9_-]{1,64}$",
+)
 PREDICT_REMEDY = 'Send {"instances": [...]}, or {"inputs": ...} for one call with all inputs.'
 PREDICTION = {"predictions?": list[Any], "outputs?": Any}
+REFUSED = ("classify", "regress")
+VERB = Parameter("verb", place="path", type="string", enum=list(REFUSED))
 BODY = {"instances?": list[Any], "inputs?": Any, "signature_name?": str}
 
 
@@ -42,10 +52,7 @@ class TensorFlowServingApi(ApiPlugin):
             found += [
                 Route("GET", path, self.status, Scope.INVOKE, "Show the state of a model.", ModelStatus, **more),
                 Route("GET", f"{path}/metadata", self.metadata, Scope.INVOKE, "Show a model's signature.", ModelMetadata, **more),
-                *(
-                    Route("POST", f"{path}:{verb}", self.refuse, Scope.INVOKE, "Not supported.", errors=(400, 404, 501), parameters=parameters, **SERVING_ERRORS)
-                    for verb in ("classify", "regress")
-                ),
+                Route("POST", f"{path}:{{verb}}", self.refuse, Scope.INVOKE, "Not supported.", errors=(400, 404, 501), parameters=(*parameters, VERB), **SERVING_ERRORS),
             ]  # fmt: skip
         return found
 
@@ -82,7 +89,9 @@ class TensorFlowServingApi(ApiPlugin):
         return json_response({"outputs": output}, headers=headers)
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:
-        name, verb = self._live(request).record.function, request.path.rpartition(":")[2]
+        name, verb = self._live(request).record.function, request.match_info["verb"]
+        if verb not in REFUSED:
+            raise UnknownRoute(f"Models have no method {verb[:64]!r}.", remedy="Call predict.")
         message = (
             f"pilotflame does not support {verb}: a handler has no TensorFlow examples and no class scores."
         )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import orjson
 from aiohttp import web
 
-from ....errors import NotSupported, PilotflameError, UnknownFunction
+from ....errors import NotSupported, UnknownFunction
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import Backend
-from ...api.invoke import Gateway, collected
+from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
-from ...http.requests import caller_of, content_type_of, id_of, media_type_of
-from ...http.responses import invocation_headers, json_response
+from ...http.requests import content_type_of, id_of, media_type_of
+from ...http.responses import json_response
 from ...http.routes import Parameter, Route
 from .dialect import DIALECT
 from .errors import ERRORS
@@ -68,30 +67,17 @@ class TorchServeApi(ApiPlugin):
         return json_response({"status": "Healthy"})
 
     async def predict(self, request: web.Request) -> web.StreamResponse:
-        received_s, name = time.monotonic(), request.match_info["function"]
+        name = request.match_info["function"]
         live_version(self.backend, request)
         _, body = await self.backend.read_body(request, name)
         # A deploy may have replaced the version while the body arrived.
         live = live_version(self.backend, request)
-        extra = {**BARE, "torchserve": _facts(request)}
-        try:
-            revision, invocation = Gateway(self.backend).begin(
-                name, request.headers, id_of(request), body, received_s, caller_of(request),
-                content_type=_type_for(live, request), extra=extra,
-            )  # fmt: skip
-        except PilotflameError as error:
-            self.backend.functions.note_refused(name, error)
-            raise
-        try:
-            output = await collected(invocation)
-        finally:
-            if not invocation.ended:
-                revision.cancel(invocation)
-        payload, kind = output
+        extra, kind = {**BARE, "torchserve": _facts(request)}, _type_for(live, request)
+        payload, kind = await Gateway(self.backend).call(request, name, body, extra=extra, content_type=kind)
         # TorchServe sends text as it is.
         if kind == JSON_TYPE and payload.startswith(b'"'):
             payload, kind = orjson.loads(payload).encode(), TEXT_TYPE
-        return web.Response(body=payload, headers=invocation_headers(invocation) | {"Content-Type": kind})
+        return web.Response(body=payload, headers={"X-Request-Id": id_of(request), "Content-Type": kind})
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:
         name = self.backend.functions.get(request.match_info["function"]).record.function

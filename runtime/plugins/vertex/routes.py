@@ -6,7 +6,6 @@ An endpoint is a function, and any project and location are accepted. The enviro
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NotRequired
 
@@ -14,20 +13,31 @@ import orjson
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, FunctionStopped, GatewayError, NotSupported, PilotflameError, UnknownFunction
+from ....errors import (
+    BadInput,
+    FunctionStopped,
+    GatewayError,
+    NotSupported,
+    PilotflameError,
+    UnknownFunction,
+    UnknownRoute,
+)
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api.invoke import Gateway, collected
+from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
-from ...functions.live import Live
-from ...http.requests import caller_of, content_type_of, id_of, load_json
-from ...http.responses import Response, error_reply, invocation_headers, json_response
+from ...http.requests import content_type_of, id_of, load_json
+from ...http.responses import Response, error_reply, json_response
 from ...http.routes import Parameter, Route
 
 ENDPOINT = "/v1/projects/{project}/locations/{location}/endpoints/{function}"
-PARAMETERS = tuple(Parameter(name, "Any text.", place="path") for name in ("project", "location"))
+PARAMETERS = tuple(
+    Parameter(name, "Any name.", place="path", type="string", pattern="^[A-Za-z0-9._-]{1,63}$")
+    for name in ("project", "location")
+)
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
 REFUSED = ("explain", "streamRawPredict", "directPredict", "directRawPredict", "serverStreamingPredict")
+VERB = Parameter("verb", place="path", type="string", enum=list(REFUSED))
 KEYS = frozenset({"instances", "parameters"})
 REMEDY = 'Send {"instances": [...]}, and "parameters" beside it or not.'
 _NAMES = {
@@ -88,11 +98,11 @@ class VertexApi(ApiPlugin):
             **ERRORS,
         }
         body = {"instances": list[Any], "parameters?": Any}
-        call, other = Scope.INVOKE, {**shared, "errors": (404, 501)}
+        call, other = Scope.INVOKE, {**shared, "errors": (404, 501), "parameters": (*PARAMETERS, VERB)}
         return [
             Route("POST", f"{ENDPOINT}:predict", self.predict, call, "Call a function for each instance.", VertexPredictions, body=body, **shared),
             Route("POST", f"{ENDPOINT}:rawPredict", self.predict_raw, call, "Call a function with the body.", {JSON_TYPE: Any, "*/*": Any}, body=Any, body_required=False, **shared),
-            *(Route("POST", f"{ENDPOINT}:{verb}", self.refuse, call, "Not supported.", **other) for verb in REFUSED),
+            Route("POST", f"{ENDPOINT}:{{verb}}", self.refuse, call, "Not supported.", **other),
         ]  # fmt: skip
 
     def bare_routes(self) -> Sequence[Route]:
@@ -127,28 +137,24 @@ class VertexApi(ApiPlugin):
         return json_response(VertexPredictions(predictions=outputs), headers={"X-Request-Id": id_of(request)})
 
     async def predict_raw(self, request: web.Request) -> web.StreamResponse:
-        received_s, name = time.monotonic(), request.match_info["function"]
+        name, kind = request.match_info["function"], content_type_of(request.headers)
         live, body = await self.backend.read_body(request, name)
-        if not (kind := content_type_of(request.headers)):
+        if not kind:
             load_json(body)
-        try:
-            revision, invocation = Gateway(self.backend).begin(
-                name, request.headers, id_of(request), body, received_s, caller_of(request), content_type=kind, extra=BARE
-            )  # fmt: skip
-        except PilotflameError as error:
-            self.backend.functions.note_refused(name, error)
-            raise
-        try:
-            output = await collected(invocation)
-        finally:
-            if not invocation.ended:
-                revision.cancel(invocation)
-        headers = invocation_headers(invocation) | _raw_headers(live) | {"Content-Type": output.content_type}
-        return web.Response(body=output.payload, headers=headers)
+        payload, kind = await Gateway(self.backend).call(request, name, body, extra=BARE, content_type=kind)
+        headers = {
+            "X-Request-Id": id_of(request), "X-Vertex-AI-Endpoint-Id": name, "X-Vertex-AI-Deployed-Model-Id": live.record.revision,
+            "Content-Type": kind,
+        }  # fmt: skip
+        return web.Response(body=payload, headers=headers)
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:
-        name, verb = request.match_info["function"], request.path.rpartition(":")[2]
+        name, verb = request.match_info["function"], request.match_info["verb"]
         self.backend.functions.get(name)
+        if verb not in REFUSED:
+            raise UnknownRoute(
+                f"Endpoints have no method {verb[:64]!r}.", remedy="Call :predict or :rawPredict."
+            )
         raise NotSupported(
             f"pilotflame does not support {verb}.", remedy=f"Call {name}:predict or {name}:rawPredict."
         )
@@ -171,13 +177,6 @@ def _asked(body: Any) -> tuple[list[Any], Mapping[str, Any]]:
         raise BadInput("instances: it must be a list with at least one instance.", remedy=REMEDY)
     parameters = body.get("parameters")
     return instances, BARE if parameters is None else {**BARE, "parameters": parameters}
-
-
-def _raw_headers(live: Live) -> dict[str, str]:
-    return {
-        "X-Vertex-AI-Endpoint-Id": live.record.function,
-        "X-Vertex-AI-Deployed-Model-Id": live.record.revision,
-    }
 
 
 def _route_in(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from live import Gateway, gateway_here
+from live import Gate, Gateway, gateway_here
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODELS = "/tensorflow-serving/v1/models"
@@ -139,6 +139,25 @@ async def test_errors_of_the_function_name_the_instance(deploy: Any, gateway: Ga
     assert status == 500
     assert found["error"].startswith("instances[2]: ")
     assert "division" in found["error"]
+
+
+async def test_the_id_of_an_error_is_that_of_its_call(deploy: Any, gateway: Gateway) -> None:
+    function = await deploy(PICKY)
+    response = await gateway.client.post(f"{MODELS}/{function.name}:predict", json={"instances": [0]})
+    assert (await function.logged(response.headers["X-Request-Id"]))["level"] == "error"
+
+
+async def test_a_request_has_one_deadline_for_all_instances(
+    deploy: Any, gateway: Gateway, gate: Gate
+) -> None:
+    source = "import gate\ndef handler(event):\n    gate.wait('begun')\n"
+    function = await deploy(source, {"scale.max": 1}, gate=gate)
+    status, found = await post(
+        gateway, f"{function.name}:predict", {"instances": [1, 2]}, **{"X-Request-Timeout": "0.5"}
+    )
+    assert status == 504
+    assert list(found) == ["error"]
+    gate.open()
 
 
 async def test_what_does_not_exist_is_refused_in_the_same_form(deploy: Any, gateway: Gateway) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Gateway, gateway_here
+from live import Gate, Gateway, gateway_here, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BASE = "/torchserve"
@@ -57,6 +58,28 @@ async def test_the_published_requests(gateway: Gateway) -> None:
     code, kind, message = await fails(gateway, "POST", "/predictions/kitten", json="missing")
     assert (code, kind, message) == (404, "InternalServerException", "no such file")
     await gateway.client.delete("/v1/functions/kitten")
+
+
+async def test_requests_form_batches_and_fail_alone(gateway: Gateway, gate: Gate) -> None:
+    source = f"import gate\n{HANDLER}".replace("answers = []", "answers = []\n        gate.wait('begun')")
+    files = {"handler.py": source, "model-config.yaml": "batchSize: 8\n"}
+    deployed = await gateway.send(None, {"scale.max": 1}, files=files, name="batches", gate=gate, check=False)
+    assert deployed.status_code == 201, deployed.text
+    function, path = gateway.function("batches"), f"{BASE}/predictions/batches"
+
+    async def queued() -> bool:
+        return bool((await function.status())["queued"] == 8)
+
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(gateway.client.post(path, json=[1]))
+        await gate.next("begun")
+        others = [group.create_task(gateway.client.post(path, json=body)) for body in ("missing", *[[1]] * 7)]
+        await until(queued, "a queue")
+        gate.open()
+    assert first.result().json()["batch"] == 1
+    assert [one.result().status_code for one in others] == [404, *[200] * 7]
+    assert {one.result().json()["batch"] for one in others[1:]} == {8}
+    await gateway.client.delete("/v1/functions/batches")
 
 
 async def test_any_function_answers(deploy: Any, gateway: Gateway) -> None:

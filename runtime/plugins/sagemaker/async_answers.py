@@ -1,0 +1,128 @@
+"""Writes the answers of InvokeEndpointAsync to S3 when their jobs end.
+
+A file in the state folder says where each answer goes, until it is written. So a gateway that starts again writes the answers of the
+jobs that an earlier one has accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from ....errors import JobExpired, PilotflameError, UnknownFunction, UnknownJob
+from ....handlers.codec import JSON_TYPE
+from ....snapshot.publish import publish
+from ...api.backend import Backend
+from ...jobs.job import Job, JobState
+from .objects import Objects
+
+FOLDER = "sagemaker"
+MAX_WRITES = 16
+"""How many answers are written at the same time."""
+WAIT_S = 3600.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES = 1.0, 300.0, 12
+"""An answer that cannot be written is tried again after pauses, which double, in all for about 35 minutes. A gateway that starts again
+tries again, too."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}\.json")
+
+
+class PendingAnswer(BaseModel, frozen=True, extra="forbid"):
+    """A job, and the URLs for its output and for its error."""
+
+    job: str
+    function: str
+    output: str
+    failure: str
+
+
+class AsyncAnswers:
+    """The answers that are not written yet."""
+
+    def __init__(self, backend: Backend, objects: Objects) -> None:
+        self._backend, self._objects = backend, objects
+        self._folder = backend.state / FOLDER
+        self._added: asyncio.Queue[PendingAnswer] = asyncio.Queue()
+
+    async def add(self, pending: PendingAnswer) -> None:
+        """Remember where the answer of a job goes. Only then tell the job's id to its caller."""
+        await asyncio.to_thread(self._store, pending)
+        self._added.put_nowait(pending)
+
+    async def run(self) -> None:
+        """Write answers until cancelled. If this fails, call it again."""
+        self._added = asyncio.Queue()
+        begun: set[str] = set()
+        writes = asyncio.Semaphore(MAX_WRITES)
+        stored = await asyncio.to_thread(self._stored)
+        async with asyncio.TaskGroup() as group:
+            for pending in stored:
+                self._added.put_nowait(pending)
+            while True:
+                pending = await self._added.get()
+                if pending.job not in begun:
+                    begun.add(pending.job)
+                    group.create_task(self._deliver(pending, writes))
+
+    async def _deliver(self, pending: PendingAnswer, writes: asyncio.Semaphore) -> None:
+        pause_s = FIRST_PAUSE_S
+        try:
+            job = await self._ended(pending)
+            for _ in range(TRIES):
+                try:
+                    async with writes:
+                        await self._write(pending, job)
+                    break
+                except UnknownFunction:
+                    raise
+                except PilotflameError as error:
+                    text = f"The answer of {pending.job} could not be written to S3: {error}"
+                    self._backend.functions.log(pending.function, text)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                return
+        except (UnknownJob, JobExpired, UnknownFunction):
+            # The job or the function was deleted, and with it the answer or the right to write it.
+            pass
+        await asyncio.to_thread(self._path(pending.job).unlink, missing_ok=True)
+
+    async def _ended(self, pending: PendingAnswer) -> Job:
+        """Wait for the end of a job, however late it comes. Raise UnknownJob or JobExpired."""
+        while True:
+            job = await self._backend.jobs.wait(pending.function, pending.job, WAIT_S)
+            if job.state.final:
+                return job
+
+    async def _write(self, pending: PendingAnswer, job: Job) -> None:
+        live = self._backend.functions.get(pending.function)
+        if job.state is JobState.COMPLETED:
+            await self._objects.write(
+                live, pending.output, job.output or b"null", job.output_type or JSON_TYPE
+            )
+            return
+        error = dict(job.error or {"type": job.state.lower(), "message": f"The job is {job.state}."})
+        body = orjson.dumps({"Message": error.get("message", ""), "ErrorCode": error.get("type", "")})
+        await self._objects.write(live, pending.failure, body, JSON_TYPE)
+
+    def _store(self, pending: PendingAnswer) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with publish(self._path(pending.job), 0o600) as file:
+            file.write(pending.model_dump_json().encode())
+
+    def _stored(self) -> list[PendingAnswer]:
+        """Return the answers that an earlier gateway has not written. A file that a crash has broken is left out."""
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            if _NAME.fullmatch(path.name):
+                try:
+                    found.append(PendingAnswer.model_validate_json(path.read_bytes()))
+                except (OSError, ValidationError):
+                    continue
+        return found
+
+    def _path(self, job: str) -> Path:
+        return self._folder / f"{job}.json"

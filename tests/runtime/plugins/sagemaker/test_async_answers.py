@@ -1,0 +1,159 @@
+"""InvokeEndpointAsync with boto3 and moto's S3: inputs, answers, errors, and a gateway that starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import pytest_asyncio
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from live import Function, Gate, Gateway, gateway_here, until
+from moto_server import moto_server
+from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ECHO = "def handler(event):\n    if event == 'fail':\n        raise ValueError('no good')\n    return {'got': event}\n"
+WAITS = "import gate\ndef handler(event):\n    gate.wait('begun')\n    return 1\n"
+PLACES = {
+    "env.SAGEMAKER_ASYNC_INPUT": "s3://data/in",
+    "env.SAGEMAKER_ASYNC_OUTPUT": "s3://data/out/",
+}
+KEYS = {"region_name": "us-east-1", "aws_access_key_id": "any", "aws_secret_access_key": "any"}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with moto_server() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def store(endpoint: str) -> Iterator[Any]:
+    client = boto3.client("s3", endpoint_url=endpoint, **KEYS)
+    client.create_bucket(Bucket="data")
+    client.put_object(Bucket="data", Key="in/1.json", Body=b'{"n": 1}', ContentType="application/json")
+    client.put_object(Bucket="data", Key="private/1.json", Body=b"1")
+    yield client
+    client.close()
+
+
+async def with_secrets(function: Function, endpoint: str) -> Function:
+    """Give a function what it needs for S3."""
+    secrets = {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "own", "AWS_ENDPOINT_URL": endpoint}
+    for name, value in secrets.items():
+        path = f"/v1/functions/{function.name}/secrets/{name}"
+        assert (await function.client.put(path, json={"value": value})).status_code < 300
+    return function
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def echo(deploy: Any, endpoint: str, store: Any) -> AsyncIterator[Function]:
+    yield await with_secrets(await deploy(ECHO, PLACES), endpoint)
+
+
+def client_of(gateway: Gateway) -> Any:
+    config = Config(retries={"total_max_attempts": 1}, proxies={})
+    return boto3.client("sagemaker-runtime", endpoint_url=f"{gateway.url}/sagemaker", config=config, **KEYS)
+
+
+async def submit(gateway: Gateway, function: Function, **named: Any) -> dict[str, Any]:
+    client = client_of(gateway)
+    found = await asyncio.to_thread(client.invoke_endpoint_async, EndpointName=function.name, **named)
+    return dict(found)
+
+
+async def refused(gateway: Gateway, function: Function, **named: Any) -> str:
+    with pytest.raises(ClientError) as raised:
+        await submit(gateway, function, **named)
+    assert raised.value.response["Error"]["Code"] == "ValidationError"
+    return str(raised.value.response["Error"]["Message"])
+
+
+async def written(store: Any, url: str) -> Any:
+    """Wait until an object is there, and return its JSON."""
+    key, found = url.removeprefix("s3://data/"), list[Any]()
+
+    def read() -> bool:
+        try:
+            found.append(json.loads(store.get_object(Bucket="data", Key=key)["Body"].read()))
+        except store.exceptions.NoSuchKey:
+            return False
+        return True
+
+    await until(lambda: asyncio.to_thread(read), url)
+    return found[0]
+
+
+async def test_an_answer_is_written(gateway: Gateway, echo: Function, store: Any) -> None:
+    told = await submit(gateway, echo, InputLocation="s3://data/in/1.json", InferenceId="mine")
+    assert (told["ResponseMetadata"]["HTTPStatusCode"], told["InferenceId"]) == (202, "mine")
+    assert told["OutputLocation"].startswith("s3://data/out/")
+    assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
+    # The place is forgotten once the answer is there.
+    folder = gateway.state / FOLDER
+
+    async def forgotten() -> bool:
+        return not list(folder.iterdir())
+
+    await until(forgotten, "an empty folder")
+
+
+async def test_a_large_answer_is_written_whole(gateway: Gateway, echo: Function, store: Any) -> None:
+    text = "x" * (3 << 20)
+    path = f"/sagemaker/endpoints/{echo.name}/async-invocations"
+    response = await gateway.client.post(path, json=text)
+    found = await written(store, response.headers["X-Amzn-SageMaker-OutputLocation"])
+    assert found == {"got": text}
+
+
+async def test_the_error_of_a_job_is_written(gateway: Gateway, echo: Function, store: Any) -> None:
+    path = f"/sagemaker/endpoints/{echo.name}/async-invocations"
+    response = await gateway.client.post(path, json="fail")
+    assert response.status_code == 202
+    error = await written(store, response.headers["X-Amzn-SageMaker-FailureLocation"])
+    assert "no good" in error["Message"]
+
+
+@pytest.mark.parametrize(
+    ("named", "fault"),
+    [
+        ({"InputLocation": "s3://data/private/1.json"}, "not below the function's prefix"),
+        ({"InputLocation": "s3://data/in/none"}, "none"),
+        ({"InputLocation": "s3://data/in/1.json", "RequestTTLSeconds": 99_999}, "RequestTTLSeconds"),
+        ({"InputLocation": "s3://data/in/1.json", "S3OutputPathExtension": "x"}, "S3OutputPathExtension"),
+        ({"InputLocation": "s3://data/in/1.json", "Accept": "text/csv"}, "Accept"),
+        ({}, "no InputLocation"),
+    ],
+)
+async def test_what_is_refused(gateway: Gateway, echo: Function, named: dict[str, Any], fault: str) -> None:
+    if not named:
+        path = f"/sagemaker/endpoints/{echo.name}/async-invocations"
+        assert fault in (await gateway.client.post(path)).json()["Message"]
+        return
+    assert fault in await refused(gateway, echo, **named)
+
+
+async def test_a_function_without_secrets_or_places_is_refused(gateway: Gateway, deploy: Any) -> None:
+    location = {"InputLocation": "s3://data/in/1.json"}
+    assert "no secret AWS_ACCESS_KEY_ID" in await refused(
+        gateway, await deploy(ECHO, PLACES, check=False), **location
+    )
+    assert "no place for the answers" in await refused(gateway, await deploy(ECHO, check=False), **location)
+
+
+async def test_a_gateway_that_starts_again_writes_the_answer(
+    state: Path, endpoint: str, store: Any, gate: Gate
+) -> None:
+    async with gateway_here(state, drain_s=0.2) as gateway:
+        function = await with_secrets(await gateway.deploy(WAITS, PLACES, name="waits", gate=gate), endpoint)
+        told = await submit(gateway, function, InputLocation="s3://data/in/1.json")
+        await gate.next("begun")
+    gate.open()
+    async with gateway_here(state):
+        assert await written(store, told["OutputLocation"]) == 1
