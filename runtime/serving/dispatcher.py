@@ -285,7 +285,14 @@ class Dispatcher:
             return
         self._on_ended(
             InvocationEnd(
-                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error
+                self._spec.function,
+                self._spec.revision,
+                invocation.id,
+                invocation.source,
+                timeline,
+                error,
+                invocation.worker,
+                invocation.trace,
             )
         )
 
