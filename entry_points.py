@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import PluginError
 
-DIALECTS, APIS, SOURCES, COMMANDS = "dialects", "apis", "sources", "commands"
+DIALECTS, APIS, SOURCES, COMMANDS, OBSERVERS = "dialects", "apis", "sources", "commands", "observers"
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def load_one(offer: EntryPoint) -> Any:
 
 def check_names(wanted: Collection[str]) -> None:
     """Raise PluginError if one of the plugins in the setting `plugins` is not installed."""
-    known = sorted({name for group in (DIALECTS, APIS, SOURCES) for name in offers(group)})
+    known = sorted({name for group in (DIALECTS, APIS, SOURCES, OBSERVERS) for name in offers(group)})
     if unknown := sorted(set(wanted) - set(known)):
         message = f"`plugins` has {', '.join(unknown)}, which no installed package offers."
         raise PluginError(message, remedy=f"Installed are {', '.join(known)}.")

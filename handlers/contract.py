@@ -190,21 +190,21 @@ class Context:
     """
 
     __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshots", "attempt", "exchange", "extra",
-                 "function", "id", "items", "revision", "state", "traceparent")  # fmt: skip
+                 "function", "id", "items", "revision", "state", "traceparent", "tracestate")  # fmt: skip
 
     def __init__(
         self, function: str, revision: str, *, invocation_id: str = "", attempt: int = 1,
         deadline_s: float | None = None, state: Any = None, snapshots: Snapshots | None = None,
         cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
         extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
-        exchange: PieceExchange | None = None,
+        exchange: PieceExchange | None = None, tracestate: str = "",
     ) -> None:  # fmt: skip
         self.function = function
         self.revision = revision
         self.id = invocation_id
         self.attempt = attempt
         self.state = state
-        self.traceparent = traceparent
+        self.traceparent, self.tracestate = traceparent, tracestate
         self.items = items
         self.extra = extra
         self.exchange = exchange

@@ -19,7 +19,7 @@ import uvloop
 
 from .._version import __version__
 from ..addresses import Addresses, is_loopback
-from ..entry_points import APIS, DIALECTS, check_names, load
+from ..entry_points import APIS, DIALECTS, OBSERVERS, check_names, load
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from ..handlers.recognise import Dialects
 from ..snapshot.caching.node import Budgets
@@ -55,11 +55,12 @@ from .commands.watch import watch
 from .events.message_queue import Identity
 from .events.sources import Sources
 from .functions.deploy import Deployment
+from .functions.function_events import FunctionEvents
 from .functions.metering import Metering
 from .functions.node_memory import MemoryMeter
 from .functions.prewarming import Prewarming
 from .functions.recorder import Recorder
-from .functions.registry import FunctionEvents, Functions
+from .functions.registry import Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
 from .generation.token_counts import TokenCounts
@@ -585,8 +586,8 @@ def _observe(
     functions: Functions, metrics: Metrics, ledger: Ledger, keyring: Keyring, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Rest, MemoryMeter]:  # fmt: skip
-    """Connect the metrics, the ledger, the limits of API keys in tokens, and the memory limit to the events of functions,
-    until `stack` closes.
+    """Connect the metrics, the ledger, the limits of API keys in tokens, the memory limit and the plugins' observers to the
+    events of functions, until `stack` closes.
 
     Return the object that limits the memory of idle functions, and the meter of the memory of all processes.
     """
@@ -610,7 +611,21 @@ def _observe(
     events.processes.append(rest.note_processes)
     for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
         stack.callback(close)
+    _open_observers(functions, metrics, settings, stack)
     return rest, memory
+
+
+def _open_observers(
+    functions: Functions, metrics: Metrics, settings: GatewaySettings, stack: contextlib.AsyncExitStack
+) -> None:
+    """Let the observers of plugins follow the events of functions, until `stack` closes."""
+    for kind in load(OBSERVERS, settings.plugins).values():
+        if (observer := kind.open()) is None:
+            continue
+        observer.follow(functions.events, metrics)
+        stack.push_async_callback(observer.close)
+        if observer.call_observer:
+            functions.call_observers.append(observer.call_observer)
 
 
 def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:

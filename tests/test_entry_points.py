@@ -14,7 +14,7 @@ import pytest
 from doc_blocks import blocks
 from live import Gateway, failure, gateway_here, gateway_process
 from pilotflame import entry_points
-from pilotflame.entry_points import APIS, DIALECTS, check_names, load_one, offers
+from pilotflame.entry_points import APIS, DIALECTS, OBSERVERS, check_names, load_one, offers
 from pilotflame.errors import PluginError
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
@@ -41,8 +41,9 @@ async def answers(gateway: Gateway) -> dict[str, bool]:
 
 def test_the_plugins_of_this_package_are_found() -> None:
     assert set(offers(APIS)) == set(PLUGINS)
+    assert set(offers(OBSERVERS)) == {"opentelemetry"}
     assert set(offers(DIALECTS)) == {"asgi", "aws_lambda", "cog", "runpod", "torchserve", "wsgi"}
-    check_names(PLUGINS)
+    check_names((*PLUGINS, "opentelemetry"))
     with pytest.raises(PluginError, match="`plugins` has nothing, which no installed package offers"):
         check_names(["cog", "nothing"])
 

@@ -19,9 +19,10 @@ IDLE_SHARE = 0.01
 class FunctionCpu:
     """Reads the CPU time of a gateway and of one function, which must keep its zygote."""
 
-    def __init__(self, gateway: int, function: str) -> None:
-        """`gateway` is a process id."""
+    def __init__(self, gateway: int, function: str, *, threads: bool = False) -> None:
+        """`gateway` is a process id. With `threads`, the time of its other threads counts, too."""
         self._gateway, self._function = gateway, function
+        self._gateway_s = clock_s if threads else main_thread_s
         role = self._title("zygote")
         zygotes = [one for one in process_tree.tree(gateway) if title(one.pid).startswith(role)]
         if len(zygotes) != 1:
@@ -33,7 +34,7 @@ class FunctionCpu:
 
         The main thread runs the event loop. Other threads measure memory and write files in the background.
         """
-        return main_thread_s(self._gateway) + self._function_s()
+        return self._gateway_s(self._gateway) + self._function_s()
 
     def wait_at_zero(self) -> None:
         """Wait until the function has a standby and no worker, and its processes use no CPU time.

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,12 +118,19 @@ def environment_of(commit: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def started(name: str, python: str | Path, cold: bool) -> Iterator[Side]:
-    """Start the gateway of this interpreter, and deploy the function."""
+def started(
+    name: str,
+    python: str | Path,
+    cold: bool,
+    env: Mapping[str, str] | None = None,
+    *,
+    threads: bool = False,
+) -> Iterator[Side]:
+    """Start the gateway of this interpreter, and deploy the function. `threads`: see `FunctionCpu`."""
     settings = {"scale.idle_timeout_s": IDLE_TIMEOUT_S} if cold else {}
-    with start_pilotflame(python=python) as server, contextlib.closing(Control(server.url)) as control:
+    with start_pilotflame(env, python=python) as server, contextlib.closing(Control(server.url)) as control:
         control.deploy(str(hello.FUNCTION), name=NAME, **settings)
-        yield Side(name, server, control, FunctionCpu(server.pid, NAME))
+        yield Side(name, server, control, FunctionCpu(server.pid, NAME, threads=threads))
 
 
 async def run_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:

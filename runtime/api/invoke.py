@@ -30,7 +30,7 @@ from ..http.requests import (
     request_id_of,
     seconds,
     timeout_of,
-    traceparent_of,
+    trace_of,
 )
 from ..http.responses import Response, error_reply, invocation_headers, json_response
 from ..http.routes import INVOKE_PATH, Parameter, Route, header
@@ -58,6 +58,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     header("X-Request-Id", "1 to 128 visible ASCII characters; otherwise one is made."),
     header("traceparent", "A W3C trace context, which the response returns."),
     header("Cache-Control", "For a function with a response cache: no-cache, no-store or max-age=SECONDS."),
+    header("tracestate", "The rest of a W3C trace context."),
 )
 _HEADERS = {
     name: {"schema": {"type": "string"}, "required": True}
@@ -189,12 +190,13 @@ class Gateway:
         # Look the revision up again, because another revision may have become live while the body arrived.
         revision = self._functions.live(name)
         settings = revision.policy.settings
+        traceparent, tracestate = trace_of(headers)
         invocation = Invocation(
             request_id, body, now_s=received_s,
             deadline_s=received_s + timeout_of(headers, settings.timeout_s),
             hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
             content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
-            traceparent=traceparent_of(headers), accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
+            traceparent=traceparent, tracestate=tracestate, accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
             tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip
         ttl_s = settings.response_cache.ttl_s

@@ -33,11 +33,12 @@ from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import FAILURES, Revision
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
-from ..telemetry.invocation_end import InvocationEnd
+from ..telemetry.invocation_end import GenerationEnd, InvocationEnd
 from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .deploy import Deployment, prepare, requirements_of, stored_outside, worker_spec
+from .function_events import FunctionEvents
 from .host_claims import HostClaims
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
@@ -53,30 +54,6 @@ DEPLOY_THREADS = 4
 WARM_TURN_S = 30.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionEvents:
-    """Lists of callbacks. To subscribe, append a callback. A list's callbacks run in their order on the event loop."""
-
-    activated: list[Callable[[str, str], None]] = field(default_factory=list)
-    """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
-    processes: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when a worker, a zygote or a standby of the function has started or ended."""
-    called: list[Callable[[str, float], None]] = field(default_factory=list)
-    """Called with a function's name and the arrival time of an invocation, in monotonic seconds. To keep calls rare,
-    it is called at most once every CALL_NOTICE_S, and not for each invocation."""
-    ended: list[Callable[[InvocationEnd], None]] = field(default_factory=list)
-    """Called when an invocation has ended with an output or an error. Invocations of jobs are included."""
-    refused: list[Callable[[str, PilotflameError], None]] = field(default_factory=list)
-    """Called with a function's name and an error when a caller's request was refused before it became an invocation."""
-    live: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when a revision of the function has become live, and when the function was paused,
-    resumed or reset."""
-    deleted: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
-    removed: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when its deletion has ended. Then no process of the function runs any more."""
 
 
 @dataclass(eq=False)
@@ -96,6 +73,8 @@ class Functions:
     reconciler: Reconciler
     dialects: Dialects
     policies: DeployPolicies
+    call_observers: list[str] = field(default_factory=list, init=False)
+    """Names the `CallObserver`s of workers, as `WorkerSpec.observers` does."""
     # Sorted by name.
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # The revisions that the property `running` returns.
@@ -208,6 +187,11 @@ class Functions:
         """Report to subscribers that a caller's request was refused with `error`."""
         for callback in self.events.refused:
             callback(name, error)
+
+    def note_generated(self, generation: GenerationEnd) -> None:
+        """Report to subscribers that an answer of a language model has ended."""
+        for callback in self.events.generated:
+            callback(generation)
 
     async def deploy(self, request: Deployment, progress: Progress | None = None) -> Live:
         """Create a revision, check that it starts, make it live, and return its function.
@@ -572,6 +556,8 @@ class Functions:
         )
         if seen := self.gpus.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
+        if self.call_observers:
+            spec = spec.model_copy(update={"observers": tuple(self.call_observers)})
         # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key must hold
         # everything except the weights that affects the speed of a revision's workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
@@ -618,7 +604,11 @@ class Functions:
                 callback(name)
 
         return Listeners(
-            activated, called, functools.partial(self._note_end, function, logs), processes_changed
+            activated,
+            called,
+            functools.partial(self._note_end, function, logs),
+            events.begun,
+            processes_changed,
         )
 
     async def _end(self, live: Live, timeout_s: float) -> None:

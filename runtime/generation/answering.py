@@ -50,7 +50,7 @@ async def respond(
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
     # An error that leaves the group would be wrapped, so it is raised after the group.
     async with asyncio.TaskGroup() as tasks:
-        deltas = Deltas(Gateway(backend), request, live, asked, tasks)
+        deltas = Deltas(Gateway(backend), request, live, asked, tasks, backend.functions.note_generated)
         try:
             async with asyncio.timeout(limit_s + LAST_EVENT_S):
                 return await (_sent if stream else _whole)(request, answer, deltas)

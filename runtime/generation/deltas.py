@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from aiohttp import web
 from pydantic import ValidationError
 
 from ...errors import OutputInvalid, PilotflameError
-from ...handlers.language_model.contract import Delta, GenerationRequest
+from ...handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
 from ..api.invoke import Gateway
 from ..functions.live import Live
 from ..http.requests import dump_json, request_id_of
 from ..http.responses import invocation_headers
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
+from ..telemetry.invocation_end import GenerationEnd
 
 MOST_UNREAD = 64
 """The pieces of an answer that wait for its caller."""
@@ -32,15 +34,18 @@ class Deltas:
         live: Live,
         events: Sequence[GenerationRequest],
         tasks: asyncio.TaskGroup,
+        on_generated: Callable[[GenerationEnd], None],
     ) -> None:
-        """Call the function once for each event, in `tasks`."""
+        """Call the function once for each event, in `tasks`. Call `on_generated` at the end of each answer."""
         self._gateway, self._request, self._live = gateway, request, live
         self.headers = {"X-Request-Id": request_id_of(request.headers)}
         """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
         # If the caller reads slowly, the function waits.
         self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
         self._left = len(events)
-        self._first: tuple[Revision, Invocation] | None = None
+        # By the number of the prompt.
+        self._calls = dict[int, tuple[Revision, Invocation]]()
+        self._on_generated = on_generated
         self._running = [tasks.create_task(self._run(number, event)) for number, event in enumerate(events)]
 
     async def next(self) -> tuple[int, Delta] | None:
@@ -57,9 +62,9 @@ class Deltas:
     @property
     def ahead(self) -> int | None:
         """The number of the caller's own calls that a worker takes before the first prompt; None if a worker has taken it."""
-        if self._first is None:
+        if 0 not in self._calls:
             return None
-        revision, invocation = self._first
+        revision, invocation = self._calls[0]
         return revision.dispatcher.queue.own_ahead(invocation)
 
     def close(self) -> None:
@@ -69,20 +74,33 @@ class Deltas:
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         body = dump_json(event.model_dump(mode="json", exclude_unset=True))
+        usage, made = TokenUsage(prompt_tokens=0), 0
+        first_s, last_s, failure = 0.0, 0.0, None
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
                     delta = _delta(self._live.record.function, piece)
+                    usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
+                    first_s = first_s or last_s
                     await self._arrived.put((number, delta))
             await self._arrived.put(None)
         except PilotflameError as error:
+            failure = error
             await self._arrived.put(error)
+        finally:
+            if number in self._calls:
+                invocation = self._calls[number][1]
+                self._on_generated(
+                    GenerationEnd(
+                        self._live.record.function, invocation.trace, invocation.timeline.received_s, first_s, last_s,
+                        usage.prompt_tokens, usage.cached_tokens, made, failure,
+                    )
+                )  # fmt: skip
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
         revision, invocation = self._gateway.started(self._request, self._live.record.function, body, number)
-        if number == 0:
-            self._first = revision, invocation
+        self._calls[number] = revision, invocation
         try:
             stream = invocation.stream
             while stream is not None and (pieces := await stream.take()):

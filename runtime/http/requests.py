@@ -37,6 +37,7 @@ M = TypeVar("M", bound=BaseModel)
 # With names of type `istr`, multidict does not have to convert the case of the name at each lookup.
 REQUEST_ID_HEADER = istr("X-Request-Id")
 TRACEPARENT_HEADER = istr("traceparent")
+TRACESTATE_HEADER = istr("tracestate")
 TIMEOUT = istr("X-Request-Timeout")
 PRIORITY = istr("X-Priority")
 GRPC = istr("grpc-timeout")
@@ -54,6 +55,7 @@ GATEWAY_REMEDY = (
     " max_body_bytes in pilotflame.toml."
 )
 STORED_REMEDY = "Put the data where the function can fetch it and send its address, or call and wait: a job's body is stored."
+TRACESTATE = re.compile(r"[\x20-\x7e]{0,512}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_BYTES = 8
 _IDS_AT_ONCE = 256
@@ -212,6 +214,16 @@ def traceparent_of(headers: Headers) -> str:
     """Return the W3C trace context that the caller sent, or "" if it is missing or malformed."""
     sent = headers.get(TRACEPARENT_HEADER, "")
     return sent if TRACEPARENT.fullmatch(sent) else ""
+
+
+def trace_of(headers: Headers) -> tuple[str, str]:
+    """Return the `traceparent` and the `tracestate` that the caller sent. Each is "" if it is missing or malformed.
+
+    Without a `traceparent`, a `tracestate` has no meaning.
+    """
+    traceparent = traceparent_of(headers)
+    state = headers.get(TRACESTATE_HEADER, "") if traceparent else ""
+    return traceparent, state if TRACESTATE.fullmatch(state) else ""
 
 
 def idempotency_of(headers: Headers) -> str:

@@ -109,6 +109,8 @@ class WorkerSpec(BaseModel):
     """True if the gateway may park the revision's workers."""
     wait_for_weights: bool = False
     compiled: CompiledCode | None = None
+    observers: tuple[str, ...] = ()
+    """The functions of plugins ("package.module:name") that return a `CallObserver` (`runtime/worker/runner.py`) or None."""
 
     @property
     def label(self) -> str:

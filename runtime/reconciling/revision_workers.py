@@ -30,6 +30,7 @@ from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
 from ..serving.deadlines import activation_timeout
 from ..serving.dispatcher import Policy, Refusal
+from ..serving.invocation import Invocation
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.replica import Replica
 from ..serving.replicas import ReplicaList
@@ -72,6 +73,8 @@ class Listeners:
     """Called with the arrival times of some invocations; `Revision` limits how often."""
     ended: Callable[[InvocationEnd], None] = lambda _end: None
     """Called when an invocation has ended with an output or an error."""
+    begun: Sequence[Callable[[str, Invocation], None]] = ()
+    """Called with the function's name and an invocation before it is queued or sent."""
     processes: Callable[[], None] = lambda: None
     """Called when a worker, the zygote or the standby has started or ended."""
 
@@ -91,7 +94,7 @@ class RevisionWorkers:
         self.replicas = ReplicaList()
         self.revision = Revision(
             spec, policy, self.replicas, self, curves, logs, function.load, function.arrivals, listeners.called,
-            listeners.ended,
+            listeners.ended, listeners.begun,
         )  # fmt: skip
         self.events = ProcessEvents(self, node.tasks, logs, listeners.activated, listeners.processes)
         self.pool = Pool(

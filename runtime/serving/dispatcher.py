@@ -286,7 +286,8 @@ class Dispatcher:
         output = outcome if isinstance(outcome, Output) else None
         self._on_ended(
             InvocationEnd(
-                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error, invocation, output
+                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error,
+                invocation.worker, invocation.trace, invocation, output,
             )
         )  # fmt: skip
 

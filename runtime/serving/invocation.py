@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...errors import LinkError, PilotflameError
 from ..link.stream_credit import Credit
-from ..telemetry.invocation_end import Source
+from ..telemetry.invocation_end import Source, TraceContext
 from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
 from .input_stream import InputStream
@@ -116,6 +116,7 @@ class Invocation:
     accept: str = ""
     """The media types that the caller wants; "" for any."""
     traceparent: str = ""
+    tracestate: str = ""
     streaming: InitVar[bool] = False
     extra: Mapping[str, Any] | None = None
     """Data that the handler can read from `context.extra`. It must be possible to encode it as JSON."""
@@ -161,6 +162,10 @@ class Invocation:
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
     """The name of the worker that it was last sent to; "" while it waits."""
+    span: str = field(init=False, default="")
+    """The `traceparent` of the invocation's own span. The worker gets it in place of `traceparent`. "" without an observer."""
+    trace: TraceContext | None = field(init=False, default=None)
+    """Set if an observer makes a span of it."""
     active_s: float = field(init=False, default=0.0)
     """When the last message of its open connection passed; 0 before the first message."""
     cache_status: str = field(init=False, default="")
@@ -191,8 +196,10 @@ class Invocation:
             head["type"] = self.content_type
         if self.accept:
             head["accept"] = self.accept
-        if self.traceparent:
-            head["traceparent"] = self.traceparent
+        if traceparent := self.span or self.traceparent:
+            head["traceparent"] = traceparent
+            if self.tracestate:
+                head["tracestate"] = self.tracestate
         if self.extra:
             head["extra"] = self.extra
         if self.exchanges:
@@ -200,6 +207,10 @@ class Invocation:
         return head
 
     # -- changes of state, in the order in which they happen; called by the dispatcher
+
+    def mark_traced(self, span: str, trace: TraceContext | None = None) -> None:
+        """An observer gives it a span, in the form of a `traceparent`, before it is queued or sent."""
+        self.span, self.trace = span, trace
 
     def mark_queued(self, *, cold: bool) -> None:
         """The invocation waits in the queue. `cold` is True if no worker is ready."""

@@ -6,7 +6,7 @@ It accepts invocations, queues them, and has workers run them. It starts and sto
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...errors import HandlerFailed, OutputInvalid, Overloaded, PilotflameError
@@ -49,15 +49,16 @@ class Revision(CallEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, watcher: CallWatcher, curves: LatencyCurveStore,
         log: RevisionLog, load: LoadSeries, arrivals: Arrivals, on_called: Callable[[float], None],
-        on_ended: Callable[[InvocationEnd], None],
+        on_ended: Callable[[InvocationEnd], None], on_begun: Sequence[Callable[[str, Invocation], None]] = (),
     ) -> None:  # fmt: skip
         """The revision calls `on_called` with the arrival time of an invocation, at most once every CALL_NOTICE_S. It
-        calls `on_ended` when an invocation has ended with an output or an error.
+        calls `on_ended` when an invocation has ended with an output or an error, and each of `on_begun` before an
+        invocation is queued or sent.
         """
         self.spec, self.policy, self.streaming, self.replicas = spec, policy, policy.streaming, replicas
         self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended)
         self._watcher, self._log, self._load, self._note_arrival = watcher, log, load, arrivals.note
-        self._on_called, self._notice_at_s = on_called, 0.0
+        self._on_called, self._notice_at_s, self._on_begun = on_called, 0.0, on_begun
         self.retiring = False
         """True if no further invocation is accepted. Accepted invocations still run."""
         self.observe: Callable[[Invocation], None] | None = None
@@ -93,6 +94,8 @@ class Revision(CallEvents):
         if (arrived_s := invocation.timeline.received_s) >= self._notice_at_s:
             self._notice_at_s = arrived_s + CALL_NOTICE_S
             self._on_called(arrived_s)
+        for begun in self._on_begun:
+            begun(self.spec.function, invocation)
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:

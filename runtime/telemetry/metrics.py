@@ -88,6 +88,10 @@ class Totals(NamedTuple):
     """Invocations by duration: one number for each bound in SECONDS, and one number for invocations that took longer.
     """
     cold_starts: int = 0
+    seconds: float = 0.0
+    """The sum of the durations."""
+    errors: Mapping[str, int] = MappingProxyType({})
+    """The invocations and requests that failed or were refused, by the code of their error."""
     cold_phases_s: Mapping[str, float] = MappingProxyType({})
     """The seconds of each phase in which an invocation waits for a worker, summed over all cold starts."""
 
@@ -127,7 +131,8 @@ class _FunctionCounts:
     def totals(self) -> Totals:
         seconds = {name: self.cold_phases[name].sum for name in COLD_START_PHASES if name in self.cold_phases}
         by_source = {source: dict(codes) for source, codes in self.codes.items()}
-        return Totals(by_source, self.duration.counts, self.cold_starts, seconds)
+        errors = self.failures + self.refusals
+        return Totals(by_source, self.duration.counts, self.cold_starts, self.duration.sum, errors, seconds)
 
 
 Numbers: TypeAlias = Mapping[tuple[str, ...], float]
@@ -209,6 +214,11 @@ class Metrics:
         """Return the counts of a function so far."""
         found = self._functions.get(function)
         return found.totals() if found is not None else Totals({})
+
+    @property
+    def counted(self) -> list[str]:
+        """The functions that have counts."""
+        return list(self._functions)
 
     def forget(self, function: str) -> None:
         """Drop the counts of a deleted function, because names come and go and each name has many time series."""

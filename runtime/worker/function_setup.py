@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from ..link.worker_spec import Weights, WorkerSpec
 from . import fork_safety
 from .compiled_code import keep_compiled_code
 from .output import MarkedHandler
+from .runner import CallObserver
 
 # Weights that are smaller than this are not worth a hint.
 HINT_BYTES = 8 << 20
@@ -63,6 +65,7 @@ class Built:
     snapshots: Snapshots | None
     threads: int
     import_s: float = 0.0
+    observers: tuple[CallObserver, ...] = ()
 
 
 def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
@@ -88,7 +91,20 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
             state = handler.build(Context(spec.function, spec.revision, snapshots=snapshots))
         except (Exception, SystemExit) as error:
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
-    return Built(handler, state, snapshots, threads, import_s)
+    return Built(handler, state, snapshots, threads, import_s, tuple(_observers(spec)))
+
+
+def _observers(spec: WorkerSpec) -> Iterator[CallObserver]:
+    """Yield the observers that the gateway's plugins want here. The function's environment may lack a plugin."""
+    for place in spec.observers:
+        module, _, name = place.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)(spec)
+        except (ImportError, AttributeError) as error:
+            sys.stderr.write(f"calls are not observed by {place}: {error}\n")
+            continue
+        if found is not None:
+            yield found
 
 
 def _keep_compiled(spec: WorkerSpec) -> bool:

@@ -105,6 +105,7 @@ class LoopRunner(Runner):
 
     async def _run(self, group: list[Call]) -> list[bytes]:
         output.begin(group)
+        self.tell_observers(group)
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
@@ -133,6 +134,7 @@ class LoopRunner(Runner):
         run = BatchRun(self, group)
         while calls := run.next_piece():
             output.begin(calls)
+            self.tell_observers(calls)
             for call in calls:
                 call.set_task(asyncio.current_task(), calls)
             await self._run_piece(run, calls)

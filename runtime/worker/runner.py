@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import (
     ActivationFailed,
@@ -85,6 +85,16 @@ class Call:
         self.event, self.cost = event, cost
 
 
+class CallObserver(Protocol):
+    """Watches the handler calls of a worker, for a plugin of the gateway (`WorkerSpec.observers`)."""
+
+    def begin(self, contexts: Sequence[Context]) -> None:
+        """The handler is called next for the invocations with these contexts, on this thread or in this task."""
+
+    def close(self) -> None:
+        """The worker has drained, and its process ends after this call. It must return within a few seconds."""
+
+
 @dataclass(eq=False)
 class Runner(ABC):
     """Runs the invocations of one handler, whose files are in `root`, and sends their frames.
@@ -100,6 +110,7 @@ class Runner(ABC):
     concurrency: int
     on_idle: Callable[[], None]
     probe: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    observers: Sequence[CallObserver] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         self._streaming = self.handler.kind.streaming
@@ -211,6 +222,11 @@ class Runner(ABC):
         if wanted != self.window:
             self.window = wanted
             self.link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
+
+    def tell_observers(self, calls: list[Call]) -> None:
+        """Tell the observers that the handler is called next for `calls`, on this thread or in this task."""
+        for observer in self.observers:
+            observer.begin([call.context for call in calls])
 
     @staticmethod
     def started(calls: list[Call]) -> float:

@@ -56,6 +56,7 @@ class ThreadRunner(Runner):
 
     def _execute(self, group: list[Call]) -> list[bytes]:
         output.begin(group)
+        self.tell_observers(group)
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
@@ -74,6 +75,7 @@ class ThreadRunner(Runner):
         run = BatchRun(self, group)
         while calls := run.next_piece():
             output.begin(calls)
+            self.tell_observers(calls)
             started_s = self.started(calls)
             try:
                 with self.gate():

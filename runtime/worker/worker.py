@@ -85,7 +85,7 @@ class Worker:
         if built.snapshots is not None:
             self._gate = built.snapshots.gate
         self._state = built.state
-        self._threads = built.threads
+        self._threads, self._observers = built.threads, built.observers
         self._activated = threading.Event()
         self._draining = False
         self._measuring = False
@@ -133,13 +133,15 @@ class Worker:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await self._released.wait()
         self._link.finish(FLUSH_TIMEOUT_S)
+        for observer in self._observers:
+            observer.close()
 
     def _make_runner(self, tasks: asyncio.TaskGroup) -> Runner:
         common = (self._handler, self._spec.code, self._link, self._spec.concurrency, self._on_idle)
-        probe = self._probe_devices
+        probe, observers = self._probe_devices, self._observers
         if self._on_event_loop:
-            return LoopRunner(*common, tasks, probe=probe)
-        return ThreadRunner(*common, self._loop, self._gate, probe=probe)
+            return LoopRunner(*common, tasks, probe=probe, observers=observers)
+        return ThreadRunner(*common, self._loop, self._gate, probe=probe, observers=observers)
 
     def _run_first_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)
@@ -361,7 +363,7 @@ class Worker:
             deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
             state=self._state, snapshots=self._snapshots, cancellation=cancellation,
             traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
-            host=self._host, channel=frame.channel,
+            host=self._host, channel=frame.channel, tracestate=head.get("tracestate", ""),
         )  # fmt: skip
         if self._handler.exchanges and "exchange" in head:
             context.exchange = exchange = WorkerExchange(self._link, frame.channel, follows=head["exchange"])

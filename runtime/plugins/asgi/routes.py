@@ -27,7 +27,7 @@ from ...http.requests import (
     seconds,
     timeout_of,
     too_large,
-    traceparent_of,
+    trace_of,
 )  # fmt: skip
 from ...http.responses import error_reply
 from ...http.routes import Route
@@ -162,11 +162,12 @@ class AsgiApi(ApiPlugin):
             alone=bool(settings.hosts) and host_name(headers.get("Host", "")) in settings.hosts,
         )  # fmt: skip
         try:
+            traceparent, tracestate = trace_of(headers)
             invocation = Invocation(
                 request_id, body, now_s=received_s,
                 deadline_s=received_s + timeout_of(headers, settings.timeout_s),
                 hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
-                content_type=BYTES_TYPE, extra=facts.encode(), traceparent=traceparent_of(headers),
+                content_type=BYTES_TYPE, extra=facts.encode(), traceparent=traceparent, tracestate=tracestate,
                 streaming=True, exchanges=True, input=InputStream() if follows else None,
                 tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
             )  # fmt: skip

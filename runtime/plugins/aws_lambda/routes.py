@@ -26,7 +26,7 @@ from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER, collected
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import LAST_EVENT_S
-from ...http.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
+from ...http.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, trace_of
 from ...http.responses import ErrorBody
 from ...http.routes import Route, header
 from ...serving.invocation import Invocation, Output
@@ -174,9 +174,10 @@ class LambdaApi(ApiPlugin):
         limits = live.record.settings
         # `bare`, as in a job, tells the worker that the body is the input itself, not {"input": …}.
         extra |= {"bare": True} | ({"qualifier": qualifier} if qualifier else {})
+        traceparent, tracestate = trace_of(headers)
         invocation = Invocation(
             request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, limits.timeout_s),
-            hold_until_s=received_s + limits.hold_s, traceparent=traceparent_of(headers), extra=extra,
+            hold_until_s=received_s + limits.hold_s, traceparent=traceparent, tracestate=tracestate, extra=extra,
             streaming=live.revision.streaming, tenant=caller.owner,
             priority=priority_of(headers, urgent=caller.urgent),
             capture=Capture(TAIL_BYTES) if headers.get("X-Amz-Log-Type") == "Tail" else None,

@@ -5,7 +5,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 from pilotflame.errors import BadInput
-from pilotflame.runtime.http.requests import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
+from pilotflame.runtime.http.requests import (
+    ENVOY,
+    GRPC,
+    STAINLESS,
+    TIMEOUT,
+    priority_of,
+    timeout_of,
+    trace_of,
+)
 
 MOST = 600.0
 
@@ -82,3 +90,18 @@ def test_an_invalid_priority_is_refused_by_name(value: str) -> None:
     with pytest.raises(BadInput, match="X-Priority") as caught:
         priority_of({"X-Priority": value})
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "tracestate", "found"),
+    [
+        ("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "shop=1,other=2", "shop=1,other=2"),
+        ("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "x" * 513, ""),
+        ("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "\x7f", ""),
+        ("00-zz", "shop=1", ""),
+        ("", "shop=1", ""),
+    ],
+)
+def test_a_trace_state_needs_a_trace(traceparent: str, tracestate: str, found: str) -> None:
+    headers = CIMultiDict({"Traceparent": traceparent, "Tracestate": tracestate})
+    assert trace_of(headers) == (traceparent if len(traceparent) == 55 else "", found)

@@ -106,6 +106,18 @@ async def test_the_head_that_the_worker_gets() -> None:
     }
 
 
+async def test_the_worker_gets_the_span_of_an_observer() -> None:
+    invocation = make(traceparent="00-a-b-01", tracestate="shop=1")
+    assert invocation.head(10.0)["traceparent"] == "00-a-b-01"
+    invocation.mark_traced("00-a-c-01")
+    head = invocation.head(10.0)
+    assert (head["traceparent"], head["tracestate"], invocation.traceparent) == (
+        "00-a-c-01",
+        "shop=1",
+        "00-a-b-01",
+    )
+
+
 async def test_it_takes_no_stray_attributes() -> None:
     with pytest.raises(AttributeError):
         make().ouptut = 1  # type: ignore[attr-defined]

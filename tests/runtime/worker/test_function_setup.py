@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from pilotflame.runtime.link.frames import FrameKind
-from pilotflame.runtime.link.worker_spec import Weights
+from pilotflame.runtime.link.worker_spec import Weights, WorkerSpec
 from pilotflame.runtime.settings.resources import Resources
+from pilotflame.runtime.worker import function_setup
 from pilotflame.runtime.worker.function_setup import weights_hint
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
@@ -143,3 +144,15 @@ def test_checksums_are_made_where_a_function_parks(start: Callable[..., WorkerPr
     worker = start("simulated", parks=parks)
     worker.ready()
     assert worker.ask(1, "checksums") == parks
+
+
+def test_a_plugin_that_an_environment_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The function works without the observers of its calls."""
+    places = ("no_such_plugin.worker:observe", "json:no_such_name")
+    spec = WorkerSpec(function="f", revision="r1", code=Path("/code"), observers=places)
+    assert list(function_setup._observers(spec)) == []
+    first, second = capsys.readouterr().err.splitlines()
+    assert (
+        first == "calls are not observed by no_such_plugin.worker:observe: No module named 'no_such_plugin'"
+    )
+    assert second.startswith("calls are not observed by json:no_such_name: ")

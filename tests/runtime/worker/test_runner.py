@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -772,3 +772,41 @@ async def test_the_slots_and_the_window_of_a_batch_handler_are_groups(rig: MakeR
     assert (made.runner.slots, made.runner.window, made.runner.limit) == (2, 2, 8)
     assert await made.ask(1, 1) == 2
     assert made.runner.window == 2  # no prefetch: the gateway forms the batches
+
+
+class Recorded:
+    """An observer of handler calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def begin(self, contexts: Sequence[Context]) -> None:
+        self.calls.append([one.id for one in contexts])
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("form", [sync, on_loop])
+async def test_an_observer_learns_of_each_handler_call(rig: MakeRig, form: Any) -> None:
+    @form
+    def plain(event: Any) -> Any:
+        return event
+
+    @form
+    @batch(max_size=4)
+    def batched(events: list[int]) -> list[int]:
+        if 2 in events and len(events) > 1:
+            raise ValueError("2")
+        return events
+
+    for handler, calls in ((plain, [["i1"], ["i2"]]), (batched, [["i1", "i2"], ["i1"], ["i2"]])):
+        made, recorded = rig(handler, start=False), Recorded()
+        made.runner.observers = [recorded]
+        made.start()
+        if handler is plain:
+            made.submit(1, 1)
+            made.submit(2, 2)
+        else:
+            made.group(1, 2)
+        assert [await made.answer(), await made.answer()] == [(1, 1), (2, 2)]
+        assert recorded.calls == calls

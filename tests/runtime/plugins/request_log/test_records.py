@@ -46,7 +46,7 @@ def ended(
     body: bytes, output: tuple[bytes, str] | None = (b"1", ""), content_type: str = ""
 ) -> InvocationEnd:
     call = Request(body, content_type)
-    return InvocationEnd("tone", "r1", "q1", "http", Timeline(0.0), None, call, output)
+    return InvocationEnd("tone", "r1", "q1", "http", Timeline(0.0), call=call, output=output)
 
 
 def below(value: Any, name: str) -> list[Any]:

@@ -1,0 +1,1 @@
+"""Exports traces and metrics of invocations to a collector of OpenTelemetry."""
