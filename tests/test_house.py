@@ -350,6 +350,7 @@ TOGETHER = {
     "desired_state_over_time",
     "examples",
     "faults",
+    "fetcher_registry",
     "policies",
     "unstored",
     "tenants",
