@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from .access import Access, unchecked
-from .variables import AWS, AZURE, GOOGLE, HUB, REGISTRY, WEB, own_variables
+from .variables import AWS, AZURE, GOOGLE, HUB, MLFLOW, REGISTRY, STORES, WEB, own_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,11 @@ def repository(url: str) -> str:
     """Return the URL of a repository of a registry, without tag, digest and folder."""
     registry, _, rest = url.removeprefix("oci://").partition("/")
     return f"oci://{registry}/{re.split('[:@]', rest, maxsplit=1)[0]}"
+
+
+def model(url: str) -> str:
+    """Return the URL of a model of MLflow, without version, alias and folder."""
+    return f"mlflow://{re.split('[/@]', url.removeprefix('mlflow://'), maxsplit=1)[0]}"
 
 
 class Scheme(NamedTuple):
@@ -77,6 +82,7 @@ SCHEMES = {
     "az": Scheme("sources.azure:AzureSource", AZURE, extra="clouds", checks=False),
     "hf": Scheme("sources.hub:HubSource", HUB),
     "oci": Scheme("registries.oci:OciSource", REGISTRY, repository),
+    "mlflow": Scheme("registries.mlflow:MlflowSource", (*MLFLOW, *STORES), model),
     "http": Scheme("sources.http:HttpSource", WEB, parent),
     "https": Scheme("sources.http:HttpSource", WEB, parent),
 }

@@ -38,7 +38,9 @@ OWN_NAMES = (
 )
 """The variables of sources that have the prefix of the variables of settings."""
 
-FAMILIES = (*AWS, *AZURE, *GOOGLE, *HUB, *REGISTRY, *MLFLOW, *WEB)
+STORES = (*AWS, *AZURE, *GOOGLE, *HUB, *REGISTRY, *WEB)
+"""The families of the stores to which a model registry may lead."""
+FAMILIES = (*STORES, *MLFLOW)
 
 
 def of_sources(variables: Mapping[str, str]) -> dict[str, str]:

@@ -51,11 +51,8 @@ CODE = {"train.py": b"print()", **FILES, "README.md": b"# net"}
 
 
 @pytest.fixture(autouse=True)
-def _no_logins_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("DOCKER_AUTH_CONFIG", "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "PILOTFLAME_OCI_PLAIN_HTTP"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no podman here"))
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no docker here"))
+def _bare(bare_environment: None) -> None:
+    """No login of this machine."""
 
 
 @pytest.fixture(scope="module")
