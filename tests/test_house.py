@@ -375,6 +375,7 @@ TOGETHER = {
     "container_launcher_pull",
     "container_launcher_s3",
     "fetcher_hub",
+    "other_runtimes",
     "fetcher_device",
     "fetcher_peers",
     "fetcher_named",
