@@ -24,6 +24,7 @@ from .reference import Reference
 
 # If the registry refuses a token that is older, another one is requested.
 RENEWED_AFTER_S = 5.0
+_LOG_IN = "Log in with `docker login` or `podman login`, or set the secret DOCKER_AUTH_CONFIG."
 _BEARER = re.compile(r'\bBearer\s+((?:[\w-]+="[^"]*"(?:\s*,\s*)?)+)', re.ASCII | re.IGNORECASE)
 _PARAMETER = re.compile(r'([\w-]+)="([^"]*)"', re.ASCII)
 _BASIC = re.compile(r"\bBasic\b", re.IGNORECASE)
@@ -88,9 +89,8 @@ class RegistryBlobs(WebSource):
             fault = f"{self.url} has no {what.replace('blobs/', 'layer ')}."
             return SourceMissing(fault, remedy="Check the reference, and the tags there.", details=details)
         if isinstance(plain, SourceDenied) and asked:
-            fault = f"{self.url} may not be read with {self._login.origin} (HTTP {head.status})."
-            remedy = "Log in with `docker login` or `podman login`, or set the secret DOCKER_AUTH_CONFIG."
-            return SourceDenied(fault, remedy=remedy, details=details)
+            fault = f"{self.url} may not be read {self._login.origin} (HTTP {head.status})."
+            return SourceDenied(fault, remedy=_LOG_IN, details=details)
         return plain
 
     def _challenged(self, challenge: str) -> None:
@@ -131,8 +131,8 @@ class RegistryBlobs(WebSource):
         try:
             _, text = self.document(Location(f"{server.realm}{mark}{query}", self._login.basic()))
         except (SourceDenied, SourceMissing) as error:
-            fault = f"{self.url}: the token server {shown(server.realm)} refuses {self._login.origin}."
-            raise SourceDenied(fault, remedy="Log in again.", details=error.details) from None
+            fault = f"{self.url}: the token server {shown(server.realm)} gives no token {self._login.origin}."
+            raise SourceDenied(fault, remedy=_LOG_IN, details=error.details) from None
         token = _token_in(text)
         if token is None:
             raise SourceError(f"{self.url}: {shown(server.realm)} does not answer with a token.")

@@ -25,7 +25,7 @@ _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """The credentials for one registry. `origin` describes them in messages, without secrets."""
+    """The credentials for one registry. `origin` says in messages, without secrets, with which login a request was made."""
 
     origin: str
     user: str = field(default="", repr=False)
@@ -62,7 +62,7 @@ def find_login(registry: str, repository: str, secrets: Mapping[str, str], *, ow
 
 
 def _anonymous(registry: str) -> Login:
-    return Login(f"no login ({AUTH_VARIABLE} and the auth files have none for {registry})")
+    return Login(f"without a login ({AUTH_VARIABLE} and the auth files have none for {registry})")
 
 
 def _of_this_process() -> Iterator[tuple[str, str]]:
@@ -113,7 +113,7 @@ def _entry(entries: Mapping[str, Any], registry: str, repository: str, origin: s
     if entry.get("identitytoken"):
         raise _refresh_token(registry, origin)
     if isinstance(token := entry.get("registrytoken"), str) and token:
-        return Login(f"the token in {origin}", token=token)
+        return Login(f"with the token in {origin}", token=token)
     try:
         user, _, password = (
             base64.b64decode(str(entry.get("auth", "")).strip(), validate=True).decode().partition(":")
@@ -123,7 +123,7 @@ def _entry(entries: Mapping[str, Any], registry: str, repository: str, origin: s
         raise SourceError(fault, remedy="Log in again.") from None
     user, password = user or str(entry.get("username", "")), password or str(entry.get("password", ""))
     # docker fills old entries up with zero bytes.
-    return Login(f"the login in {origin}", user, password.rstrip("\0")) if user else None
+    return Login(f"with the login in {origin}", user, password.rstrip("\0")) if user else None
 
 
 def _place(key: str) -> str:
@@ -151,7 +151,9 @@ def _helped(entries: Mapping[str, Any], registry: str, origin: str) -> Login | N
         return None
     if user == _TOKEN_USER:
         raise _refresh_token(registry, f"docker-credential-{name}")
-    return Login(f"the login of docker-credential-{name}, which {origin} names", str(user), str(password))
+    return Login(
+        f"with the login of docker-credential-{name}, which {origin} names", str(user), str(password)
+    )
 
 
 def _refresh_token(registry: str, origin: str) -> SourceError:

@@ -63,7 +63,7 @@ def test_a_token_for_the_registry_needs_no_user() -> None:
 def test_without_an_entry_requests_are_anonymous(document: Any) -> None:
     login = found(document)
     assert (login.user, login.token, login.basic()) == ("", "", {})
-    assert "no login" in login.origin
+    assert "without a login" in login.origin
 
 
 @pytest.mark.parametrize(
