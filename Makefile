@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-asgi bench-oip bench-otel starlette picture clean
+.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -109,6 +109,9 @@ bench-otel: .venv/wheel ## OpenTelemetry: CPU time of a hello with it off, and w
 
 bench-asgi: .venv/wheel ## A hello of FastAPI beside uvicorn: requests per CPU second
 	$(BIN)/python infra/bench/asgi_bench.py $(BENCH_ARGS)
+
+bench-runtimes: .venv/wheel ## ONNX Runtime and OpenVINO beside torch: cold start, and memory of two workers
+	$(BIN)/python infra/bench/runtimes.py $(BENCH_ARGS)
 
 check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and more, each answer as described
 	$(BIN)/python infra/bench/schema.py --examples 30

@@ -58,6 +58,8 @@ TESTS = {
     "nvidia-ml-py": "runtime/launching/test_gpus.py",
     "llguidance": "handlers/language_model/test_constraint.py",
     "obstore": "snapshot/sources/test_google.py snapshot/sources/test_azure.py",
+    "onnxruntime": "runtime/test_other_runtimes.py",
+    "openvino": "runtime/test_other_runtimes.py",
     "opentelemetry-exporter-otlp-proto-http": "runtime/plugins/opentelemetry/test_observer.py",
     "opentelemetry-sdk": "runtime/plugins/opentelemetry",
     "orjson": "runtime/jobs/test_store.py handlers/test_codec.py",

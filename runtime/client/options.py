@@ -48,7 +48,7 @@ config = click.option(
 _snapshot = click.option(
     "--snapshot",
     metavar="WEIGHTS",
-    help="Use these weights: a folder, a .safetensors file, or a URL as s3://, hf://, https://.",
+    help="Use these weights: a folder, a .safetensors file, or a URL as s3://, hf://, oci://, https://.",
 )
 _settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,

@@ -94,7 +94,7 @@ def pull(
     *, url: str, folder: Path | None, into_cache: bool, force: bool, connections: int | None,
     part_mib: int | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
+    """Copy the snapshot at URL into FOLDER, verified. URL begins with s3://, hf://, oci:// or http(s)://, or is a folder.
 
     Valid files and parts of files in FOLDER are kept. So after Ctrl-C or a crash, the same command continues where it
     stopped. The manifest is written last, when everything else is complete. If URL has no manifest, the manifest is

@@ -314,7 +314,8 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     snapshot: Annotated[str | None, checked(_snapshot_problem)] = Field(
         None,
         description="The weights: a folder or .safetensors file, absolute or relative to the function's folder; or a"
-        " remote snapshot, s3://, gs:// or az://bucket/prefix, hf://org/repo@revision or http(s)://host/prefix: a"
+        " remote snapshot, s3://, gs:// or az://bucket/prefix, hf://org/repo@revision, oci://registry/repository:tag,"
+        " mlflow://MODEL/VERSION or http(s)://host/prefix: a"
         " prefix, or one .safetensors file. A manifest beside the weights is not needed: the first fetch makes it.",
     )
     snapshots: Annotated[dict[str, str], Field(max_length=32), checked(_snapshots_problem)] = Field(

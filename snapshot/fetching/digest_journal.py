@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...errors import SnapshotCorrupt
 from ..format.manifest import UNKNOWN_DIGEST
 from .arrival import Arrival
 
@@ -32,6 +33,10 @@ def learned_digests(path: Path, arrival: Arrival) -> Iterator[list[str]]:
         digests = _read(descriptor, arrival.count)
         arrival.on_land(journal.add)
         yield digests
+    except SnapshotCorrupt:
+        # The bytes do not have the digest that the source knows (see `blob_digests`), so their chunks have no valid digests.
+        journal.clear()
+        raise
     finally:
         if journal.close() == 0:
             path.unlink(missing_ok=True)
@@ -48,6 +53,10 @@ class _Journal:
         with self._lock, suppress(OSError):
             if self._descriptor >= 0:
                 os.write(self._descriptor, _ENTRY.pack(chunk, digest))
+
+    def clear(self) -> None:
+        with self._lock:
+            os.ftruncate(self._descriptor, 0)
 
     def close(self) -> int:
         """Close the file, and return its size."""

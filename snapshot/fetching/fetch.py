@@ -31,6 +31,7 @@ from ..sources.response import MISPLACED
 from ..sources.retries import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, new_buffer, same_version
 from .arrival import Arrival
+from .blob_digests import BlobDigests
 from .concurrency_control import ConcurrencyControl
 from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing, ShardTarget
 from .ranges import Part, Ranges, wanted_order
@@ -140,8 +141,10 @@ class _Fetch:
         wanted = (chunk for chunk in wanted_order(self.manifest) if chunk not in self.left_out)
         missing = [chunk for chunk in wanted if not self.arrival.landed(chunk)]
         self._ranges = Ranges(self.manifest, missing)
+        descriptors = [target.descriptor for target in self.targets]
+        blob_digests = BlobDigests(self.manifest, self.source, descriptors, self.arrival, set(missing))
         self._landing = Landing(
-            self.manifest, self.targets, self.arrival, self._ranges, self._changed, self.verify
+            self.manifest, self.targets, self.arrival, self._ranges, self._changed, self.verify, blob_digests
         )
         self._stats = FetchStats(self._ranges.waiting_bytes)
         self._versions = self._observed_versions()

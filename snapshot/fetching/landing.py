@@ -17,6 +17,7 @@ from ..format.verify import corrupt_chunk
 from ..publish import cannot_write
 from ..sources.source import Connection
 from .arrival import Arrival
+from .blob_digests import BlobDigests
 from .ranges import Part, Ranges
 
 BOUNCE_BYTES = 512 << 10
@@ -98,6 +99,7 @@ class Landing:
     lock: threading.Condition
     """Guards `ranges`, `_filled` and `_bad`. Notified when a chunk has to be fetched again."""
     verify: bool
+    blob_digests: BlobDigests
     received_bytes: int = 0
     _filled: dict[int, int] = field(default_factory=dict)
     """For each incomplete chunk that arrives in several pieces, the number of bytes received so far."""
@@ -164,7 +166,7 @@ class Landing:
         if self.verify and digest is not None and not self.arrival.chunks.accept(chunk, digest):
             self._refuse(chunk)
             return
-        self.arrival.land(chunk)
+        self.blob_digests.settle(chunk)
 
     def _refuse(self, chunk: int) -> None:
         with self.lock:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from .access import Access, unchecked
-from .variables import AWS, AZURE, GOOGLE, HUB, WEB, own_variables
+from .variables import AWS, AZURE, GOOGLE, HUB, MLFLOW, REGISTRY, STORES, WEB, own_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,11 +33,22 @@ def parent(url: str) -> str:
     return f"{name}://{parts.netloc}{path}?{parts.query}"
 
 
+def repository(url: str) -> str:
+    """Return the URL of a repository of a registry, without tag, digest and folder."""
+    registry, _, rest = url.removeprefix("oci://").partition("/")
+    return f"oci://{registry}/{re.split('[:@]', rest, maxsplit=1)[0]}"
+
+
+def model(url: str) -> str:
+    """Return the URL of a model of MLflow, without version, alias and folder."""
+    return f"mlflow://{re.split('[/@]', url.removeprefix('mlflow://'), maxsplit=1)[0]}"
+
+
 class Scheme(NamedTuple):
     """The source, the variables and the places of the URLs of one scheme."""
 
     opener: str
-    """The class of the source, as "module:Class" of this package. `open` calls Class(url, secrets=..., access=...)."""
+    """The class of the source, as "room.module:Class" of the package `snapshot`. `open` calls Class(url, secrets=..., access=...)."""
     secrets: tuple[str, ...]
     """The prefixes of the variables that configure the source, in a function's secrets and in the environment
     (variables.py)."""
@@ -58,19 +70,21 @@ class Scheme(NamedTuple):
         if access.addresses is not None and not self.checks and own:
             raise unchecked(url.partition("://")[0])
         module, _, name = self.opener.partition(":")
-        source: Source = getattr(import_module(f".{module}", __package__), name)(
+        source: Source = getattr(import_module(f"..{module}", __package__), name)(
             url, secrets=secrets, access=access
         )
         return source
 
 
 SCHEMES = {
-    "s3": Scheme("s3:S3Source", AWS, extra="s3"),
-    "gs": Scheme("google:GoogleSource", GOOGLE, extra="clouds", checks=False),
-    "az": Scheme("azure:AzureSource", AZURE, extra="clouds", checks=False),
-    "hf": Scheme("hub:HubSource", HUB),
-    "http": Scheme("http:HttpSource", WEB, parent),
-    "https": Scheme("http:HttpSource", WEB, parent),
+    "s3": Scheme("sources.s3:S3Source", AWS, extra="s3"),
+    "gs": Scheme("sources.google:GoogleSource", GOOGLE, extra="clouds", checks=False),
+    "az": Scheme("sources.azure:AzureSource", AZURE, extra="clouds", checks=False),
+    "hf": Scheme("sources.hub:HubSource", HUB),
+    "oci": Scheme("registries.oci:OciSource", REGISTRY, repository),
+    "mlflow": Scheme("registries.mlflow:MlflowSource", (*MLFLOW, *STORES), model),
+    "http": Scheme("sources.http:HttpSource", WEB, parent),
+    "https": Scheme("sources.http:HttpSource", WEB, parent),
 }
 
 

@@ -16,7 +16,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
 
-from ...errors import SnapshotChanged, SourceError
+from ...errors import SnapshotChanged, SnapshotCorrupt, SourceError
 
 MAX_NAME_CHARS = 1024
 # A listing with more objects is an error, because a deploy may name a whole bucket by mistake.
@@ -124,6 +124,33 @@ class VersionedByContent(Protocol):
     """A source in which objects with the same version and size have the same bytes under any name: S3, the hub."""
 
     versioned_by_content: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A byte string of `size_bytes` that holds objects of a source, such as a layer in a registry.
+
+    `digest` is its digest with the name of the algorithm, as in "sha256:…". `objects` has the name and the offset of
+    each object in it.
+    """
+
+    digest: str
+    size_bytes: int
+    objects: tuple[tuple[str, int], ...]
+
+
+@runtime_checkable
+class Attested(Protocol):
+    """A source that knows cryptographic digests of what it holds. A fetch compares them (see `fetching.blob_digests`)."""
+
+    def blob_of(self, name: str) -> Blob:
+        """Return the byte string that holds object `name`."""
+
+    def read_blob(self, blob: Blob, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of `blob` that start at `offset`. Raises what Source.read_into raises."""
+
+    def corrupt(self, digest: str, fault: str) -> SnapshotCorrupt:
+        """Return the error for a byte string that does not have its digest."""
 
 
 @runtime_checkable

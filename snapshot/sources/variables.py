@@ -14,6 +14,8 @@ AWS = ("AWS_", "PILOTFLAME_S3_")
 AZURE = ("AZURE_",)
 GOOGLE = ("GOOGLE_",)
 HUB = ("HF_", "HUGGING_FACE_HUB_")
+REGISTRY = ("DOCKER_AUTH_CONFIG", "PILOTFLAME_OCI_")
+MLFLOW = ("MLFLOW_",)
 WEB = ("PILOTFLAME_SNAPSHOT_",)
 """In this family, only a function's secrets count, since they are sent to any server that the snapshot's URL names."""
 
@@ -23,10 +25,22 @@ REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
 """If this variable is 1, requests say that the requester pays for them, which some buckets need."""
 TOKEN_VARIABLE, HEADERS_VARIABLE = "PILOTFLAME_SNAPSHOT_TOKEN", "PILOTFLAME_SNAPSHOT_HEADERS"
 """The variables with a bearer token, and with headers, for the web servers that serve weights."""
-OWN_NAMES = (ANONYMOUS_VARIABLE, REQUESTER_PAYS_VARIABLE, TOKEN_VARIABLE, HEADERS_VARIABLE)
+AUTH_VARIABLE = "DOCKER_AUTH_CONFIG"
+"""The variable with the text of an auth file, as docker has it."""
+PLAIN_HTTP_VARIABLE = "PILOTFLAME_OCI_PLAIN_HTTP"
+"""The variable that lists the registries without TLS, separated by commas."""
+OWN_NAMES = (
+    ANONYMOUS_VARIABLE,
+    REQUESTER_PAYS_VARIABLE,
+    TOKEN_VARIABLE,
+    HEADERS_VARIABLE,
+    PLAIN_HTTP_VARIABLE,
+)
 """The variables of sources that have the prefix of the variables of settings."""
 
-FAMILIES = (*AWS, *AZURE, *GOOGLE, *HUB, *WEB)
+STORES = (*AWS, *AZURE, *GOOGLE, *HUB, *REGISTRY, *WEB)
+"""The families of the stores to which a model registry may lead."""
+FAMILIES = (*STORES, *MLFLOW)
 
 
 def of_sources(variables: Mapping[str, str]) -> dict[str, str]:

@@ -738,7 +738,7 @@ def test_init_lists_and_refuses(pilotflame, tmp_path: Path):
         for template in json.loads(pilotflame("init", "--list", "--json").stdout)["templates"]
     ]
     assert names == [
-        "fastapi", "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
+        "fastapi", "hello", "image-classification", "onnx", "openvino", "reranking", "speech-recognition", "stream", "text-classification",
         "text-embedding", "text-generation", "torch-module", "vllm",
     ]  # fmt: skip
     assert "hello" in pilotflame("init", "--list").stdout

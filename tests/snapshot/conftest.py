@@ -16,6 +16,20 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
 from safetensors.torch import save_file
 
+FAMILIES = (
+    "MLFLOW_",
+    "DOCKER_",
+    "REGISTRY_AUTH",
+    "AWS_",
+    "AZURE_",
+    "BOTO_",
+    "GOOGLE_",
+    "HF_",
+    "HUGGING",
+    "PILOTFLAME_",
+    "CLOUDSDK_",
+)
+
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
@@ -47,3 +61,17 @@ def shm() -> Iterator[Path]:
         pytest.skip("no /dev/shm")
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No variable, profile or login of a cloud or a registry: the tests ignore this machine's settings."""
+    for name in [name for name in os.environ if name.upper().startswith(FAMILIES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "no hub here"))
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no gcloud here"))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no docker here"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no podman here"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    # Skip the address of a machine's own service account: no server answers here.
+    monkeypatch.setenv("NO_GCE_CHECK", "true")

@@ -27,7 +27,7 @@ MAX_VALUES = 1000
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
-class Reference:
+class ReferenceWindow:
     """The shares of the values of a first window in bins, which have about equally many of them."""
 
     def __init__(self, values: Sequence[float]) -> None:
@@ -59,7 +59,7 @@ class NumberStatistics:
         self.shift: float | None = None
         """The shift of the latest full window; None until there was a second window."""
         self._window: list[float] = []
-        self._reference: Reference | None = None
+        self._reference: ReferenceWindow | None = None
 
     def add(self, values: Sequence[float]) -> None:
         self.digest.batch_update(values)
@@ -67,7 +67,7 @@ class NumberStatistics:
         while len(self._window) >= WINDOW:
             full, self._window = self._window[:WINDOW], self._window[WINDOW:]
             if self._reference is None:
-                self._reference = Reference(full)
+                self._reference = ReferenceWindow(full)
             else:
                 self.shift = self._reference.shift_of(full)
 

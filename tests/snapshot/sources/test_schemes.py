@@ -24,7 +24,7 @@ def test_a_row(name: str) -> None:
     assert (scheme_of(url), is_remote(url)) == (scheme, True)
     assert split_file(f"{url}/model.safetensors") == (url, "model.safetensors")
     module, _, kind = scheme.opener.partition(":")
-    opened = getattr(import_module(f"pilotflame.snapshot.sources.{module}"), kind)
+    opened = getattr(import_module(f"pilotflame.snapshot.{module}"), kind)
     assert [method for method in METHODS if not callable(getattr(opened, method, None))] == []
     # Its secrets are kept from other sources, and are a part of the realm.
     assert set(scheme.secrets) <= set(FAMILIES)

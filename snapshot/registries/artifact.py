@@ -1,0 +1,203 @@
+"""Reads the manifest of an artifact, and finds the files in its layers: each a file, or a tar archive of files.
+
+This follows the model specification of the CNCF (ModelPack), and also what ORAS and other clients push: layers whose
+annotations have the name of a file. Compressed layers cannot be read in ranges.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import dataclass
+from typing import IO, Annotated, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...errors import SourceError
+from ..sources.source import ObjectInfo, Source, name_fault
+from .reference import DIGEST
+
+INDEX_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+ACCEPTED = ", ".join((*MANIFEST_TYPES, *INDEX_TYPES))
+MAX_LAYERS = 10_000
+MAX_ARCHIVED = 10_000
+"""The most files in all archives of an artifact."""
+_NAMES = ("org.cncf.model.filepath", "org.opencontainers.image.title")
+_COMPRESSED = ("+gzip", "+zstd", ".gzip", ".zstd", "+xz", ".gz")
+# Layers of these kinds hold nothing that a handler reads.
+_LEFT_OUT = (".dataset.", ".code.")
+_WINDOW_BYTES = 16 << 10
+# Long names and attributes come in such pieces.
+_MOST_READ_BYTES = 1 << 20
+
+
+class _Parsed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Layer(_Parsed):
+    """A descriptor of a layer or, in an index, of a manifest."""
+
+    media_type: Annotated[str, Field(alias="mediaType", max_length=255)]
+    digest: Annotated[str, Field(pattern=f"^({DIGEST})$")]
+    size_bytes: Annotated[int, Field(alias="size", ge=0, le=1 << 50)]
+    annotations: dict[str, str] = {}
+
+    @property
+    def path(self) -> str:
+        """The path that the annotations give the file or the folder in the layer, or ""."""
+        return next((self.annotations[name] for name in _NAMES if self.annotations.get(name)), "")
+
+    @property
+    def compressed(self) -> bool:
+        return self.media_type.endswith(_COMPRESSED)
+
+    @property
+    def left_out(self) -> bool:
+        return any(kind in self.media_type for kind in _LEFT_OUT)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+class ImageManifest(_Parsed):
+    """The manifest of an artifact or, if it has `manifests`, an index of manifests."""
+
+    media_type: Annotated[str, Field(alias="mediaType")] = ""
+    layers: Annotated[tuple[Layer, ...], Field(max_length=MAX_LAYERS)] = ()
+    manifests: Annotated[tuple[Layer, ...], Field(max_length=MAX_LAYERS)] = ()
+
+    @staticmethod
+    def parse(text: bytes, where: str) -> ImageManifest:
+        """Return the manifest whose JSON form is `text`. Raises SourceError, which names `where`."""
+        try:
+            found = ImageManifest.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            fault = f"{where} is not a manifest of the OCI image specification: {place}: {first['msg']}."
+            raise SourceError(fault, remedy="Push the artifact again.") from None
+        if not found.layers and not found.manifests:
+            fault = f"{where} has no layers."
+            raise SourceError(fault, remedy="Name an artifact that holds safetensors files.")
+        return found
+
+    def only(self, where: str) -> Layer:
+        """Return the only manifest of this index. Raises SourceError, which names all, if there are several."""
+        if len(self.manifests) == 1:
+            return self.manifests[0]
+        digests = ", ".join(one.digest for one in self.manifests[:8])
+        fault = f"{where} is an index of {len(self.manifests)} manifests: {digests}."
+        raise SourceError(fault, remedy="Name one of them with @sha256:… in the URL.")
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactFile:
+    """A file of an artifact: the bytes of its layer from `offset` on."""
+
+    layer: Layer
+    offset: int
+    size_bytes: int
+
+    @property
+    def info(self) -> ObjectInfo:
+        """The version is a hash of the bytes, so the same file in another artifact has the same version."""
+        digits = self.layer.digest.partition(":")[2]
+        whole = self.size_bytes == self.layer.size_bytes
+        return ObjectInfo(self.size_bytes, f'"{digits}"' if whole else f'"{digits}-{self.offset}"')
+
+
+def files_of(manifest: ImageManifest, blobs: Source, where: str) -> dict[str, ArtifactFile]:
+    """Return the files in the layers by their names. A file of a later layer replaces one of the same name.
+
+    Raises SourceError if a layer that may hold weights is compressed, or if an archive or a name is not valid.
+    """
+    found: dict[str, ArtifactFile] = {}
+    archived = 0
+    for layer in manifest.layers:
+        if layer.left_out or (layer.compressed and ".doc." in layer.media_type):
+            continue
+        if layer.compressed:
+            fault = f"{where}: layer {layer.digest} is compressed ({layer.media_type}), so no range of it can be read."
+            raise SourceError(fault, remedy="Push the weights without compression, as .raw or .tar.")
+        if layer.media_type.endswith(".tar"):
+            members = _members(layer, blobs, where, MAX_ARCHIVED - archived)
+            archived += len(members)
+            found |= members
+        elif layer.path:
+            found[_checked(layer.path, layer, where)] = ArtifactFile(layer, 0, layer.size_bytes)
+    return found
+
+
+def _checked(path: str, layer: Layer, where: str) -> str:
+    """Return the name of a file. Raises SourceError if the path leads out of the artifact."""
+    name = path.removeprefix("./")
+    if fault := name_fault(name):
+        fault = f"{where}: layer {layer.digest} has a file {path[:80]!r}, which is not a name: {fault}."
+        raise SourceError(fault, remedy="Do not use this artifact unless you know who pushed it.")
+    return name
+
+
+def _members(layer: Layer, blobs: Source, where: str, most: int) -> dict[str, ArtifactFile]:
+    """Return the regular files in a tar archive. Reads the headers of its members only."""
+    found: dict[str, ArtifactFile] = {}
+    count = 0
+    try:
+        with tarfile.open(fileobj=cast("IO[bytes]", _Window(layer, blobs)), mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                count += 1
+                end = member.offset_data + member.size
+                if count > most or member.size < 0 or end > layer.size_bytes:
+                    fault = (
+                        f"it has more than {most} members" if count > most else "a member is larger than it"
+                    )
+                    raise tarfile.ReadError(fault)
+                if member.isreg() and not member.issparse():
+                    name = _checked(member.name, layer, where)
+                    found[name] = ArtifactFile(layer, member.offset_data, member.size)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        fault = f"{where}: layer {layer.digest} is not a valid tar archive: {error}."
+        raise SourceError(fault, remedy="Push the artifact again.") from None
+    return found
+
+
+class _Window:
+    """A layer as a file that `tarfile` reads. It keeps the range that was read last."""
+
+    def __init__(self, layer: Layer, blobs: Source) -> None:
+        self._layer, self._blobs = layer, blobs
+        self._at = self._begin = 0
+        self._held = b""
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int) -> int:
+        self._at = offset
+        return offset
+
+    def read(self, size: int) -> bytes:
+        size = min(size, self._layer.size_bytes - self._at)
+        if size <= 0:
+            return b""
+        if size > _MOST_READ_BYTES:
+            raise tarfile.ReadError(f"a header has more than {_MOST_READ_BYTES} bytes")
+        begin = self._at - self._begin
+        if not 0 <= begin <= begin + size <= len(self._held):
+            self._fill(size)
+            begin = 0
+        self._at += size
+        return self._held[begin : begin + size]
+
+    def _fill(self, size: int) -> None:
+        wanted = min(max(size, _WINDOW_BYTES), self._layer.size_bytes - self._at)
+        buffer = bytearray(wanted)
+        if self._blobs.read_into(self._layer.digest, self._at, memoryview(buffer)) < wanted:
+            raise tarfile.ReadError("it is shorter than its descriptor says")
+        self._begin, self._held = self._at, bytes(buffer)

@@ -1,0 +1,154 @@
+"""Defines the source of a repository's blobs, by digest, and the token flow of the distribution specification.
+
+A registry answers a request without a token with 401 and the address of its token server (a challenge). The login is
+sent to that server, and the token to the registry. Neither is sent to the storage to which a registry redirects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from typing import NamedTuple
+from urllib.parse import urlencode
+
+from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from ..sources.access import Access
+from ..sources.exchange import Head
+from ..sources.http import WebSource
+from ..sources.location import Location, ServerAddress, shown
+from ..sources.response import RangeRequest, refusal
+from .login import Login
+from .reference import Reference
+
+# If the registry refuses a token that is older, another one is requested.
+RENEWED_AFTER_S = 5.0
+_LOG_IN = "Log in with `docker login` or `podman login`, or set the secret DOCKER_AUTH_CONFIG."
+_BEARER = re.compile(r'\bBearer\s+((?:[\w-]+="[^"]*"(?:\s*,\s*)?)+)', re.ASCII | re.IGNORECASE)
+_PARAMETER = re.compile(r'([\w-]+)="([^"]*)"', re.ASCII)
+_BASIC = re.compile(r"\bBasic\b", re.IGNORECASE)
+_TOKEN = re.compile(r"[!-~]{1,16384}")
+
+
+class _TokenServer(NamedTuple):
+    realm: str
+    service: str
+    scope: str
+
+
+class RegistryBlobs(WebSource):
+    """The blobs of one repository. Their names are their digests."""
+
+    # Registries redirect to signed URLs, which expire. Request new ones earlier, and when one is refused.
+    kept_for_s = 900.0
+
+    def __init__(self, reference: Reference, login: Login, access: Access, *, plain: bool) -> None:
+        """With `plain`, requests to the registry use http."""
+        super().__init__(f"oci://{reference.registry}/{reference.repository}", access=access)
+        self._scheme = "http" if plain else "https"
+        self._base = f"{self._scheme}://{reference.host}/v2/{reference.repository}"
+        try:
+            ServerAddress.of(self._base)
+        except ValueError as error:
+            raise SourceError(f"{reference} names no registry: {error}.") from None
+        self._scope = f"repository:{reference.repository}:pull"
+        self._login = login
+        # Reentrant, since a token server may itself answer with a challenge.
+        self._asking = threading.RLock()
+        self._token_server: _TokenServer | None = None
+        self._token, self._token_s = login.token, 0.0
+        self._basic = False
+
+    def resolve(self, name: str) -> Location:
+        return Location(f"{self._base}/blobs/{name}", self._authorization())
+
+    def manifest(self, version: str, accepted: str) -> bytes:
+        """Return the manifest of a tag or digest. `accepted` are the media types that may come.
+
+        Raises SourceMissing, SourceDenied, another SourceError, or SourceUnavailable.
+        """
+        for last in (False, True):
+            sent = self._authorization()
+            location = Location(f"{self._base}/manifests/{version}", {**sent, "Accept": accepted})
+            try:
+                return self.document(location)[1]
+            except SourceDenied:
+                if last or self._authorization() == sent:
+                    raise
+        raise AssertionError("unreachable")
+
+    def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
+        asked = request.url.startswith(f"{self._base}/")
+        if head.status == 401 and asked:
+            self._challenged(head.headers.get("www-authenticate", ""))
+        plain = refusal(head, request)
+        details = {**plain.details, "status": head.status, "code": _code(body)}
+        if isinstance(plain, SourceMissing) and asked:
+            what = request.url.removeprefix(f"{self._base}/").replace("manifests/", "tag or manifest ")
+            fault = f"{self.url} has no {what.replace('blobs/', 'layer ')}."
+            return SourceMissing(fault, remedy="Check the reference, and the tags there.", details=details)
+        if isinstance(plain, SourceDenied) and asked:
+            fault = f"{self.url} may not be read {self._login.origin} (HTTP {head.status})."
+            return SourceDenied(fault, remedy=_LOG_IN, details=details)
+        return plain
+
+    def _challenged(self, challenge: str) -> None:
+        """Remember how the registry wants requests to be authorized."""
+        found = _BEARER.search(challenge)
+        with self._asking:
+            if found is not None:
+                said = {name.lower(): value for name, value in _PARAMETER.findall(found[1])}
+                scope = said.get("scope") or self._scope
+                self._token_server = _TokenServer(said.get("realm", ""), said.get("service", ""), scope)
+                # Threads that were refused with an older token must not drop the token that another thread has got since.
+                if time.monotonic() - self._token_s > RENEWED_AFTER_S:
+                    self._token = ""
+            elif _BASIC.search(challenge):
+                self._basic = True
+
+    def _authorization(self) -> dict[str, str]:
+        """Return the header that authorizes requests. Requests a token if the registry wants one."""
+        with self._asking:
+            if self._token_server is not None and not self._token:
+                self._token, self._token_s = self._new_token(self._token_server), time.monotonic()
+            if self._token:
+                return {"Authorization": f"Bearer {self._token}"}
+            return self._login.basic() if self._basic else {}
+
+    def _new_token(self, server: _TokenServer) -> str:
+        try:
+            address = ServerAddress.of(server.realm)
+        except ValueError:
+            raise SourceError(f"{self.url}: the registry names no token server.") from None
+        if address.scheme == "http" and self._scheme == "https":
+            fault = f"{self.url}: its token server {address} would get the login without TLS."
+            raise SourceDenied(fault, remedy="Let the registry name its token server with https.")
+        query = urlencode(
+            [(name, value) for name, value in server._asdict().items() if name != "realm" and value]
+        )
+        mark = "&" if "?" in server.realm else "?"
+        try:
+            _, text = self.document(Location(f"{server.realm}{mark}{query}", self._login.basic()))
+        except (SourceDenied, SourceMissing) as error:
+            fault = f"{self.url}: the token server {shown(server.realm)} gives no token {self._login.origin}."
+            raise SourceDenied(fault, remedy=_LOG_IN, details=error.details) from None
+        token = _token_in(text)
+        if token is None:
+            raise SourceError(f"{self.url}: {shown(server.realm)} does not answer with a token.")
+        return token
+
+
+def _token_in(text: bytes) -> str | None:
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    token = (answer.get("token") or answer.get("access_token")) if isinstance(answer, dict) else None
+    return token if isinstance(token, str) and _TOKEN.fullmatch(token) else None
+
+
+def _code(body: bytes) -> str:
+    """Return the code in a registry's error, such as MANIFEST_UNKNOWN, or ""."""
+    found = re.search(rb'"code"\s*:\s*"([A-Z_]{1,64})"', body)
+    return found[1].decode() if found else ""
