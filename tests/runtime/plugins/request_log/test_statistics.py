@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.plugins.request_log.statistics import WINDOW, FunctionStatistics, Reference
+from pilotflame.runtime.plugins.request_log.statistics import WINDOW, FunctionStatistics, ReferenceWindow
 
 FIELD = "/output/score"
 NUMBERS = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0]), min_size=10, max_size=200)
@@ -32,7 +32,7 @@ def shift(before: list[float], now: list[float]) -> float | None:
 def test_a_shift_is_never_negative_and_zero_for_the_same_values(
     before: list[float], now: list[float]
 ) -> None:
-    reference = Reference(before)
+    reference = ReferenceWindow(before)
     assert reference.shift_of(before) == 0
     assert 0 <= reference.shift_of(now) < math.inf
 
