@@ -53,6 +53,10 @@ async def test_the_published_requests(gateway: Gateway) -> None:
     assert found.json()["size"] == 2
     found = await gateway.client.post(f"{path}/1", json=[1, 2, 3])
     assert found.json() == {"type": "list", "size": 3, "batch": 1}
+    # As `curl -d` sends JSON.
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    found = await gateway.client.post(path, content=b"[1, 2]", headers=form)
+    assert found.json() == {"type": "list", "size": 2, "batch": 1}
     found = await gateway.client.post(path, content="text", headers={"Content-Type": "text/plain"})
     assert (found.text, found.headers["Content-Type"]) == ("text", "text/plain; charset=utf-8")
     assert found.headers["X-Request-Id"]
