@@ -73,17 +73,17 @@ class Objects:
         self._reads, self._writes = WeakValueDictionary[str, _Threads](), WeakValueDictionary[str, _Threads]()
 
     def output_prefix(self, live: Live) -> str:
-        """Return the prefix for answers, without a slash at its end. Raise NotSupported if the function has none."""
-        prefix = live.record.settings.env.get(OUTPUT, "").rstrip("/")
-        if not prefix.startswith(SCHEME):
+        """Return the prefix for answers, without a slash at its end. Raise PolicyViolation, and NotSupported if there is none."""
+        prefix = self._prefix(live, OUTPUT)
+        if not prefix:
             message = f"{live.record.function} has no place for the answers of InvokeEndpointAsync."
             raise NotSupported(message, remedy=_REMEDY)
         return prefix
 
     async def read(self, live: Live, url: str, most: int) -> FoundObject:
-        """Return an object below the function's prefix for inputs. Raise BadInput, InputTooLarge, SourceError."""
-        prefix = live.record.settings.env.get(INPUT, "").rstrip("/")
-        if not prefix.startswith(SCHEME) or not url.startswith(f"{prefix}/"):
+        """Return an object below the function's prefix for inputs. Raise BadInput, InputTooLarge, PolicyViolation, SourceError."""
+        prefix = self._prefix(live, INPUT)
+        if not prefix or not url.startswith(f"{prefix}/"):
             remedy = f"Name an object below {prefix}." if prefix else f"Set env.{INPUT} of the function."
             raise BadInput("InputLocation is not below the function's prefix for inputs.", remedy=remedy)
 
@@ -96,13 +96,24 @@ class Objects:
         return await self._call(live, url, read, threads, CALL_S)
 
     async def write(self, live: Live, url: str, body: bytes, content_type: str) -> None:
-        """Write an object, after earlier writes of the function. Raise SourceError."""
+        """Write an object, after earlier writes of the function. Raise PolicyViolation, SourceError."""
+        # The policy may have become narrower since the job was submitted.
+        self._prefix(live, OUTPUT)
 
         def write(client: Any, place: dict[str, str]) -> None:
             client.put_object(**place, Body=body, ContentType=content_type)
 
         threads = self._writes.setdefault(live.record.function, _Threads(MAX_WRITES))
         await self._call(live, url, write, threads)
+
+    def _prefix(self, live: Live, variable: str) -> str:
+        """Return the prefix in a variable, without a slash at its end; "" if there is none. Raise PolicyViolation."""
+        record = live.record
+        prefix = record.settings.env.get(variable, "")
+        if not prefix.startswith(SCHEME):
+            return ""
+        self._functions.policies.check_place(f"env.{variable}", prefix, record.deployed_by)
+        return prefix.rstrip("/")
 
     async def _call(
         self, live: Live, url: str, request: Callable[[Any, dict[str, str]], T], threads: _Threads, wait_s: float | None = None,

@@ -16,6 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
 from moto_server import moto_server
+from pilotflame.runtime.access.deploy_policy import DeployPolicies, DeployPolicy
 from pilotflame.runtime.plugins.sagemaker import objects
 from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER
 
@@ -166,6 +167,24 @@ async def test_a_function_without_secrets_or_places_is_refused(gateway: Gateway,
     assert "no place for the answers" in await refused(gateway, await deploy(ECHO, check=False), **location)
 
 
+async def test_places_that_the_policy_does_not_list_are_refused(
+    gateway: Gateway, echo: Function, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gateway.server is not None
+    functions, location = gateway.server.functions, {"InputLocation": "s3://data/in/1.json"}
+    for queues, refusal in (
+        ((), "env.SAGEMAKER_ASYNC_OUTPUT"),
+        (("s3://data/out/*",), "env.SAGEMAKER_ASYNC_INPUT"),
+    ):
+        narrow = DeployPolicies(DeployPolicy(kind="trusted", queues=queues))
+        monkeypatch.setattr(functions, "policies", narrow)
+        assert f"does not allow the place in {refusal}" in await refused(gateway, echo, **location)
+    listed = DeployPolicy(kind="trusted", queues=("s3://data/in", "s3://data/out/*"))
+    monkeypatch.setattr(functions, "policies", DeployPolicies(listed))
+    told = await submit(gateway, echo, **location)
+    assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
+
+
 @contextlib.asynccontextmanager
 async def silent_store() -> AsyncIterator[tuple[str, asyncio.Queue[None]]]:
     """Yield the address of a store that accepts connections and never answers, and a queue with an item for each connection."""
@@ -200,6 +219,7 @@ async def test_a_store_that_never_answers_holds_up_its_own_function_only(
                 assert (await gateway.client.post(path, json=1)).status_code == 202
         assert {one.result().status_code for one in reads} == {503}
         assert "has not answered within 0.5 s" in reads[0].result().json()["Message"]
+        monkeypatch.setattr(objects, "CALL_S", 30.0)
         told = await submit(gateway, echo, InputLocation="s3://data/in/1.json")
         assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
         # Each call keeps its thread until the store has answered, so no more calls than these have begun.
