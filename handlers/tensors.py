@@ -33,6 +33,8 @@ DATATYPES: Mapping[str, str] = {
 _TAKEN = {"b": "b", "u": "iu", "i": "iu", "f": "fiu"}
 _ITEMS = {"b": "boolean", "u": "integer", "i": "integer", "f": "number", "O": "string"}
 _LENGTH_BYTES = 4
+MOST_AXES = 32
+"""numpy iterates over no more axes."""
 
 
 class SentTensor(NamedTuple):
@@ -107,6 +109,8 @@ class Tensor:
         if isinstance(sent.data, list):
             array = self._cast(sent.data)
         elif self.datatype == "BYTES":
+            if count * _LENGTH_BYTES > len(sent.data):
+                _misfit(f"it has {len(sent.data)} bytes, too few for {count} values")
             array = np.empty(count, object)
             array[:] = list(_split(sent.data, count))
         else:
@@ -133,6 +137,8 @@ class Tensor:
                 array = _whole(value, array)
         except (ValueError, TypeError, OverflowError) as error:
             _misfit(f"it is no array: {error}")
+        if array.ndim > MOST_AXES:
+            _misfit(f"it has {array.ndim} axes, more than {MOST_AXES}")
         if self.datatype == "BYTES":
             return _as_bytes(array)
         if array.size and array.dtype.kind not in _TAKEN[self._kind]:
@@ -142,7 +148,7 @@ class Tensor:
         with np.errstate(over="ignore", invalid="ignore"):
             cast = array.astype(wanted)
         if self._kind == "f":
-            fits = array.dtype.kind != "f" or np.array_equal(np.isfinite(array), np.isfinite(cast))
+            fits = np.array_equal(np.isfinite(array), np.isfinite(cast))
         else:
             fits = array.size == 0 or np.array_equal(array, cast)
         if not fits:
@@ -200,7 +206,11 @@ def _taken(one: Any, path: str, left: memoryview) -> tuple[str, SentTensor, memo
     datatype, shape, data = one.get("datatype"), one.get("shape"), one.get("data")
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise _malformed(f"The datatype of the input {name[:80]!r} is {datatype!r:.40}.")
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_AXES
+        or not all(type(length) is int and length >= 0 for length in shape)
+    ):
         raise _malformed(f"The shape of the input {name[:80]!r} is {shape!r:.80}.")
     parameters = one.get("parameters") or {}
     size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None

@@ -332,7 +332,7 @@ async def startup(
             [
                 *([standalone.name_function] if standalone is not None else []),
                 *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
-                ErrorResponses(error_formats(routes)).middleware, guard.middleware, _open_audit(routes, logs, stack).middleware,
+                ErrorResponses(error_formats(routes)).middleware, guard.middleware, (audit := _open_audit(routes, logs, stack)).middleware,
                 *([standalone.hold] if standalone is not None else []),
             ],
             FastPath(gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests, alone.name if alone is not None else "", hosts.claims, plugins.takers),
@@ -341,7 +341,7 @@ async def startup(
     )  # fmt: skip
     await stack.enter_async_context(
         plugins.listening(
-            settings.plugin_ports, guard, certificate.files if certificate is not None else None
+            settings.plugin_ports, guard, audit, certificate.files if certificate is not None else None
         )
     )
     server = Server(

@@ -31,6 +31,7 @@ USE_GRAIN_S = 3600.0
 _TOLERANCE = 1e-9
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
+MOST_DEBT_MIN = 10
 
 
 # The file keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
@@ -115,8 +116,11 @@ class Meter:
         return 0.0 if self._model_tokens > -_TOLERANCE else -self._model_tokens * 60 / most
 
     def spend_model_tokens(self, count: int) -> None:
-        """Take tokens of language models out of their bucket."""
-        self._model_tokens -= count
+        """Take tokens of language models out of their bucket. The bucket is overdrawn by what it gains in MOST_DEBT_MIN at
+        most, because another tenant's handler may say how many tokens there were.
+        """
+        if (most := self._most_model_tokens) is not None:
+            self._model_tokens = max(self._model_tokens - count, -float(MOST_DEBT_MIN * most))
 
     def leave(self) -> None:
         self.running -= 1

@@ -187,14 +187,20 @@ class Guard:
         try:
             self._check_scope(held.caller, route)
             if function is not None:
-                held.caller.check(function)
-                self._check_owner(held.caller, route, function)
+                self.check_function(held.caller, route, function)
         except PilotflameError as error:
             held.meter.leave()
             if isinstance(error, UnknownFunction):
                 raise self._suggesting(error, headers, held.caller) from None
             raise
         return Admitted(held.caller, held.meter)
+
+    def check_function(self, caller: Caller, route: tuple[str, str], function: str) -> None:
+        """Raise UnknownFunction if the caller's key does not cover the function, and Forbidden if only its owner may use the
+        route.
+        """
+        caller.check(function)
+        self._check_owner(caller, route, function)
 
     def _suggesting(self, error: UnknownFunction, headers: Headers, caller: Caller) -> UnknownFunction:
         """Return the error with the closest names among the functions visible to the caller."""

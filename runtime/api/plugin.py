@@ -15,6 +15,7 @@ from ...addresses import is_loopback
 from ...errors import DeadlineExceeded, OutputInvalid, PilotflameError, PluginError, Unauthorized
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
+from ..http.audit import Audit
 from ..http.event_stream import LAST_EVENT_S
 from ..http.requests import Headers, dump_json, load_json, timeout_of
 from ..http.routes import Route, based
@@ -31,6 +32,7 @@ class Entrance:
     """The address at which a plugin serves another protocol than HTTP, and the guard before it."""
 
     guard: Guard
+    audit: Audit
     host: str
     port: int
     certificate: tuple[Path, Path] | None = None
@@ -206,7 +208,7 @@ class Plugins:
 
     @asynccontextmanager
     async def listening(
-        self, addresses: Sequence[str], guard: Guard, certificate: tuple[Path, Path] | None
+        self, addresses: Sequence[str], guard: Guard, audit: Audit, certificate: tuple[Path, Path] | None
     ) -> AsyncIterator[None]:
         """Let plugins listen at these addresses (NAME=HOST:PORT) inside the block. Raise PluginError, GatewayError."""
         async with AsyncExitStack() as stack:
@@ -218,7 +220,7 @@ class Plugins:
                     )
                 host, _, port = address.rpartition(":")
                 await stack.enter_async_context(
-                    plugin.listening(Entrance(guard, host.strip("[]"), int(port), certificate))
+                    plugin.listening(Entrance(guard, audit, host.strip("[]"), int(port), certificate))
                 )
             yield
 

@@ -15,6 +15,9 @@ from ..functions.registry import Functions
 from ..serving.invocation import Invocation
 from .models import takes
 
+MOST_TOKENS = 10_000_000
+"""The most tokens of a prompt, or of an answer, that one call counts."""
+
 
 class TokenCounts:
     """Observes the language models of a gateway."""
@@ -78,4 +81,6 @@ class AnswerTokens:
 
 def _count(usage: dict[str, Any], name: str) -> int:
     found = usage.get(name)
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+    return (
+        min(found, MOST_TOKENS) if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+    )

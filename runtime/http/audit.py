@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
@@ -51,17 +51,32 @@ class Audit:
         """Log that the gateway starts or stops."""
         self._channel.write("audit", f'by="user {os.getuid()}" did="{verb} the gateway" version="{version}"')
 
-    def _write(self, request: web.Request, action: str, outcome: str) -> None:
-        owner = caller_of(request).owner
-        noted = request.get(FACTS, {})
-        outcome = noted.get("outcome", outcome)
+    def note_call(
+        self, route: tuple[str, str], owner: str, peer: str, function: str, outcome: str, request_id: str
+    ) -> None:
+        """Log a call over another protocol than HTTP that means the same as a request to this route."""
         facts = {
-            "by": f"key {owner}" if owner else "no key", "from": request.remote or "the control socket",
-            "did": action, **request.match_info, **noted, "outcome": outcome,
+            "by": _named(owner), "from": peer, "did": self._actions[route], "function": function, "outcome": outcome,
         }  # fmt: skip
+        self._line(facts, request_id)
+
+    def _write(self, request: web.Request, action: str, outcome: str) -> None:
+        facts = {
+            "by": _named(caller_of(request).owner), "from": request.remote or "the control socket",
+            "did": action, **request.match_info, "outcome": outcome, **request.get(FACTS, {}),
+        }  # fmt: skip
+        # The outcome is the last word of the line.
+        facts["outcome"] = facts.pop("outcome")
+        self._line(facts, request_id_of(request.headers))
+
+    def _line(self, facts: Mapping[str, str], request_id: str) -> None:
         text = " ".join(f'{name}="{_plain(value)}"' for name, value in facts.items())
-        level = "info" if outcome[:1] == "2" else "warning"
-        self._channel.write("audit", text, level, request_id=request_id_of(request.headers))
+        level = "info" if facts["outcome"][:1] == "2" else "warning"
+        self._channel.write("audit", text, level, request_id=request_id)
+
+
+def _named(owner: str) -> str:
+    return f"key {owner}" if owner else "no key"
 
 
 def note(request: web.Request, **facts: str) -> None:

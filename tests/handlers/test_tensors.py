@@ -112,6 +112,7 @@ def test_a_float_becomes_the_nearest_bfloat16(data: st.DataObject) -> None:
         ("UINT64", [-1], "values that UINT64 cannot hold"),
         ("INT32", ["1"], "not INT32"),
         ("FP16", [1e6], "values that FP16 cannot hold"),
+        ("FP16", [70000], "values that FP16 cannot hold"),
         ("FP32", [[1.0]], "its shape is [1, 1], not [-1]"),
         ("FP32", [[1.0], [1.0, 2.0]], "it is no array"),
         ("BYTES", [1], "a value of type int"),
@@ -179,6 +180,24 @@ def test_any_bytes_are_values_of_bytes_or_refused(data: bytes, count: int) -> No
     payload, _ = encoding.encode({"x": found}, f"{TENSORS_TYPE};binary=*")
     assert payload.endswith(data)
     assert len(found) == count
+
+
+@pytest.mark.parametrize("count", [300_000_000, 10**10, 2**62])
+def test_a_shape_without_its_bytes_takes_no_memory(count: int) -> None:
+    decoding, _ = codecs(np.ndarray, "BYTES", 1)
+    header = (
+        b'{"inputs":[{"name":"x","datatype":"BYTES","shape":[%d],"parameters":{"binary_data_size":0}}]}'
+        % count
+    )
+    with pytest.raises(InputInvalid, match="too few for"):
+        decoding.decode(header, f"{TENSORS_TYPE};header={len(header)}")
+
+
+@pytest.mark.parametrize("depth", [33, 60, 70])
+def test_too_many_axes_are_refused(depth: int) -> None:
+    decoding, _ = codecs(np.ndarray, "BYTES", 1)
+    with pytest.raises(InputInvalid):
+        decoding.decode(b'{"x": %s"a"%s}' % (b"[" * depth, b"]" * depth))
 
 
 def test_nan_has_no_json() -> None:

@@ -9,12 +9,14 @@ import orjson
 from google.protobuf.message import Message
 
 from ....errors import BadInput
-from ....handlers.tensors import with_lengths
+from ....handlers.tensors import MOST_AXES, with_lengths
 from ...serving.invocation import Output
 from .grpc_messages import message, parameters_of
 from .infer_call import tensors_header
 from .infer_request import InferRequest
 
+MOST_VALUES = 1_000_000
+"""The most values in the contents of an input. Each is an object while it is converted."""
 _CONTENTS = {
     "INT8": ("int_contents", "b"), "INT16": ("int_contents", "h"), "INT32": ("int_contents", "i"),
     "INT64": ("int64_contents", "q"), "UINT8": ("uint_contents", "B"), "UINT16": ("uint_contents", "H"),
@@ -26,11 +28,15 @@ _CONTENTS = {
 
 def infer_request(sent: Any) -> InferRequest:
     """Return the request in a ModelInferRequest. Raise BadInput, which names the input or the parameter."""
+    if len(sent.raw_input_contents) > len(sent.inputs):
+        raise BadInput(f"There are {len(sent.inputs)} inputs, but more raw_input_contents.")
     raw = list(sent.raw_input_contents)
     if raw and len(raw) != len(sent.inputs):
         raise BadInput(f"There are {len(sent.inputs)} inputs, but {len(raw)} raw_input_contents.")
     inputs, data = [], []
     for number, tensor in enumerate(sent.inputs):
+        if len(tensor.shape) > MOST_AXES:
+            raise BadInput(f"The input {tensor.name[:80]!r} has more than {MOST_AXES} axes.")
         if raw and tensor.HasField("contents"):
             raise BadInput(f"The input {tensor.name[:80]!r} has contents beside raw_input_contents.")
         data.append(raw[number] if raw else _contents(tensor))
@@ -54,6 +60,9 @@ def infer_request(sent: Any) -> InferRequest:
 
 def _contents(tensor: Any) -> bytes:
     """Return the values in the contents of an input as bytes."""
+    if any(len(values) > MOST_VALUES for _, values in tensor.contents.ListFields()):
+        message = f"The input {tensor.name[:80]!r} has more than {MOST_VALUES} values in its contents."
+        raise BadInput(message, remedy="Send it in raw_input_contents.")
     if tensor.datatype == "BYTES":
         return with_lengths(tensor.contents.bytes_contents)
     if tensor.datatype not in _CONTENTS:

@@ -9,83 +9,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
-import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 # The gateway forks no process that goes on to use gRPC, whose handlers at each fork would only print warnings.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError
 from multidict import CIMultiDict
 
-from ....errors import BadInput, GatewayError, InputTimeout, InvocationError, PilotflameError
-from ...access.keys import Caller
+from ....errors import BadInput, GatewayError, InputTimeout, InvocationError, Overloaded, PilotflameError
+from ...access.fair_share import SharedRoom
 from ...api.backend import Backend
+from ...api.guard import Admitted
 from ...api.plugin import Entrance
-from ...http.requests import TIMEOUT, request_id_of
-from ...http.responses import invocation_headers, retry_headers
+from ...http.responses import MAX_ON_LOOP_BYTES, retry_headers
 from .errors import error_text
-from .grpc_messages import CLASSES, message, parameters_of
-from .grpc_requests import infer_request, infer_response
-from .infer_call import InferCall
-from .model import TensorModel, function_of, server_metadata
+from .grpc_messages import CLASSES, message
+from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method
 from .repository import Repository
 
 LOG = logging.getLogger(__name__)
 SERVICE = "/inference.GRPCInferenceService/"
-MOST_CALLS = 1024
-"""The most calls at a time. gRPC refuses further calls."""
+MOST_OPEN = 4096
+"""The most calls and streams that are open. The owners of API keys share them."""
 MOST_STREAMED = 32
-"""The most requests of one stream that run at the same time."""
+"""The most requests of one stream that run, or whose answers are not sent."""
 MOST_ARRIVING = 16
 """The most calls of one API key whose messages arrive at the same time. gRPC holds an arriving message in memory."""
+IDLE_S = 600.0
+"""A stream ends if its caller sends nothing for this long."""
 STOP_S = 1.0
+MOST_TEXT_BYTES = 1200
+"""The most bytes of an error's text. gRPC sends it as a header, percent-encoded, and clients refuse long headers."""
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED, 413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT, 429: grpc.StatusCode.RESOURCE_EXHAUSTED, 499: grpc.StatusCode.CANCELLED,
     503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
-_DATA_TYPES = {
-    name: number
-    for number, name in enumerate(
-        ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "STRING", "BF16"),
-        start=1,
-    )
-}  # fmt: skip
-_MODEL_ROUTE = "/v2/models/{model}"
-
-
-class GrpcCall(NamedTuple):
-    """An admitted call: its headers, its caller, and gRPC's context."""
-
-    headers: CIMultiDict[str]
-    caller: Caller
-    context: grpc.aio.ServicerContext[Any, Any]
-
-
-class Method(NamedTuple):
-    """A method of the service."""
-
-    request: str
-    route: tuple[str, str] | None
-    """The HTTP route with the same meaning, whose scope the caller needs; None: it needs no key."""
-    answer: Callable[[GrpcServer, Any, GrpcCall], Awaitable[Message]]
+_INFER = METHODS["ModelInfer"]
 
 
 class GrpcServer(grpc.GenericRpcHandler):
     """The service at one address."""
 
     def __init__(self, backend: Backend, repository: Repository, entrance: Entrance) -> None:
-        self._backend, self._repository, self._entrance = backend, repository, entrance
-        self._arriving: defaultdict[str, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(MOST_ARRIVING)
-        )
+        self._backend, self._entrance = backend, entrance
+        self._methods = GrpcMethods(backend, repository, entrance)
+        self._open = SharedRoom(MOST_OPEN)
+        self._arriving: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -96,8 +72,7 @@ class GrpcServer(grpc.GenericRpcHandler):
                 ("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", -1),
                 # Without this, two gateways could share the port without an error.
                 ("grpc.so_reuseport", 0),
-            ],
-            maximum_concurrent_rpcs=MOST_CALLS,
+            ]
         )  # fmt: skip
         server.add_generic_rpc_handlers((self,))
         address = f"{self._entrance.host}:{self._entrance.port}"
@@ -120,7 +95,7 @@ class GrpcServer(grpc.GenericRpcHandler):
         """Return gRPC's handler of a call, or None if the service has no such method."""
         name = handler_call_details.method.removeprefix(SERVICE)
         streams = name == "ModelStreamInfer"
-        method = METHODS.get("ModelInfer" if streams else name)
+        method = _INFER if streams else METHODS.get(name)
         if method is None:
             return None
         headers: CIMultiDict[str] = CIMultiDict(
@@ -128,186 +103,126 @@ class GrpcServer(grpc.GenericRpcHandler):
             for key, value in handler_call_details.invocation_metadata or ()
             if isinstance(value, str)
         )
+        answer = self._stream if streams else partial(self._one, method)
         return grpc.stream_stream_rpc_method_handler(
-            partial(self._serve, method, headers, self._stream if streams else partial(self._one, method)),
-            request_deserializer=CLASSES[method.request].FromString,
+            partial(self._serve, method, headers, answer),
             response_serializer=lambda response: response.SerializeToString(),
         )
 
     async def _serve(
-        self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall], Awaitable[None]], _: Any, context: Any,
+        self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], _: Any, context: Any,
     ) -> None:  # fmt: skip
         """Admit a call, and answer it. End it with the status of its error."""
         error = await self._failure(method, headers, answer, context)
-        if error is not None:
+        if error is not None and not context.done():
             context.set_trailing_metadata(
                 [(name.lower(), text) for name, text in retry_headers(error).items()]
             )
-            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error_text(error))
+            text = error_text(error).encode()[:MOST_TEXT_BYTES].decode(errors="ignore")
+            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), text)
 
     async def _failure(
-        self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall], Awaitable[None]], context: Any,
+        self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
     ) -> PilotflameError | None:  # fmt: skip
         try:
             admitted = self._entrance.admit(headers, method.route)
-            try:
-                await answer(GrpcCall(headers, admitted.caller, context))
-            finally:
-                admitted.leave()
+            call = GrpcCall(headers, admitted.caller, context)
+            if method.route is None:
+                await context.write(await method.answer(self._methods, None, call))
+                return None
+            with self._counted(call.caller.owner, admitted):
+                await answer(call, admitted)
         except PilotflameError as error:
             return error
         except Exception:
-            # gRPC would send the text of the exception.
-            LOG.exception("a call with a %s failed", method.request)
-            return InvocationError("The call failed.", remedy="The gateway's log has the reason.")
+            # A write to a caller that has gone fails with an exception of gRPC's own.
+            if not context.done():
+                # gRPC would send the text of the exception.
+                LOG.exception("a call with a %s failed", method.request)
+                return InvocationError("The call failed.", remedy="The gateway's log has the reason.")
         return None
 
-    async def _one(self, method: Method, call: GrpcCall) -> None:
-        if (request := await self._read(call)) is None:
-            raise BadInput("The call has no message.")
-        await call.context.write(await method.answer(self, request, call))
-
-    async def _read(self, call: GrpcCall) -> Any:
-        """Return the next message, or None at the end. Raise InputTimeout."""
+    @contextlib.contextmanager
+    def _counted(self, owner: str, admitted: Admitted) -> Iterator[None]:
+        """Count an open call. Raise Overloaded, and let the request leave its quota, if its owner has too many."""
+        if not self._open.takes(owner, 1):
+            admitted.leave()
+            raise Overloaded("Too many calls of this API key are open.", remedy="End some of them.")
+        self._open.add(owner, 1)
         try:
-            async with asyncio.timeout(self._backend.body_timeout_s), self._arriving[call.caller.owner]:
-                found = await call.context.read()
-        except TimeoutError:
-            raise InputTimeout(f"No message came within {self._backend.body_timeout_s:.0f} s.") from None
-        return None if found is grpc.aio.EOF else found
-
-    # -- inference
-
-    async def infer(self, sent: Any, call: GrpcCall) -> Message:
-        """Return the response to a ModelInferRequest. Raise the errors of the call."""
-        received_s, request_id = time.monotonic(), request_id_of(call.headers)
-        model = self._repository.models.find(sent.model_name, call.caller.check)
-        model.check_version(sent.model_version)
-        infer = InferCall(self._backend, self._repository.statistics, model, sent.model_name)
-        left_s = call.context.time_remaining()
-        if left_s is not None and math.isfinite(left_s):
-            call.headers[TIMEOUT] = f"{max(left_s, 0.001):.6f}"
-        try:
-            revision, invocation = infer.submit(
-                infer_request(sent), call.headers, request_id, received_s, call.caller
-            )
-        except PilotflameError as error:
-            infer.refused(infer.function, error, request_id, call.caller)
-            raise
-        try:
-            output = await invocation.output
-        except asyncio.CancelledError:
-            revision.cancel(invocation)
-            raise
+            yield
         finally:
-            if invocation.output.done() and not invocation.output.cancelled():
-                infer.count(invocation)
-        call.context.set_trailing_metadata(
-            [(name.lower(), text) for name, text in invocation_headers(invocation).items()]
-        )
-        return infer_response(output, sent.model_name, model.version, sent.id)
+            self._open.remove(owner, 1)
 
-    async def _stream(self, call: GrpcCall) -> None:
-        """Answer each request of a stream when it is done. At most MOST_STREAMED of them run at a time."""
-        places, writing = asyncio.Semaphore(MOST_STREAMED), asyncio.Lock()
-
-        async def answer(sent: Any) -> None:
+    async def _one(self, method: Method, call: GrpcCall, admitted: Admitted) -> None:
+        """Answer a call with one message."""
+        try:
+            # The semaphore exists while a call uses it.
+            arriving = self._arriving.setdefault(call.caller.owner, asyncio.Semaphore(MOST_ARRIVING))
             try:
-                fields: dict[str, Any] = {"infer_response": await self.infer(sent, call)}
+                async with asyncio.timeout(self._backend.body_timeout_s), arriving:
+                    sent = await call.context.read()
+            except TimeoutError:
+                message = f"No message came within {self._backend.body_timeout_s:.0f} s."
+                raise InputTimeout(message) from None
+            if sent is grpc.aio.EOF:
+                raise BadInput("The call has no message.")
+            request = await _parsed(method.request, sent)
+            await call.context.write(await method.answer(self._methods, request, call))
+        finally:
+            admitted.leave()
+
+    async def _stream(self, call: GrpcCall, admitted: Admitted) -> None:
+        """Answer each request of a stream when it is done. Each counts in the caller's quota, and the stream itself does not.
+
+        The stream ends when the caller's key is revoked or expires, or when the gateway ends.
+        """
+        places, writing = asyncio.Semaphore(MOST_STREAMED), asyncio.Lock()
+        first: Admitted | None = admitted
+        try:
+            async with self._backend.endless.limited(call.caller), asyncio.TaskGroup() as tasks:
+                while (sent := await self._next(call)) is not grpc.aio.EOF:
+                    await places.acquire()
+                    given, first = first, None
+                    tasks.create_task(self._answer(sent, call, given, places, writing))
+        finally:
+            if first is not None:
+                first.leave()
+
+    async def _next(self, call: GrpcCall) -> Any:
+        """Return the next request; EOF at the end of the stream, or if no request comes for IDLE_S."""
+        try:
+            async with asyncio.timeout(IDLE_S):
+                return await call.context.read()
+        except TimeoutError:
+            return grpc.aio.EOF
+
+    async def _answer(
+        self, sent: bytes, call: GrpcCall, admitted: Admitted | None, places: asyncio.Semaphore, writing: asyncio.Lock
+    ) -> None:  # fmt: skip
+        """Answer one request of a stream. `admitted`: its admission, if it has one already."""
+        request_id = ""
+        try:
+            try:
+                request = await _parsed(_INFER.request, sent)
+                request_id = request.id
+                admitted = admitted or self._entrance.admit(call.headers, _INFER.route)
+                fields: dict[str, Any] = {"infer_response": await self._methods.infer(request, call)}
             except PilotflameError as error:
-                fields = {"error_message": error_text(error), "infer_response": {"id": sent.id}}
+                fields = {"error_message": error_text(error), "infer_response": {"id": request_id}}
             finally:
-                places.release()
+                if admitted is not None:
+                    admitted.leave()
             async with writing:
                 await call.context.write(message("ModelStreamInferResponse", **fields))
-
-        async with asyncio.TaskGroup() as tasks:
-            while (sent := await call.context.read()) is not grpc.aio.EOF:
-                await places.acquire()
-                tasks.create_task(answer(sent))
-
-    # -- the server and its models
-
-    async def live(self, _request: Any, _call: GrpcCall) -> Message:
-        return message("ServerLiveResponse", live=True)
-
-    async def ready(self, _request: Any, _call: GrpcCall) -> Message:
-        return message("ServerReadyResponse", ready=True)
-
-    async def server_metadata(self, _request: Any, _call: GrpcCall) -> Message:
-        return message("ServerMetadataResponse", **server_metadata())
-
-    async def model_ready(self, request: Any, call: GrpcCall) -> Message:
-        return message("ModelReadyResponse", ready=self._model(request, call).ready)
-
-    async def model_metadata(self, request: Any, call: GrpcCall) -> Message:
-        return message("ModelMetadataResponse", **self._model(request, call).metadata(request.name))
-
-    async def model_config(self, request: Any, call: GrpcCall) -> Message:
-        config = self._model(request, call).config(request.name)
-        for tensor in (*config["input"], *config["output"]):
-            tensor["data_type"] = _DATA_TYPES[tensor["data_type"].removeprefix("TYPE_")]
-        return message("ModelConfigResponse", config=config)
-
-    async def model_statistics(self, request: Any, call: GrpcCall) -> Message:
-        if request.name:
-            found = [self._repository.statistics.of(self._model(request, call), request.name)]
-        else:
-            found = self._repository.counts(self._names(call))
-        for one in found:
-            del one["batch_stats"], one["memory_usage"]
-        return message("ModelStatisticsResponse", model_stats=found)
-
-    def _model(self, request: Any, call: GrpcCall) -> TensorModel:
-        model = self._repository.models.find(request.name, call.caller.check)
-        model.check_version(request.version)
-        return model
-
-    def _names(self, call: GrpcCall) -> list[str]:
-        every = (live.record.function for live in self._backend.functions.all())
-        return [name for name in every if call.caller.allows(name)]
-
-    # -- the repository
-
-    async def index(self, request: Any, call: GrpcCall) -> Message:
-        rows = self._repository.index(self._names(call), ready=request.ready)
-        return message("RepositoryIndexResponse", models=rows)
-
-    async def load(self, request: Any, call: GrpcCall) -> Message:
-        try:
-            self._check_owner(request, call, "load")
-            await self._repository.load(request.model_name, parameters_of(request.parameters))
-        except PilotflameError as error:
-            error.message = f"failed to load '{request.model_name[:80]}': {error.message}"
-            raise
-        return message("RepositoryModelLoadResponse")
-
-    async def unload(self, request: Any, call: GrpcCall) -> Message:
-        self._check_owner(request, call, "unload")
-        await self._repository.unload(request.model_name)
-        return message("RepositoryModelUnloadResponse")
-
-    def _check_owner(self, request: Any, call: GrpcCall, verb: str) -> None:
-        """Raise the guard's error unless the caller may change this function."""
-        route = ("POST", f"/v2/repository/models/{{function}}/{verb}")
-        self._entrance.admit(call.headers, route, function_of(request.model_name)).leave()
+        finally:
+            places.release()
 
 
-_READS = ("GET", _MODEL_ROUTE)
-METHODS: dict[str, Method] = {
-    "ServerLive": Method("ServerLiveRequest", None, GrpcServer.live),
-    "ServerReady": Method("ServerReadyRequest", None, GrpcServer.ready),
-    "ServerMetadata": Method("ServerMetadataRequest", None, GrpcServer.server_metadata),
-    "ModelReady": Method("ModelReadyRequest", _READS, GrpcServer.model_ready),
-    "ModelMetadata": Method("ModelMetadataRequest", _READS, GrpcServer.model_metadata),
-    "ModelConfig": Method("ModelConfigRequest", _READS, GrpcServer.model_config),
-    "ModelStatistics": Method("ModelStatisticsRequest", _READS, GrpcServer.model_statistics),
-    "ModelInfer": Method("ModelInferRequest", ("POST", f"{_MODEL_ROUTE}/infer"), GrpcServer.infer),
-    "RepositoryIndex": Method("RepositoryIndexRequest", ("POST", "/v2/repository/index"), GrpcServer.index),
-    "RepositoryModelLoad": Method(
-        "RepositoryModelLoadRequest", ("POST", "/v2/repository/models/{function}/load"), GrpcServer.load
-    ),
-    "RepositoryModelUnload": Method(
-        "RepositoryModelUnloadRequest", ("POST", "/v2/repository/models/{function}/unload"), GrpcServer.unload
-    ),
-}
+async def _parsed(kind: str, sent: bytes) -> Any:
+    """Return the message in `sent`; a long one is parsed in a thread. Raise BadInput."""
+    parse = CLASSES[kind].FromString
+    try:
+        return await asyncio.to_thread(parse, sent) if len(sent) > MAX_ON_LOOP_BYTES else parse(sent)
+    except DecodeError:
+        raise BadInput(f"The message is no {kind}.") from None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError, UnknownKey
-from pilotflame.runtime.access.keyring import USE_GRAIN_S, Keyring, Meter
+from pilotflame.runtime.access.keyring import MOST_DEBT_MIN, USE_GRAIN_S, Keyring, Meter
 from pilotflame.runtime.access.keys import NewKey, Scope
 
 
@@ -252,3 +252,10 @@ def test_tokens_of_models_over_time_are_within_the_limit(steps: list[tuple[float
         else:
             assert wait_s <= taken * 60 / most
             assert copy.copy(meter).wait_s(now_s + wait_s + 1e-6) == 0.0
+
+
+def test_a_debt_of_model_tokens_is_paid_within_minutes() -> None:
+    meter = Meter(None, None, None, 0.0, 1000)
+    meter.spend_model_tokens(2**62)
+    assert meter.enter(0.0) == pytest.approx(60 * MOST_DEBT_MIN)
+    assert meter.enter(60.0 * MOST_DEBT_MIN + 1) == 0.0

@@ -181,6 +181,7 @@ async def test_every_route_but_public_ones_describes_the_response_without_a_key(
         "/healthz",
         "/readyz",
         "/replicate/v1/streams/{id}",
+        *(base + path for base in ("", "/oip") for path in ("/v2", "/v2/health/live", "/v2/health/ready")),
     )
     for path, operations in paths.items():
         for operation in operations.values():

@@ -90,7 +90,8 @@ def test_all_paths_below_one_need_the_same_scope(beginning: str, scope: Scope):
 def test_only_health_the_page_and_signed_streams_are_public():
     public = {route.path for route in table() if route.public}
     page = {"/console", "/console/{file}", "/docs", "/docs/page.css", "/docs/page.js"}
-    assert public == {"/", "/healthz", "/readyz", "/replicate/v1/streams/{id}", *page}
+    triton = {"/oip/v2", "/oip/v2/health/live", "/oip/v2/health/ready"}
+    assert public == {"/", "/healthz", "/readyz", "/replicate/v1/streams/{id}", *page, *triton}
 
 
 def test_rows_of_a_route_may_not_differ_in_scope():
@@ -141,6 +142,7 @@ def test_dialects_have_errors_of_their_own():
     assert {path.strip("/").partition("/")[0] for path in found} == {
         "cog",
         "lambda",
+        "oip",
         "openai",
         "replicate",
         "tgi",

@@ -1,0 +1,184 @@
+"""Answers the methods of the protocol's gRPC service. `grpc_server.py` admits the calls and transfers the messages."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.message import Message
+from multidict import CIMultiDict
+
+from ....errors import PilotflameError
+from ...access.keys import Caller
+from ...api.backend import Backend
+from ...api.plugin import Entrance
+from ...http.requests import TIMEOUT, request_id_of, too_large
+from ...http.responses import MAX_ON_LOOP_BYTES, invocation_headers
+from .grpc_messages import message, parameters_of
+from .grpc_requests import infer_request, infer_response
+from .infer_call import InferCall
+from .model import TensorModel, function_of, server_metadata
+from .repository import Repository
+
+_DATA_TYPES = {
+    name: number
+    for number, name in enumerate(
+        ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "STRING", "BF16"),
+        start=1,
+    )
+}  # fmt: skip
+_MODEL_ROUTE = "/v2/models/{model}"
+
+
+class GrpcCall(NamedTuple):
+    """An admitted call: its headers, its caller, and gRPC's context."""
+
+    headers: CIMultiDict[str]
+    caller: Caller
+    context: grpc.aio.ServicerContext[Any, Any]
+
+
+class GrpcMethods:
+    """The methods for the models of a gateway."""
+
+    def __init__(self, backend: Backend, repository: Repository, entrance: Entrance) -> None:
+        self._backend, self._repository, self._entrance = backend, repository, entrance
+
+    async def infer(self, sent: Any, call: GrpcCall) -> Message:
+        """Return the response to a ModelInferRequest. Raise the errors of the call."""
+        received_s, request_id = time.monotonic(), request_id_of(call.headers)
+        model = self._repository.models.find(sent.model_name, call.caller.check)
+        model.check_version(sent.model_version)
+        infer = InferCall(self._backend, self._repository.statistics, model, sent.model_name)
+        headers, left_s = CIMultiDict(call.headers), call.context.time_remaining()
+        if left_s is not None and math.isfinite(left_s):
+            headers[TIMEOUT] = f"{max(left_s, 0.001):.6f}"
+        try:
+            size, most = sent.ByteSize(), self._backend.body_limit(model.live.revision)
+            if size > most:
+                raise too_large(most, self._backend.too_large_remedy(most, model.live.revision))
+            large = size > MAX_ON_LOOP_BYTES
+            asked = await asyncio.to_thread(infer_request, sent) if large else infer_request(sent)
+            revision, invocation = infer.submit(asked, headers, request_id, received_s, call.caller)
+        except PilotflameError as error:
+            infer.refused(infer.function, error, request_id, call.caller)
+            raise
+        try:
+            output = await invocation.output
+        except asyncio.CancelledError:
+            revision.cancel(invocation)
+            raise
+        finally:
+            if invocation.output.done() and not invocation.output.cancelled():
+                infer.count(invocation)
+        call.context.set_trailing_metadata(
+            [(name.lower(), text) for name, text in invocation_headers(invocation).items()]
+        )
+        return infer_response(output, sent.model_name, model.version, sent.id)
+
+    # -- the server and its models
+
+    async def live(self, _request: Any, _call: GrpcCall) -> Message:
+        return message("ServerLiveResponse", live=True)
+
+    async def ready(self, _request: Any, _call: GrpcCall) -> Message:
+        return message("ServerReadyResponse", ready=True)
+
+    async def server_metadata(self, _request: Any, _call: GrpcCall) -> Message:
+        return message("ServerMetadataResponse", **server_metadata())
+
+    async def model_ready(self, request: Any, call: GrpcCall) -> Message:
+        return message("ModelReadyResponse", ready=self._model(request, call).ready)
+
+    async def model_metadata(self, request: Any, call: GrpcCall) -> Message:
+        return message("ModelMetadataResponse", **self._model(request, call).metadata(request.name))
+
+    async def model_config(self, request: Any, call: GrpcCall) -> Message:
+        config = self._model(request, call).config(request.name)
+        for tensor in (*config["input"], *config["output"]):
+            tensor["data_type"] = _DATA_TYPES[tensor["data_type"].removeprefix("TYPE_")]
+        return message("ModelConfigResponse", config=config)
+
+    async def model_statistics(self, request: Any, call: GrpcCall) -> Message:
+        if request.name:
+            found = [self._repository.statistics.of(self._model(request, call), request.name)]
+        else:
+            found = self._repository.counts(self._names(call))
+        for one in found:
+            del one["batch_stats"], one["memory_usage"]
+        return message("ModelStatisticsResponse", model_stats=found)
+
+    def _model(self, request: Any, call: GrpcCall) -> TensorModel:
+        model = self._repository.models.find(request.name, call.caller.check)
+        model.check_version(request.version)
+        return model
+
+    def _names(self, call: GrpcCall) -> list[str]:
+        every = (live.record.function for live in self._backend.functions.all())
+        return [name for name in every if call.caller.allows(name)]
+
+    # -- the repository
+
+    async def index(self, request: Any, call: GrpcCall) -> Message:
+        rows = self._repository.index(self._names(call), ready=request.ready)
+        return message("RepositoryIndexResponse", models=rows)
+
+    async def load(self, request: Any, call: GrpcCall) -> Message:
+        parameters = parameters_of(request.parameters)
+        try:
+            await self._change(LOAD, request, call, lambda name: self._repository.load(name, parameters))
+        except PilotflameError as error:
+            error.message = f"failed to load '{request.model_name[:80]}': {error.message}"
+            raise
+        return message("RepositoryModelLoadResponse")
+
+    async def unload(self, request: Any, call: GrpcCall) -> Message:
+        await self._change(UNLOAD, request, call, self._repository.unload)
+        return message("RepositoryModelUnloadResponse")
+
+    async def _change(
+        self, route: tuple[str, str], request: Any, call: GrpcCall, change: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Change a function if the caller may, and write it to the audit log."""
+        function, outcome = function_of(request.model_name), "broke off"
+        try:
+            self._entrance.guard.check_function(call.caller, route, function)
+            await change(function)
+            outcome = "200"
+        except PilotflameError as error:
+            outcome = f"{error.status} {error.code}"
+            raise
+        finally:
+            self._entrance.audit.note_call(
+                route, call.caller.owner, call.context.peer(), function, outcome, request_id_of(call.headers)
+            )
+
+
+class Method(NamedTuple):
+    """A method of the service."""
+
+    request: str
+    route: tuple[str, str] | None
+    """The HTTP route with the same meaning, whose scope the caller needs. None: it needs no key, and its message is empty."""
+    answer: Callable[[GrpcMethods, Any, GrpcCall], Awaitable[Message]]
+
+
+LOAD, UNLOAD = (("POST", f"/v2/repository/models/{{function}}/{verb}") for verb in ("load", "unload"))
+_READS = ("GET", _MODEL_ROUTE)
+METHODS: dict[str, Method] = {
+    "ServerLive": Method("ServerLiveRequest", None, GrpcMethods.live),
+    "ServerReady": Method("ServerReadyRequest", None, GrpcMethods.ready),
+    "ServerMetadata": Method("ServerMetadataRequest", None, GrpcMethods.server_metadata),
+    "ModelReady": Method("ModelReadyRequest", _READS, GrpcMethods.model_ready),
+    "ModelMetadata": Method("ModelMetadataRequest", _READS, GrpcMethods.model_metadata),
+    "ModelConfig": Method("ModelConfigRequest", _READS, GrpcMethods.model_config),
+    "ModelStatistics": Method("ModelStatisticsRequest", _READS, GrpcMethods.model_statistics),
+    "ModelInfer": Method("ModelInferRequest", ("POST", f"{_MODEL_ROUTE}/infer"), GrpcMethods.infer),
+    "RepositoryIndex": Method("RepositoryIndexRequest", ("POST", "/v2/repository/index"), GrpcMethods.index),
+    "RepositoryModelLoad": Method("RepositoryModelLoadRequest", LOAD, GrpcMethods.load),
+    "RepositoryModelUnload": Method("RepositoryModelUnloadRequest", UNLOAD, GrpcMethods.unload),
+}
