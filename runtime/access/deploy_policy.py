@@ -88,8 +88,11 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
             for key, address in source.addresses.items():
                 if not _matches(address, self.queues):
                     yield f"source.{key} is {address!r}; allowed: {_listed(self.queues)}"
-        if (store := settings.request_log.store) is not None and not _matches(store, self.queues):
-            yield f"request_log.store is {store!r}; allowed: {_listed(self.queues)}"
+        if (store := settings.request_log.store) is not None:
+            if store.startswith("/") and self.kind == "container":
+                yield f"request_log.store is {store!r}; allowed: no folder of the gateway's machine"
+            elif not _matches(store, self.queues):
+                yield f"request_log.store is {store!r}; allowed: {_listed(self.queues)}"
 
     def _container_faults(self, settings: FunctionSettings) -> Iterator[str]:
         image, resources = settings.image.name, settings.resources
@@ -171,6 +174,17 @@ class DeployPolicies:
         if fault := self.fault(settings, outside, key_id):
             remedy = "Change the function's settings, or ask the gateway's owner for more."
             raise PolicyViolation(fault, remedy=remedy)
+
+    def check_place(self, setting: str, place: str, key_id: str) -> None:
+        """Raise PolicyViolation if a function that was deployed with this key may not use the place in a plugin's setting.
+
+        A deploy checks only settings that the core knows. The caller of a function does not learn what is allowed.
+        """
+        if not all(_matches(place, policy.queues) for _whose, policy in self._both(key_id)):
+            fault = f"The policy of the function does not allow the place in {setting}."
+            raise PolicyViolation(
+                fault, remedy="Ask the gateway's owner to list it in `queues` of the policy."
+            )
 
     def check_path(self, key_id: str) -> None:
         """Raise PolicyViolation if this key may not deploy a folder of the gateway's machine.

@@ -35,7 +35,7 @@ from ...errors import (
     UnknownFunction,
 )
 from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signature, refused, verify
-from ..access.control_socket import ControlSocket
+from ..access.control_socket import CONTROL_KEY, ControlSocket
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from ..http.cross_origin import CrossOrigin
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
+KEY_HEADERS = frozenset(name.lower() for name in ("Authorization", SESSION_TOKEN, CONTROL_KEY))
+"""The headers in which a request may hold a key of this gateway, in lower case. Handlers do not get them."""
 RETRY_S = 1.0
 _JSON_WEB_TOKEN = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 _FETCH_SITE = istr("Sec-Fetch-Site")

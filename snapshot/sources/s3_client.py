@@ -71,11 +71,11 @@ _CREDENTIAL_ERRORS = (
     exceptions.RefreshWithMFAUnsupportedError,
 )  # fmt: skip
 
+ATTEMPTS = 5
 # Send checksums only when required. By default, boto3 sends them in trailers, which stores other than Amazon's refuse.
 # Checksums are not needed, because the manifest has digests.
 _CONFIG = Config(
     signature_version="s3v4", connect_timeout=10.0, read_timeout=30.0,
-    retries={"mode": "standard", "total_max_attempts": 5},
     request_checksum_calculation="when_required", response_checksum_validation="when_required",
 )  # fmt: skip
 
@@ -94,12 +94,12 @@ class S3Client:
     @staticmethod
     def open(
         bucket: str, region: str | None = None, own: Mapping[str, str] | None = None,
-        addresses: Addresses | None = None,
+        addresses: Addresses | None = None, attempts: int = ATTEMPTS,
     ) -> S3Client:  # fmt: skip
         """Create a client with the settings of environment and profile. `region` overrides their region.
 
         `own` are the secrets of a function. With them, also if they are empty, environment and profile are not read.
-        If `addresses` are given, the client connects only to them. Raises SourceDenied if the credentials cannot be
+        If `addresses` are given, the client connects only to them. It makes a request at most `attempts` times. Raises SourceDenied if the credentials cannot be
         loaded, SourceError if the settings are not valid.
         """
         try:
@@ -108,7 +108,10 @@ class S3Client:
             keyless = own is not None and not own.get("AWS_ACCESS_KEY_ID")
             found = None if anonymous or keyless else core.get_credentials()
             session = boto3.Session(botocore_session=core, region_name=region or own_region(own))
-            config = _CONFIG if found is not None else _CONFIG.merge(Config(signature_version=UNSIGNED))
+            retries = Config(retries={"mode": "standard", "total_max_attempts": attempts})
+            config = _CONFIG.merge(retries)
+            if found is None:
+                config = config.merge(Config(signature_version=UNSIGNED))
             endpoint: str | None = None
             if own is not None:
                 endpoint = own.get("AWS_ENDPOINT_URL_S3") or own.get("AWS_ENDPOINT_URL") or None

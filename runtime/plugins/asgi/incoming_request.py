@@ -10,6 +10,7 @@ from multidict import CIMultiDictProxy
 from yarl import URL
 
 from ...access.control_socket import CONTROL_KEY
+from ...api.guard import KEY_HEADERS
 from ...http.origins import Origins
 from .messages import Header
 from .scope import HTTP, WEBSOCKET, Facts
@@ -21,7 +22,7 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 """The control key concerns the gateway alone."""
 DECODED = frozenset({"gzip", "deflate", "br", "zstd"})
-_AUTHORIZATION = b"authorization"
+_KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 
 
 class Incoming(NamedTuple):
@@ -53,7 +54,7 @@ def incoming(request: web.Request, origins: Origins) -> Incoming:
 
 
 def facts_of(request: Incoming, root_path: str, *, keyed: bool, alone: bool = False) -> Facts:
-    """Return the facts of a request. `keyed` is True if its Authorization header is an API key of this gateway.
+    """Return the facts of a request. `keyed` is True if it holds an API key of this gateway.
 
     `alone` is True if the request names the app's own host. Then the caller sent a path without `root_path`.
     """
@@ -77,7 +78,7 @@ def is_websocket(request: Incoming | web.Request) -> bool:
 def _headers(request: Incoming, *, keyed: bool) -> list[Header]:
     """Return the headers without those that only concern the connection or the gateway."""
     found = [(name.lower(), value) for name, value in request.raw_headers]
-    left_out = HOP_BY_HOP | {_AUTHORIZATION} if keyed else HOP_BY_HOP
+    left_out = HOP_BY_HOP | _KEY_HEADERS if keyed else HOP_BY_HOP
     connection = request.headers.get(hdrs.CONNECTION)
     if connection is not None:
         left_out = left_out | {

@@ -21,8 +21,6 @@ from ...jobs.job import Job, JobState
 from .objects import Objects
 
 FOLDER = "sagemaker"
-MAX_WRITES = 16
-"""How many answers are written at the same time."""
 WAIT_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES = 1.0, 300.0, 12
 """An answer that cannot be written is tried again after pauses, which double, in all for about 35 minutes. A gateway that starts again
@@ -56,7 +54,6 @@ class AsyncAnswers:
         """Write answers until cancelled. If this fails, call it again."""
         self._added = asyncio.Queue()
         begun: set[str] = set()
-        writes = asyncio.Semaphore(MAX_WRITES)
         stored = await asyncio.to_thread(self._stored)
         async with asyncio.TaskGroup() as group:
             for pending in stored:
@@ -65,30 +62,36 @@ class AsyncAnswers:
                 pending = await self._added.get()
                 if pending.job not in begun:
                     begun.add(pending.job)
-                    group.create_task(self._deliver(pending, writes))
+                    group.create_task(self._deliver(pending, begun))
 
-    async def _deliver(self, pending: PendingAnswer, writes: asyncio.Semaphore) -> None:
-        pause_s = FIRST_PAUSE_S
+    async def _deliver(self, pending: PendingAnswer, begun: set[str]) -> None:
+        """Write an answer and forget it. An answer that cannot be written stays in its file."""
         try:
-            job = await self._ended(pending)
-            for _ in range(TRIES):
-                try:
-                    async with writes:
-                        await self._write(pending, job)
-                    break
-                except UnknownFunction:
-                    raise
-                except PilotflameError as error:
-                    text = f"The answer of {pending.job} could not be written to S3: {error}"
-                    self._backend.functions.log(pending.function, text)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            else:
-                return
+            done = await self._written(pending, await self._ended(pending))
         except (UnknownJob, JobExpired, UnknownFunction):
             # The job or the function was deleted, and with it the answer or the right to write it.
-            pass
-        await asyncio.to_thread(self._path(pending.job).unlink, missing_ok=True)
+            done = True
+        # A replay of the request adds the job again, and its answer is then written again.
+        begun.discard(pending.job)
+        if done:
+            await asyncio.to_thread(self._path(pending.job).unlink, missing_ok=True)
+
+    async def _written(self, pending: PendingAnswer, job: Job) -> bool:
+        """Write an answer and return True, or return False if all tries fail. Raise UnknownFunction."""
+        pause_s = FIRST_PAUSE_S
+        for _ in range(TRIES):
+            try:
+                await self._write(pending, job)
+            except UnknownFunction:
+                raise
+            except PilotflameError as error:
+                text = f"The answer of {pending.job} could not be written to S3: {error}"
+                self._backend.functions.log(pending.function, text)
+            else:
+                return True
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return False
 
     async def _ended(self, pending: PendingAnswer) -> Job:
         """Wait for the end of a job, however late it comes. Raise UnknownJob or JobExpired."""
@@ -98,15 +101,13 @@ class AsyncAnswers:
                 return job
 
     async def _write(self, pending: PendingAnswer, job: Job) -> None:
-        live = self._backend.functions.get(pending.function)
+        live, write = self._backend.functions.get(pending.function), self._objects.write
         if job.state is JobState.COMPLETED:
-            await self._objects.write(
-                live, pending.output, job.output or b"null", job.output_type or JSON_TYPE
-            )
+            await write(live, pending.output, job.output or b"null", job.output_type or JSON_TYPE)
             return
         error = dict(job.error or {"type": job.state.lower(), "message": f"The job is {job.state}."})
         body = orjson.dumps({"Message": error.get("message", ""), "ErrorCode": error.get("type", "")})
-        await self._objects.write(live, pending.failure, body, JSON_TYPE)
+        await write(live, pending.failure, body, JSON_TYPE)
 
     def _store(self, pending: PendingAnswer) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

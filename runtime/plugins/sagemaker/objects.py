@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from ....errors import BadInput, InputTooLarge, NotSupported
+from ....errors import BadInput, InputTooLarge, NotSupported, SourceUnavailable
 from ....snapshot.extras import needs
 from ....snapshot.sources.variables import AWS, own_variables
+from ...events.blocking_calls import call_in_thread
 from ...functions.live import Live
 from ...functions.registry import Functions
 
@@ -17,6 +21,12 @@ T = TypeVar("T")
 INPUT, OUTPUT = "SAGEMAKER_ASYNC_INPUT", "SAGEMAKER_ASYNC_OUTPUT"
 """The variables in a function's `env` with the prefixes, as s3://bucket/prefix, below which inputs and answers are."""
 SCHEME = "s3://"
+MAX_READS, MAX_WRITES = 8, 4
+"""How many inputs, and how many answers, of one function are read and written at the same time."""
+CALL_S = 30.0
+"""How long a caller waits for the store to answer, with all attempts. The caller of a read waits as long for earlier reads."""
+ATTEMPTS = 2
+PIECE_BYTES = 64 << 10
 _REMEDY = "Set env.SAGEMAKER_ASYNC_OUTPUT of the function to a prefix, as s3://bucket/answers, or submit a job at /v2."
 
 
@@ -28,47 +38,86 @@ class FoundObject:
     content_type: str
 
 
+class _Threads:
+    """The threads in which the reads, or the writes, of one function run."""
+
+    def __init__(self, most: int) -> None:
+        self._places = asyncio.Semaphore(most)
+
+    async def run(self, call: Callable[[], T], wait_s: float | None = None) -> T:
+        """Run a blocking call. Raise TimeoutError if no thread is free for `wait_s`, or if the call takes longer than CALL_S.
+
+        A call that takes longer goes on, and its thread counts until it has returned.
+        """
+        loop = asyncio.get_running_loop()
+
+        def counted() -> T:
+            try:
+                return call()
+            finally:
+                # The loop is closed if the gateway has ended.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._places.release)
+
+        async with asyncio.timeout(wait_s):
+            await self._places.acquire()
+        async with asyncio.timeout(CALL_S):
+            return await call_in_thread(counted)
+
+
 class Objects:
     """The objects that a function may use. The gateway's credentials are never used, because callers name the objects."""
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
+        self._reads, self._writes = WeakValueDictionary[str, _Threads](), WeakValueDictionary[str, _Threads]()
 
     def output_prefix(self, live: Live) -> str:
-        """Return the prefix for answers, without a slash at its end. Raise NotSupported if the function has none."""
-        prefix = live.record.settings.env.get(OUTPUT, "").rstrip("/")
-        if not prefix.startswith(SCHEME):
+        """Return the prefix for answers, without a slash at its end. Raise PolicyViolation, and NotSupported if there is none."""
+        prefix = self._prefix(live, OUTPUT)
+        if not prefix:
             message = f"{live.record.function} has no place for the answers of InvokeEndpointAsync."
             raise NotSupported(message, remedy=_REMEDY)
         return prefix
 
     async def read(self, live: Live, url: str, most: int) -> FoundObject:
-        """Return an object below the function's prefix for inputs. Raise BadInput, InputTooLarge, SourceError."""
-        prefix = live.record.settings.env.get(INPUT, "").rstrip("/")
-        if not prefix.startswith(SCHEME) or not url.startswith(f"{prefix}/"):
+        """Return an object below the function's prefix for inputs. Raise BadInput, InputTooLarge, PolicyViolation, SourceError."""
+        prefix = self._prefix(live, INPUT)
+        if not prefix or not url.startswith(f"{prefix}/"):
             remedy = f"Name an object below {prefix}." if prefix else f"Set env.{INPUT} of the function."
             raise BadInput("InputLocation is not below the function's prefix for inputs.", remedy=remedy)
 
         def read(client: Any, place: dict[str, str]) -> FoundObject:
             found = client.get_object(**place)
-            with found["Body"] as stream:
-                if found["ContentLength"] > most:
-                    raise InputTooLarge(
-                        f"The input is larger than {most} bytes.", remedy="Send a smaller one."
-                    )
-                return FoundObject(stream.read(), found.get("ContentType", ""))
+            with contextlib.closing(found["Body"]) as stream:
+                return FoundObject(_whole(stream, most, url), found.get("ContentType", ""))
 
-        return await self._call(live, url, read)
+        threads = self._reads.setdefault(live.record.function, _Threads(MAX_READS))
+        return await self._call(live, url, read, threads, CALL_S)
 
     async def write(self, live: Live, url: str, body: bytes, content_type: str) -> None:
-        """Write an object. Raise SourceError."""
-        await self._call(
-            live,
-            url,
-            lambda client, place: client.put_object(**place, Body=body, ContentType=content_type),
-        )
+        """Write an object, after earlier writes of the function. Raise PolicyViolation, SourceError."""
+        # The policy may have become narrower since the job was submitted.
+        self._prefix(live, OUTPUT)
 
-    async def _call(self, live: Live, url: str, request: Callable[[Any, dict[str, str]], T]) -> T:
+        def write(client: Any, place: dict[str, str]) -> None:
+            client.put_object(**place, Body=body, ContentType=content_type)
+
+        threads = self._writes.setdefault(live.record.function, _Threads(MAX_WRITES))
+        await self._call(live, url, write, threads)
+
+    def _prefix(self, live: Live, variable: str) -> str:
+        """Return the prefix in a variable, without a slash at its end; "" if there is none. Raise PolicyViolation."""
+        record = live.record
+        prefix = record.settings.env.get(variable, "")
+        if not prefix.startswith(SCHEME):
+            return ""
+        self._functions.policies.check_place(f"env.{variable}", prefix, record.deployed_by)
+        return prefix.rstrip("/")
+
+    async def _call(
+        self, live: Live, url: str, request: Callable[[Any, dict[str, str]], T], threads: _Threads, wait_s: float | None = None,
+    ) -> T:  # fmt: skip
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         record = live.record
         own = own_variables(self._functions.secrets.of(record.function), AWS)
@@ -82,8 +131,28 @@ class Objects:
         def call() -> T:
             with needs("S3", "boto3"):
                 from ....snapshot.sources.s3_client import S3Client  # noqa: PLC0415  its import takes long
-            client = S3Client.open(bucket, None, own, addresses)
+            client = S3Client.open(bucket, None, own, addresses, attempts=ATTEMPTS)
             with client.call(key) as boto:
                 return request(boto, {"Bucket": bucket, "Key": key})
 
-        return await asyncio.to_thread(call)
+        try:
+            return await threads.run(call, wait_s)
+        except TimeoutError:
+            raise _too_slow(url) from None
+
+
+def _whole(stream: Any, most: int, url: str) -> bytes:
+    """Return the bytes of an object. Raise InputTooLarge, or SourceUnavailable if they take longer than the caller waits."""
+    body, until_s = bytearray(), time.monotonic() + CALL_S
+    for piece in stream.iter_chunks(PIECE_BYTES):
+        body += piece
+        if len(body) > most:
+            raise InputTooLarge(f"The input is larger than {most} bytes.", remedy="Send a smaller one.")
+        if time.monotonic() > until_s:
+            raise _too_slow(url)
+    return bytes(body)
+
+
+def _too_slow(url: str) -> SourceUnavailable:
+    fault = f"{url}: the store has not answered within {CALL_S:g} s."
+    return SourceUnavailable(fault, remedy="Check the endpoint, and try again.")

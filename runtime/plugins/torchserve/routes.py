@@ -12,6 +12,7 @@ from ....errors import NotSupported, UnknownFunction
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import Backend
+from ...api.guard import KEY_HEADERS
 from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
@@ -24,7 +25,7 @@ from .management import ManagementApi
 
 PREDICT = "/predictions/{function}"
 VERSION = Parameter("version", "The number of the live revision.", place="path")
-SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
+SECRET_HEADERS = KEY_HEADERS | {"cookie", "proxy-authorization", "x-api-key"}
 """The headers of a request that its handler does not get."""
 TEXT_TYPE = "text/plain; charset=utf-8"
 

@@ -90,6 +90,29 @@ def test_the_result_endpoint_and_profile_of_a_queue_have_to_be_allowed_too() -> 
     assert faults(DeployPolicy(queues=(QUEUE, *more.values())), settings) == ""
 
 
+def test_a_request_log_of_untrusted_code_is_in_no_folder_of_the_machine() -> None:
+    settings, every = contained(request_log={"store": "/var/logs"}), ("*", "/var/logs")
+    found = faults(DeployPolicy(queues=every), settings)
+    assert found == "request_log.store is '/var/logs'; allowed: no folder of the gateway's machine"
+    assert faults(DeployPolicy(kind="trusted", queues=("/var/*",)), settings) == ""
+
+
+def test_the_place_in_a_setting_of_a_plugin_has_to_be_allowed_by_both_policies() -> None:
+    keys = {"narrow": DeployPolicy(queues=("s3://answers/*",)), "closed": DeployPolicy()}
+    policies = DeployPolicies(TRUSTING, keys.get)
+    for allowed, key in (("s3://any/f", ""), ("s3://answers/f", "narrow")):
+        policies.check_place("env.X", allowed, key)
+    for refused, key in (
+        ("s3://any/f", "narrow"),
+        ("s3://answers/../f", "narrow"),
+        ("s3://answers/f", "closed"),
+    ):
+        with pytest.raises(PolicyViolation, match=r"does not allow the place in env\.X"):
+            policies.check_place("env.X", refused, key)
+    with pytest.raises(PolicyViolation):
+        DeployPolicies(DeployPolicy(), keys.get).check_place("env.X", "s3://answers/f", "narrow")
+
+
 @pytest.mark.parametrize(
     "url",
     ["s3://models/../secret", "https://h/models/%2e%2e/secret", "/models/..", "..", "s3://models/a\\..\\b"],

@@ -407,12 +407,13 @@ async def test_the_key_of_the_gateway_does_not_reach_the_app(state: Any) -> None
         closed.client.headers["X-Pilotflame-Control-Key"] = home.headers["X-Pilotflame-Control-Key"]
         assert (await deployed_in(home, state.parent / "echo")).status_code == 201
         assert failure(await closed.client.get("/asgi/echo/"))["status"] == 401
-        key = {"Authorization": f"Bearer {made['key']}"}
-        response = await closed.client.get("/asgi/echo/", headers=key)
-        assert response.status_code == 200, response.text
-        names = {name for name, _ in response.json()["headers"]}
-        assert "host" in names
-        assert not {"authorization", "x-pilotflame-control-key"} & names
+        signed = {"Authorization": "AWS4-HMAC-SHA256 x", "X-Amz-Security-Token": made["key"]}
+        for key in ({"Authorization": f"Bearer {made['key']}"}, signed):
+            response = await closed.client.get("/asgi/echo/", headers=key)
+            assert response.status_code == 200, response.text
+            names = {name for name, _ in response.json()["headers"]}
+            assert "host" in names
+            assert not {"authorization", "x-amz-security-token", "x-pilotflame-control-key"} & names
 
 
 async def test_a_host_name_belongs_to_its_app(state: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
 from moto_server import moto_server
+from pilotflame.runtime.access.deploy_policy import DeployPolicies, DeployPolicy
+from pilotflame.runtime.plugins.sagemaker import objects
 from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -95,13 +98,30 @@ async def test_an_answer_is_written(gateway: Gateway, echo: Function, store: Any
     assert (told["ResponseMetadata"]["HTTPStatusCode"], told["InferenceId"]) == (202, "mine")
     assert told["OutputLocation"].startswith("s3://data/out/")
     assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
-    # The place is forgotten once the answer is there.
-    folder = gateway.state / FOLDER
+    await forgotten(gateway)
 
-    async def forgotten() -> bool:
-        return not list(folder.iterdir())
 
-    await until(forgotten, "an empty folder")
+async def forgotten(gateway: Gateway) -> None:
+    """Wait until no answer is left to write."""
+
+    async def empty() -> bool:
+        return not list((gateway.state / FOLDER).iterdir())
+
+    await until(empty, "an empty folder")
+
+
+async def test_a_replay_of_a_written_job_writes_it_again(
+    gateway: Gateway, echo: Function, store: Any
+) -> None:
+    path, headers = f"/sagemaker/endpoints/{echo.name}/async-invocations", {"Idempotency-Key": "one"}
+    places = []
+    for _ in range(2):
+        response = await gateway.client.post(path, json=1, headers=headers)
+        places.append(response.headers["X-Amzn-SageMaker-OutputLocation"])
+        assert await written(store, places[-1]) == {"got": 1}
+        await forgotten(gateway)
+        store.delete_object(Bucket="data", Key=places[-1].removeprefix("s3://data/"))
+    assert places[0] == places[1]
 
 
 async def test_a_large_answer_is_written_whole(gateway: Gateway, echo: Function, store: Any) -> None:
@@ -145,6 +165,68 @@ async def test_a_function_without_secrets_or_places_is_refused(gateway: Gateway,
         gateway, await deploy(ECHO, PLACES, check=False), **location
     )
     assert "no place for the answers" in await refused(gateway, await deploy(ECHO, check=False), **location)
+
+
+async def test_places_that_the_policy_does_not_list_are_refused(
+    gateway: Gateway, echo: Function, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gateway.server is not None
+    functions, location = gateway.server.functions, {"InputLocation": "s3://data/in/1.json"}
+    for queues, refusal in (
+        ((), "env.SAGEMAKER_ASYNC_OUTPUT"),
+        (("s3://data/out/*",), "env.SAGEMAKER_ASYNC_INPUT"),
+    ):
+        narrow = DeployPolicies(DeployPolicy(kind="trusted", queues=queues))
+        monkeypatch.setattr(functions, "policies", narrow)
+        assert f"does not allow the place in {refusal}" in await refused(gateway, echo, **location)
+    listed = DeployPolicy(kind="trusted", queues=("s3://data/in", "s3://data/out/*"))
+    monkeypatch.setattr(functions, "policies", DeployPolicies(listed))
+    told = await submit(gateway, echo, **location)
+    assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
+
+
+@contextlib.asynccontextmanager
+async def silent_store() -> AsyncIterator[tuple[str, asyncio.Queue[None]]]:
+    """Yield the address of a store that accepts connections and never answers, and a queue with an item for each connection."""
+    begun, stop = asyncio.Queue[None](), asyncio.Event()
+
+    async def stay_silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        begun.put_nowait(None)
+        await stop.wait()
+        writer.close()
+
+    async with await asyncio.start_server(stay_silent, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        try:
+            yield f"http://{host}:{port}", begun
+        finally:
+            stop.set()
+
+
+async def test_a_store_that_never_answers_holds_up_its_own_function_only(
+    gateway: Gateway, deploy: Any, echo: Function, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "CALL_S", 0.5)
+    many = objects.MAX_READS + 4
+    body = {"X-Amzn-SageMaker-InputLocation": "s3://data/in/1.json"}
+    async with silent_store() as (dead, begun):
+        stuck = await with_secrets(await deploy(ECHO, PLACES), dead)
+        path = f"/sagemaker/endpoints/{stuck.name}/async-invocations"
+        async with asyncio.TaskGroup() as group:
+            reads = [group.create_task(gateway.client.post(path, headers=body)) for _ in range(many)]
+            # Answers for the dead store, more than are written at the same time.
+            for _ in range(objects.MAX_WRITES + 2):
+                assert (await gateway.client.post(path, json=1)).status_code == 202
+        assert {one.result().status_code for one in reads} == {503}
+        assert "has not answered within 0.5 s" in reads[0].result().json()["Message"]
+        monkeypatch.setattr(objects, "CALL_S", 30.0)
+        told = await submit(gateway, echo, InputLocation="s3://data/in/1.json")
+        assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
+        # Each call keeps its thread until the store has answered, so no more calls than these have begun.
+        for _ in range(objects.MAX_READS + objects.MAX_WRITES):
+            await begun.get()
+        assert begun.empty()
+        await gateway.client.delete(f"/v1/functions/{stuck.name}")
 
 
 async def test_a_gateway_that_starts_again_writes_the_answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,46 @@ def test_files_of_a_form_keep_every_byte(value: bytes) -> None:
     body = multipart({"data": ("image/jpeg", value), "note": ("application/json", b"[1]")})
     about = {"content_type": "multipart/form-data; boundary=xyz", "query": {"k": "v"}}
     assert fields_of(body, about) == {"k": "v", "data": bytearray(value), "note": [1]}
+
+
+MULTIPART = {"content_type": "multipart/form-data; boundary=xyz"}
+
+
+def test_a_field_of_any_type_keeps_its_bytes() -> None:
+    for kind in ("message/rfc822", "multipart/mixed", "application/octet-stream"):
+        assert fields_of(multipart({"data": (kind, b"a: b\r\n\r\nc")}), MULTIPART) == {
+            "data": bytearray(b"a: b\r\n\r\nc")
+        }
+
+
+@pytest.mark.parametrize("quoting", ['name="caf\u00e9"', "name*=utf-8''caf%C3%A9", "name=caf\u00e9"])
+def test_names_of_fields_may_have_any_characters(quoting: str) -> None:
+    body = f"--xyz \r\nContent-Disposition: form-data; {quoting}\r\n\r\n1\r\n--xyz--".encode()
+    assert fields_of(body, MULTIPART) == {"caf\u00e9": bytearray(b"1")}
+
+
+def test_the_time_for_a_form_is_linear_in_its_size() -> None:
+    lines = b"\r\n" * (10 << 20)
+    begun_s = time.process_time()
+    assert len(fields_of(multipart({"data": ("text/csv", lines)}), MULTIPART)["data"]) == len(lines)
+    with pytest.raises(BadInput, match="malformed"):
+        fields_of(b"--xyz" + lines, MULTIPART)
+    with pytest.raises(BadInput, match="malformed"):
+        fields_of(lines, MULTIPART)
+    with pytest.raises(BadInput, match="more than 1000 fields"):
+        fields_of(b"--xyz\r\n\r\n\r\n" * 100_000, MULTIPART)
+    # Headers of fields that take long to parse.
+    head = b"\r\nContent-Disposition: " + b';"' * 1000 + b"\r\n\r\n\r\n"
+    fields_of(b"--xyz" + b"--xyz".join([head] * 1000) + b"--xyz--", MULTIPART)
+    assert time.process_time() - begun_s < 2.0
+
+
+def test_json_with_the_type_that_curl_sends_by_default_is_the_body() -> None:
+    about = {"content_type": "application/x-www-form-urlencoded"}
+    assert fields_of(b'{"a": 1}', about) == {"body": {"a": 1}}
+    assert fields_of(b"a=1", about) == {"a": "1"}
+    with pytest.raises(BadInput, match="more than 1000 fields"):
+        fields_of(b"a=1&" * 2000, about)
 
 
 def test_other_bodies() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from live import Gate, Gateway, gateway_here, until
+from pilotflame.runtime.plugins.torchserve.routes import SECRET_HEADERS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BASE = "/torchserve"
@@ -52,6 +53,10 @@ async def test_the_published_requests(gateway: Gateway) -> None:
     assert found.json()["size"] == 2
     found = await gateway.client.post(f"{path}/1", json=[1, 2, 3])
     assert found.json() == {"type": "list", "size": 3, "batch": 1}
+    # As `curl -d` sends JSON.
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    found = await gateway.client.post(path, content=b"[1, 2]", headers=form)
+    assert found.json() == {"type": "list", "size": 2, "batch": 1}
     found = await gateway.client.post(path, content="text", headers={"Content-Type": "text/plain"})
     assert (found.text, found.headers["Content-Type"]) == ("text", "text/plain; charset=utf-8")
     assert found.headers["X-Request-Id"]
@@ -148,6 +153,30 @@ async def test_errors(deploy: Any, gateway: Gateway) -> None:
         503,
         "ServiceUnavailableException",
     )
+
+
+SHOWS_HEADERS = (
+    "def handle(data, context):\n    if data:\n        return [sorted(context.get_all_request_header(0))]\n"
+)
+
+
+async def test_the_keys_of_a_request_do_not_reach_the_handler(state: Path) -> None:
+    async with gateway_here(state, auth="always") as gateway, gateway.at_home() as home:
+        path, control = f"{BASE}/predictions/shows", "X-Pilotflame-Control-Key"
+        gateway.client.headers[control] = home.headers[control]
+        made = (await home.post("/v1/keys", json={"name": "k", "scopes": ["invoke"]})).json()
+        folder = state.parent / "shows"
+        folder.mkdir()
+        (folder / "model_handler.py").write_text(SHOWS_HEADERS)
+        order = {"path": str(folder), "overrides": {"name": "shows"}}
+        assert (await home.post("/v1/functions", json=order)).status_code == 201
+        signed = {"Authorization": "AWS4-HMAC-SHA256 x", "X-Amz-Security-Token": made["key"]}
+        for key in ({"Authorization": f"Bearer {made['key']}"}, signed):
+            found = (
+                await gateway.client.post(path, json=1, headers={**key, "X-Api-Key": "k", "X-Mine": "1"})
+            ).json()
+            assert "x-mine" in found
+            assert not {*SECRET_HEADERS, "x-amz-security-token", "x-pilotflame-control-key"} & set(found)
 
 
 async def test_a_function_that_the_key_does_not_cover_does_not_exist(state: Path) -> None:
