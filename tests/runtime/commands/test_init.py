@@ -21,7 +21,7 @@ NAMES = list(templates())
 
 def test_the_templates():
     assert NAMES == [
-        "fastapi", "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
+        "fastapi", "hello", "image-classification", "onnx", "openvino", "reranking", "speech-recognition", "stream", "text-classification",
         "text-embedding", "text-generation", "torch-module", "vllm",
     ]  # fmt: skip
     assert all(templates().values())
