@@ -118,7 +118,8 @@ class FastPath:
         received_s = time.monotonic()
         if self._closed or not _is_plain(message):
             return None
-        for beginning, taker in self._takers:
+        takers = () if message.path.startswith(BEGINNING) else self._takers
+        for beginning, taker in takers:
             if message.path.startswith(beginning) and not self._claims(message.headers):
                 return taker.take(
                     FastCall(self, taker.fast_route, message, payload, transport, send, sent, received_s)

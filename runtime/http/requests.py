@@ -221,8 +221,9 @@ def trace_of(headers: Headers) -> tuple[str, str]:
 
     Without a `traceparent`, a `tracestate` has no meaning.
     """
-    traceparent = traceparent_of(headers)
-    state = headers.get(TRACESTATE_HEADER, "") if traceparent else ""
+    if not (traceparent := traceparent_of(headers)):
+        return "", ""
+    state = headers.get(TRACESTATE_HEADER, "")
     return traceparent, state if TRACESTATE.fullmatch(state) else ""
 
 
