@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -367,6 +368,12 @@ def give_memory_back(folder: Path) -> None:
             if tier.kind == "tmpfs":
                 unmount(tier.root)
                 shutil.rmtree(tier.root, ignore_errors=True)
+
+
+def free_port() -> int:
+    """Return a port of loopback that was free a moment ago, for a server that cannot choose one itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

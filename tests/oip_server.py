@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from live import Gateway, gateway_here, home_client, short_folder
+from live import Gateway, free_port, gateway_here, home_client, short_folder
 
 # An input and an output of each datatype, which may be left out: numpy's for `n_`, torch's for `t_`.
 EVERY = """
@@ -64,12 +63,6 @@ class Server:
     grpc: str
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @asynccontextmanager
 async def oip_server() -> AsyncIterator[Server]:
     """Run a gateway with the models, which also serves gRPC."""
@@ -87,6 +80,7 @@ async def oip_server() -> AsyncIterator[Server]:
             }  # fmt: skip
             for name, source in (found | others).items():
                 await gateway.deploy(source, name=name)
+            await gateway.deploy(found["simple"], {"env.DATATYPE": "INT8"}, name="simple-int8")
             host, http_port = gateway.address
             yield Server(gateway, f"{host}:{http_port}", f"127.0.0.1:{port}")
 

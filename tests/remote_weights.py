@@ -18,6 +18,20 @@ from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
 
 LAYERS, WIDTH = 8, 256
+LINEAR = """
+import torch
+
+def build(context):
+    with context.snapshot.skeleton():
+        net = torch.nn.Linear(64, 64, bias=False)
+    context.snapshot.restore(net)
+    return net
+
+@torch.inference_mode()
+def handler(event, context):
+    return context.state(torch.ones(64)).tolist()
+"""
+"""A handler whose answer is the sum of each row of its only layer."""
 HANDLER = """
 import json
 import torch

@@ -8,18 +8,15 @@ access log. The app is a hello of FastAPI; a bare ASGI app, which costs nearly n
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 
 import hello
 from control import gateway
 from percentiles import median
 from report import Report, parser
-from rounds import rotated
-from servers import HERE, Server, running
+from servers import HERE, Server, free_port, running
 
 FOLDER = HERE / "functions" / "hello_asgi"
 APPS = {
@@ -32,8 +29,7 @@ APPS = {
 @contextmanager
 def start_uvicorn(app: str) -> Iterator[Server]:
     """uvicorn with one worker. `POST /hello`."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "uvicorn", f"app:{app}", "--app-dir", str(FOLDER), "--port", str(port)]
     command += ["--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "warning"]
     with running("uvicorn", command) as server:
@@ -58,11 +54,7 @@ def subjects() -> Iterator[list[hello.Subject]]:
 def measure(report: Report, rounds: int) -> None:
     """Enter the CPU time and the rate of each server, and the ratio of requests per CPU second in the same round."""
     with subjects() as entered:
-        for subject in entered:
-            subject.load(hello.CALLERS, 1.0)
-        for number in range(rounds):
-            for subject in rotated(entered, number):
-                report.row(round=number, subject=subject.name, **asdict(subject.run_round()))
+        hello.run_rounds(report, entered, rounds)
     for subject in entered:
         report.add(f"{subject.name}_cpu_us_per_request", subject.median("cpu_us"), "us")
         report.add(f"{subject.name}_rps_{hello.CALLERS}", subject.median("per_second"), "/s")

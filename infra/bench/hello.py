@@ -5,7 +5,7 @@ Part of `make bench`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
@@ -79,14 +79,19 @@ def subjects() -> Iterator[list[Subject]]:
         ]
 
 
+def run_rounds(report: Report, entered: Sequence[Subject], rounds: int) -> None:
+    """Warm the servers up, and run interleaved rounds, each of which is a row of the report."""
+    for subject in entered:
+        subject.load(CALLERS, 1.0)
+    for number in range(rounds):
+        for subject in rotated(entered, number):
+            report.row(round=number, subject=subject.name, **asdict(subject.run_round()))
+
+
 def measure(report: Report, rounds: int) -> None:
     """Enter the rate and the CPU time of each server, and our ratios to the echo and to LitServe."""
     with subjects() as entered:
-        for subject in entered:
-            subject.load(CALLERS, 1.0)
-        for number in range(rounds):
-            for subject in rotated(entered, number):
-                report.row(round=number, subject=subject.name, **asdict(subject.run_round()))
+        run_rounds(report, entered, rounds)
     echo, ours, litserve = entered
     for subject in entered:
         report.add(f"{subject.name}_rps_{CALLERS}", subject.median("per_second"), "/s")

@@ -13,14 +13,12 @@ import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import hello
 from control import gateway
 from load import Request
 from percentiles import median
 from report import Report, parser
-from rounds import rotated
 from servers import HERE, Server
 
 FOLDER = HERE / "functions" / "triton" / "simple"
@@ -69,11 +67,7 @@ def subjects() -> Iterator[list[Subject]]:
 def measure(report: Report, rounds: int) -> None:
     """Enter the figures of both paths, and the ratios in the same round."""
     with subjects() as entered:
-        for subject in entered:
-            subject.load(hello.CALLERS, 1.0)
-        for number in range(rounds):
-            for subject in rotated(entered, number):
-                report.row(round=number, subject=subject.name, **asdict(subject.run_round()))
+        hello.run_rounds(report, entered, rounds)
     for subject in entered:
         report.add(f"{subject.name}_cpu_us_per_request", subject.median("cpu_us"), "us")
         report.add(f"{subject.name}_rps_{hello.CALLERS}", subject.median("per_second"), "/s")

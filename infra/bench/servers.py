@@ -160,6 +160,12 @@ def running(name: str, command: list[str], env: Mapping[str, str] | None = None)
             server.stop()
 
 
+def free_port() -> int:
+    """Return a port of loopback that was free a moment ago, for a server that cannot choose one itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 @contextmanager
 def start_echo() -> Iterator[Server]:
     """The floor of an HTTP answer: aiohttp on uvloop, which returns the body. `POST /`."""
@@ -173,8 +179,7 @@ def start_litserve(
     options: Mapping[str, Any], body: bytes, env: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """LitServe with the options of litserve_app.py. `POST /predict`."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()
     command = [sys.executable, str(HERE / "litserve_app.py"), json.dumps({**options, "port": port})]
     with running("litserve", command, env) as server:
         server.wait_answer(f"http://127.0.0.1:{port}", "/predict", body)

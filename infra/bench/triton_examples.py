@@ -9,7 +9,6 @@ example, and why each excluded example cannot run. It needs the packages of the 
 from __future__ import annotations
 
 import argparse
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from control import gateway
-from servers import HERE
+from servers import HERE, free_port
 
 MODELS = HERE / "functions" / "triton"
 LIMIT_S = 60
@@ -64,13 +63,8 @@ def served() -> Iterator[tuple[str, str]]:
     with gateway({"PILOTFLAME_PLUGIN_PORTS": f"oip={grpc}"}) as (server, control):
         for model in sorted(MODELS.iterdir()):
             control.deploy(str(model), name=model.name.replace("_", "-"))
+        control.deploy(str(MODELS / "simple"), name="simple-int8", **{"env.DATATYPE": "INT8"})
         yield server.url.removeprefix("http://"), grpc
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def passes(example: Path, address: str) -> bool:

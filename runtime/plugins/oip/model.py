@@ -59,8 +59,8 @@ class TensorModel:
 
     @property
     def ready(self) -> bool:
-        """True if the function accepts calls. A function without workers does, too."""
-        return self.live.function.refusal() is None
+        """True if calls succeed. A function without workers is ready."""
+        return not self.live.unavailable
 
     def check_version(self, version: str) -> None:
         """Raise UnknownFunction unless `version` is "", or the number or the name of the live revision."""
@@ -88,10 +88,9 @@ class TensorModel:
 
     def indexed(self) -> dict[str, str]:
         """Return the model's row in the index of the repository."""
-        row = {"name": self.live.record.function, "version": self.version}
-        if (refusal := self.live.function.refusal()) is None:
-            return {**row, "state": "READY", "reason": ""}
-        return {**row, "state": "UNAVAILABLE", "reason": refusal.message}
+        reason = self.live.unavailable
+        state = "UNAVAILABLE" if reason else "READY"
+        return {"name": self.live.record.function, "version": self.version, "state": state, "reason": reason}
 
 
 class TensorModels:

@@ -77,7 +77,8 @@ class InvocationSpans:
         if len(self._waiting) == MOST_WAITING:
             self._dropped += 1
             return
-        self._waiting.append((time.monotonic(), end, known))
+        # The input and the output may be large, and no span has them.
+        self._waiting.append((time.monotonic(), end._replace(call=None, output=None), known))
         self._schedule()
 
     def note_generated(self, generation: GenerationEnd) -> None:

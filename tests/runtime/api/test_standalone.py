@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import uuid
@@ -21,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 from containers import PODMAN, made_image, podman, require_podman
-from live import GATE_MODULE, LIMIT_S, Gate, events, failure, home_client, short_folder, until
+from live import GATE_MODULE, LIMIT_S, Gate, events, failure, free_port, home_client, short_folder, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,11 +109,6 @@ class Instance:
     async def exit_code(self) -> int:
         async with asyncio.timeout(LIMIT_S):
             return await self.process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def command(kind: Kind, folder: Path, gate: Gate, variables: dict[str, str], name: str) -> list[str]:

@@ -10,24 +10,12 @@ import torch
 from hub_server import HubServer
 from live import Gateway, failure, gateway_process, short_folder, until
 from pilotflame.snapshot.format.manifest import Manifest
+from remote_weights import LINEAR
 from safetensors.torch import save
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HUSH = "hf_hush_of_one_function"
-HANDLER = """
-import torch
-
-def build(context):
-    with context.snapshot.skeleton():
-        net = torch.nn.Linear(64, 64, bias=False)
-    context.snapshot.restore(net)
-    return net
-
-@torch.inference_mode()
-def handler(event, context):
-    return context.state(torch.ones(64)).tolist()
-"""
 
 
 def files(value: float) -> dict[str, bytes]:
@@ -58,7 +46,7 @@ async def test_a_functions_token_opens_its_weights_and_those_of_no_other(
         assert kept.status_code < 300, kept.text
     repository = hub.repositories["org/private"]
     pinned = repository.branches["main"]
-    own = await gateway.deploy(HANDLER, {"snapshot": "hf://org/private"}, name="own", check=False)
+    own = await gateway.deploy(LINEAR, {"snapshot": "hf://org/private"}, name="own", check=False)
     # The branch moves before the first fetch: the function keeps the weights that were deployed.
     repository.commit(files(9.0))
     assert (await own.status())["snapshot"] == f"hf://org/private@{pinned}"
@@ -74,7 +62,7 @@ async def test_a_functions_token_opens_its_weights_and_those_of_no_other(
     await until(learned, "the manifest has the digests")
     # The weights lie in the node's cache now, but not for a function without the token.
     error = failure(
-        await gateway.send(HANDLER, {"snapshot": f"hf://org/private@{pinned}"}, name="other", check=False)
+        await gateway.send(LINEAR, {"snapshot": f"hf://org/private@{pinned}"}, name="other", check=False)
     )
     assert error["status"] == 422
     assert error["type"] in {"source_missing", "source_denied"}

@@ -9,23 +9,10 @@ import pytest_asyncio
 import torch
 from live import Gateway, failure, gateway_process, short_folder
 from registry_server import CONFIG_TYPE, PASSWORD, WEIGHT_TYPE, Registry, auth_file, digest, registry
+from remote_weights import LINEAR
 from safetensors.torch import save
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-HANDLER = """
-import torch
-
-def build(context):
-    with context.snapshot.skeleton():
-        net = torch.nn.Linear(64, 64, bias=False)
-    context.snapshot.restore(net)
-    return net
-
-@torch.inference_mode()
-def handler(event, context):
-    return context.state(torch.ones(64)).tolist()
-"""
 
 
 def push(into: Registry, reference: str, value: float) -> tuple[str, bytes]:
@@ -59,7 +46,7 @@ async def test_a_functions_login_opens_its_weights_and_those_of_no_other(
     pinned, _ = push(found, "org/net:v1", 0.5)
     url = f"oci://{found.host}/org/net:v1"
     await _keep_login(gateway, found, "own")
-    own = await gateway.deploy(HANDLER, {"snapshot": url}, name="own", check=False)
+    own = await gateway.deploy(LINEAR, {"snapshot": url}, name="own", check=False)
     # The tag moves before the first fetch: the function keeps the weights that were deployed.
     push(found, "org/net:v1", 9.0)
     assert (await own.status())["snapshot"] == f"{url}@{pinned}"
@@ -67,7 +54,7 @@ async def test_a_functions_login_opens_its_weights_and_those_of_no_other(
     assert response.status_code == 200, response.text
     assert response.json() == [32.0] * 64
 
-    error = failure(await gateway.send(HANDLER, {"snapshot": f"{url}@{pinned}"}, name="other", check=False))
+    error = failure(await gateway.send(LINEAR, {"snapshot": f"{url}@{pinned}"}, name="other", check=False))
     assert (error["status"], error["type"]) == (422, "source_denied")
     assert PASSWORD not in str(error)
 
@@ -77,7 +64,7 @@ async def test_a_damaged_layer_fails_the_activation_and_is_named(gateway: Gatewa
     found.damage(weights, len(weights) - 3)
     await _keep_login(gateway, found, "bad")
     url = f"oci://{found.host}/org/net:bad"
-    bad = await gateway.deploy(HANDLER, {"snapshot": url}, name="bad", check=False)
+    bad = await gateway.deploy(LINEAR, {"snapshot": url}, name="bad", check=False)
     error = failure(await bad.call())
     assert error["status"] >= 500
     assert digest(weights) in error["message"]

@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 import pytest
 import trustme
-from live import WAITS_ASYNC, Gate, gateway_here, home_client, short_folder
-from oip_server import PASSING, Server, free_port, key
+from live import WAITS_ASYNC, Gate, free_port, gateway_here, home_client, short_folder
+from oip_server import PASSING, Server, key
 from pilotflame.errors import GatewayError, PluginError
 from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
 from pilotflame.runtime.plugins.oip.grpc_server import MOST_ARRIVING

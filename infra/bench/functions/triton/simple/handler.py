@@ -1,12 +1,13 @@
-"""The model `simple` of Triton's examples: the sum and the difference of two rows."""
+"""The models `simple` and, with DATATYPE=INT8, `simple_int8` of Triton's examples: the sum and the difference of two rows."""
 
+import os
 from typing import Annotated
 
 import numpy
 import pilotflame
 from pydantic import BaseModel
 
-Row = Annotated[numpy.ndarray, pilotflame.Tensor("INT32", [-1, 16])]
+Row = Annotated[numpy.ndarray, pilotflame.Tensor(os.environ.get("DATATYPE", "INT32"), [-1, 16])]
 
 
 class Inputs(BaseModel):
