@@ -1,17 +1,20 @@
-# Every target makes its own environment in .venv from constraints.txt; nothing else is needed but Python 3.11.
+# Every target makes its own environment in .venv from constraints.txt and infra/hashes.txt; nothing else is needed but Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
+.PHONY: help demo check test test-slow architectures versions hashes coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
-.venv/installed-%: constraints.txt pyproject.toml
+.venv/uv: infra/hashes.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	sed -n '/^uv==/,/[^\\]$$/p' infra/hashes.txt | $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r /dev/stdin
+	@touch $@
+
+.venv/installed-%: .venv/uv constraints.txt infra/hashes.txt pyproject.toml
 	$(INSTALL) -c constraints.txt setuptools wheel
 	$(INSTALL) --no-build-isolation -c constraints.txt '.[$*]'
 	@touch $@
@@ -46,6 +49,11 @@ architectures: .venv/wheel ## The tokens of 32 architectures of language models 
 
 versions: .venv/wheel ## The oldest and the newest libraries that pyproject.toml allows: install, and run their tests
 	$(BIN)/python infra/versions.py $(VERSIONS_ARGS)
+
+# torch has no hashes: its files are others on PyPI and on each of PyTorch's indexes. Without --upgrade, uv keeps the old hashes.
+hashes: .venv/uv ## infra/hashes.txt: the hashes of the versions in constraints.txt, from the package index
+	grep -v '^torch==' constraints.txt | $(BIN)/uv pip compile --quiet --universal --no-deps --upgrade --generate-hashes \
+	  --no-annotate --custom-compile-command 'make hashes' --output-file infra/hashes.txt -
 
 coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)

@@ -1,23 +1,25 @@
-"""Install packages into this interpreter's environment with uv, or with pip if uv fails.
+"""Install packages into this interpreter's environment with uv, and refuse files that differ from hashes.txt.
 
     .venv/bin/python infra/install.py -c constraints.txt '.[test]'
 
-Both `uv pip install` and `pip install` must know the arguments. uv does not read pip's configuration, so pip's
-package sources, certificates and timeout become uv's environment variables. Without a source of your own, torch comes
-from PyTorch's CPU index: PyPI's torch requires gigabytes of CUDA packages. `UV_TORCH_BACKEND=auto` installs the build
-for this machine's GPU.
+`uv pip install` gets the arguments. A package without a line in hashes.txt is not compared. pip is no
+substitute if uv fails: as soon as one requirement has a hash, pip demands hashes of all, and a folder has none.
+
+uv does not read pip's configuration, so pip's package sources, certificates and timeout become uv's environment
+variables. Without a source of your own, torch comes from PyTorch's CPU index: PyPI's torch requires gigabytes of CUDA
+packages. `UV_TORCH_BACKEND=auto` installs the build for this machine's GPU.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+HASHES = Path(__file__).with_name("hashes.txt")
 # By setting of pip: uv's variable, and the separator of its values.
 VARIABLES = {
     "cert": ("SSL_CERT_FILE", " "),
@@ -36,15 +38,13 @@ PIP = [sys.executable, "-m", "pip"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the installer, and return its exit code."""
-    if uv := shutil.which("uv", path=str(Path(sys.executable).parent)):
-        command = [uv, "pip", "install", "--quiet", "--python", sys.executable, *arguments]
-        code = subprocess.run(command, env=uv_environment(pip_settings(), os.environ), check=False).returncode
-        if code == 0:
-            return 0
-        print(f"uv ended with {code}. pip installs instead.", file=sys.stderr)
-    command = [*PIP, "install", "--quiet", "--disable-pip-version-check", *arguments]
-    return subprocess.run(command, check=False).returncode
+    """Run uv, and return its exit code."""
+    uv = Path(sys.executable).with_name("uv")
+    options = ["--quiet", "--python", sys.executable, "--verify-hashes", "--constraint", str(HASHES)]
+    environment = uv_environment(pip_settings(), os.environ)
+    return subprocess.run(
+        [uv, "pip", "install", *options, *arguments], env=environment, check=False
+    ).returncode
 
 
 def pip_settings() -> dict[str, str]:
