@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions hashes coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
+.PHONY: help demo check test test-slow architectures versions hashes audit coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -54,6 +54,10 @@ versions: .venv/wheel ## The oldest and the newest libraries that pyproject.toml
 hashes: .venv/uv ## infra/hashes.txt: the hashes of the versions in constraints.txt, from the package index
 	grep -v '^torch==' constraints.txt | $(BIN)/uv pip compile --quiet --universal --no-deps --upgrade --generate-hashes \
 	  --no-annotate --custom-compile-command 'make hashes' --output-file infra/hashes.txt -
+
+audit: .venv/installed-test ## Known vulnerabilities of the versions in constraints.txt, where the data can be reached
+	$(INSTALL) -c constraints.txt pip-audit
+	$(BIN)/python infra/audit.py
 
 coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
