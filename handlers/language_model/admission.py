@@ -21,6 +21,8 @@ LENGTHS = 200
 """The answers whose lengths are known."""
 SHARE = 0.9
 """The share of the callers' time for a token that a step may take."""
+READING_SHARE = 0.8
+"""The time for reading a prompt in each step, as a share of the rows' time. A layer that ends late then still leaves less than two steps between two tokens."""
 DEFAULT_LENGTH = 128
 """The tokens of an answer before any has ended."""
 
@@ -48,6 +50,8 @@ class Admission:
     """The predictions of one engine."""
 
     chunks: ChunkTimes
+    slices: float = 1.0
+    """How many steps a chunk takes."""
     _steps: TimeLine = field(default_factory=lambda: TimeLine(DECAY))
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTHS))
 
@@ -78,14 +82,15 @@ class Admission:
         return self._token_s(min(load.most_rows, load.rows + len(load.unread) + 1))
 
     def chunk_s(self, load: EngineLoad) -> float:
-        """Return the longest time of a chunk beside the rows: the rest of their time for a token, or another step.
+        """Return the time in each step for reading a prompt: the rest of the rows' time for a token, or a share of their own time.
 
         It is 0 without rows, because then no caller waits for a token.
         """
         if not load.rows:
             return 0.0
         step_s = self.step_s(load.rows)
-        return max(step_s, SHARE * load.token_s - step_s) if load.token_s < math.inf else step_s
+        rest_s = SHARE * load.token_s - step_s if load.token_s < math.inf else 0.0
+        return max(READING_SHARE * step_s, rest_s)
 
     def _token_s(self, rows: int) -> float:
         """Return the time of a token of `rows` rows. While prompts are read, it is that of two steps."""
@@ -99,9 +104,9 @@ class Admission:
     def _reading_s(self, prompts: Sequence[int], load: EngineLoad) -> float:
         """Return how long it takes to read prompts one after the other, beside the rows."""
         pass_s, token_s = self.chunks.line()
-        chunk_s = self.chunk_s(load)
-        if not chunk_s:
+        slice_s = self.chunk_s(load)
+        if not slice_s:
             return sum(pass_s + tokens * token_s for tokens in prompts)
-        most = self.chunks.fitting(chunk_s)
-        steps = sum(math.ceil(tokens / most) for tokens in prompts)
-        return steps * (self.step_s(load.rows) + pass_s) + sum(prompts) * token_s
+        most = self.chunks.fitting(slice_s * self.slices)
+        read_s = sum(math.ceil(tokens / most) * pass_s + tokens * token_s for tokens in prompts)
+        return read_s * (1 + self.step_s(load.rows) / slice_s)

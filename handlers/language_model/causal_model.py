@@ -20,7 +20,7 @@ OWN_CACHES = {"deepseek_v4", "minimax"}
 
 
 class CausalModel:
-    """A model and the way to call it. All its methods run on the model's device, and none is called by two threads at once."""
+    """A model and the way to call it. All its methods run on the model's device, and only one thread runs them at a time."""
 
     def __init__(
         self, model: nn.Module, config: PretrainedConfig, adapters: ModelAdapters | None = None
@@ -37,6 +37,13 @@ class CausalModel:
         """Why its sequences run one at a time; "" if they run together."""
         self.most_tokens = int(getattr(self._text, "max_position_embeddings", 0) or 1 << 20)
         """The tokens of the longest sequence."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers, in which a pass spends nearly all of its time. Empty if they are not in a list of their own."""
+        count = int(self._text.num_hidden_layers)
+        lists = (one for one in self.module.modules() if isinstance(one, nn.ModuleList))
+        return next(([*one] for one in lists if len(one) == count), [])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Runs the steps of a causal model in a thread: each reads a chunk of one prompt, and continues all rows by a token."""
+"""Runs the steps of a causal model in a thread: each continues all rows by a token, and reads a part of one prompt."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .admission import Admission, EngineLoad, Targets
 from .causal_model import CausalModel
 from .contract import Sampling
 from .prefixes import Prefix, Prefixes
-from .rows import Rows
+from .prompt_reader import PromptReader
 from .sampling import Logprobs, Sampler
-from .schedule import Chunk, ChunkTimes, ScheduledSequence, StepSchedule
+from .schedule import Chunk, ScheduledSequence, StepSchedule
 
 NO_TARGETS = Targets()
 LEAST_RETRY_S = 0.1
@@ -101,9 +101,8 @@ class Engine:
         self._members: list[_Run] = []
         """The runs of the rows, by the number of the row."""
         self._runs: dict[ScheduledSequence, _Run] = {}
-        self._reading: Rows | None = None
-        self._chunks = ChunkTimes()
-        self._admission = Admission(self._chunks)
+        self._reader = PromptReader(self.model, self.prefixes, self.gate)
+        self._admission = Admission(self._reader.times, self._reader.slices)
 
     async def generate(
         self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0,
@@ -144,7 +143,7 @@ class Engine:
 
     def rehearse(self) -> None:
         """Read a prompt of a few tokens and make two, in this thread, so that later steps find all kernels loaded."""
-        rows, one = self.model.new_rows(), self._new_row(4)
+        rows, one = self.model.new_rows(), self._reader.new_row(4)
         self.model.forward(one, [[1, 1, 1, 1]])
         rows.join(one)
         drawn = Sampler(Sampling(seed=0), (), ())
@@ -174,14 +173,14 @@ class Engine:
 
     def _step(self) -> None:
         self._refuse_late()
-        step = self._schedule.step(self._chunks.tokens_within(self._admission.chunk_s(self._load(()))))
+        slice_s = self._admission.chunk_s(self._load(()))
+        step = self._schedule.step(self._reader.tokens(slice_s))
         for sequence in step.dropped:
             self._leave(self._runs[sequence])
         made = self._continue()
-        if step.chunk is not None:
-            made += self._read(step.chunk)
-        self._schedule.done(step)
-        for run, token in made:
+        found = self._read(step.chunk, slice_s if step.rows else 0.0) if step.chunk is not None else None
+        self._schedule.done(step, read=found is not None)
+        for run, token in [*made, *(found or ())]:
             self._give(run, token)
 
     def _give(self, run: _Run, token: Token | Exception) -> None:
@@ -251,39 +250,33 @@ class Engine:
         self._admission.note_step(len(members), time.perf_counter() - began_s)
         return made
 
-    def _read(self, chunk: Chunk) -> list[_Made]:
-        """Read a part of a prompt. After the last part, the sequence joins the rows with its next token."""
-        run, began_s = self._runs[chunk.sequence], time.perf_counter()
+    def _read(self, chunk: Chunk, slice_s: float) -> list[_Made] | None:
+        """Read a chunk for about `slice_s` seconds, or to its end if this is 0. Return None if it is not read yet.
+
+        After the last chunk, the sequence joins the rows with its next token.
+        """
+        run = self._runs[chunk.sequence]
         try:
-            if chunk.begin == chunk.sequence.stored or self._reading is None:
-                self._reading = self._new_row(chunk.sequence.tokens)
-                if run.prefix is not None and self.prefixes is not None:
-                    self.prefixes.fill(self._reading, run.prefix)
+            if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
-                began_s = time.perf_counter()
-            logits = self.model.forward(self._reading, [run.ids[chunk.begin : chunk.end]], [run.adapter])
+            logits = self._reader.read(chunk, run.ids, run.prefix, run.adapter, slice_s)
         except Exception as error:
             # The rows of the other sequences are not affected.
             LOG.exception("a prompt could not be read")
             self._give(run, error)
             return []
-        made: list[_Made] = []
-        if chunk.last:
-            made = _choose([run], logits)
-            self._rows.join(self._reading)
-            self._members.append(run)
-            self._reading = None
-        self._chunks.note(chunk.end - chunk.begin, time.perf_counter() - began_s)
-        return made
+        if logits is None:
+            return None
+        if not chunk.last:
+            return []
+        self._rows.join(self._reader.rows)
+        self._members.append(run)
+        self._reader.stop()
+        return _choose([run], logits)
 
     def _load_adapter(self, run: _Run) -> None:
         if run.adapter and self.model.adapters is not None:
             self.model.adapters.load(run.adapter, {member.adapter for member in self._members})
-
-    def _new_row(self, columns: int) -> Rows:
-        rows = self.model.new_rows(columns)
-        rows.lengths = [0]
-        return rows
 
     def _end(self, run: _Run) -> None:
         self._schedule.remove(run.sequence)
@@ -302,7 +295,7 @@ class Engine:
             if last is not run:
                 self._members[row] = last
         elif self._schedule.reading is None:
-            self._reading = None
+            self._reader.stop()
 
     def _fail(self, error: Exception) -> None:
         """Fail the sequences of a step. The sequences that wait are not affected."""
@@ -311,7 +304,8 @@ class Engine:
             run.put(error)
             self._schedule.remove(run.sequence)
             del self._runs[run.sequence]
-        self._members, self._rows, self._reading = [], self.model.new_rows(), None
+        self._members, self._rows = [], self.model.new_rows()
+        self._reader.stop()
 
 
 def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:

@@ -1,7 +1,7 @@
 """Chooses the next step of an engine: the part of a prompt that it reads, and the rows that it continues.
 
 It does no I/O and knows neither torch nor a clock. A step continues all rows by a token, and then reads one chunk of one
-prompt. A sequence joins the rows once its prompt is read, and leaves them at any step.
+prompt, or a part of the chunk. A sequence joins the rows once its prompt is read, and leaves them at any step.
 
 All rows are as wide as the longest one. So n rows hold n times the tokens of the longest one. This product stays within the window.
 If the sequences get longer than expected, the youngest leaves the rows and waits again, with the tokens that it has made.
@@ -116,11 +116,15 @@ class StepSchedule:
             chunk = Chunk(reading, reading.read, min(reading.tokens, reading.read + max(1, chunk_tokens)))
         return EngineStep(chunk, tuple(self.rows), dropped)
 
-    def done(self, step: EngineStep) -> None:
-        """Record a step after which each of its sequences that was to continue has a token more."""
+    def done(self, step: EngineStep, *, read: bool = True) -> None:
+        """Record a step after which each of its sequences that was to continue has a token more.
+
+        `read` is False if a part of the chunk is left. Then the next step must get the same number of tokens, and has the same chunk, unless
+        its sequence has left.
+        """
         for sequence in step.rows:
             sequence.tokens += 1
-        if step.chunk is not None and step.chunk.sequence is self.reading:
+        if read and step.chunk is not None and step.chunk.sequence is self.reading:
             sequence = step.chunk.sequence
             sequence.read = step.chunk.end
             if step.chunk.last:

@@ -71,9 +71,9 @@ def test_the_time_of_a_token_and_the_chunk_that_it_leaves() -> None:
         == pytest.approx(2 * 0.06)
     )
     assert made.chunk_s(EngineLoad(0, (), 4, 0.2)) == 0
-    assert made.chunk_s(EngineLoad(1, (), 4)) == pytest.approx(0.03)
+    assert made.chunk_s(EngineLoad(1, (), 4)) == pytest.approx(0.8 * 0.03)
     assert made.chunk_s(EngineLoad(1, (), 4, 0.2)) == pytest.approx(0.9 * 0.2 - 0.03)
-    assert made.chunk_s(EngineLoad(1, (), 4, 0.001)) == pytest.approx(0.03)
+    assert made.chunk_s(EngineLoad(1, (), 4, 0.001)) == pytest.approx(0.8 * 0.03)
 
 
 PROMPT = [5] * 40

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Never
 
 import pytest
+from pilotflame.handlers.language_model.admission import Admission
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
@@ -46,6 +47,44 @@ async def test_sequences_that_run_together_are_as_if_alone(
     found = await asyncio.gather(*(tokens(engine, one, 10 + index) for index, one in enumerate(given)))
     wanted = [generated(model, one, 10 + index) for index, one in enumerate(given)]  # type: ignore[arg-type]
     assert found == wanted
+
+
+@pytest.fixture
+def one_layer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows, each step reads one layer of a chunk."""
+    monkeypatch.setattr(Admission, "chunk_s", lambda _, load: 1e-9 if load.rows else 0.0)
+    monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("one_layer_a_step")
+async def test_a_chunk_that_takes_several_steps_changes_no_token(kind: str) -> None:
+    engine, model = engine_of(kind, window=300)
+    given = prompts(7, 60, seed=12)
+    found = await asyncio.gather(*(tokens(engine, one, 30 + index) for index, one in enumerate(given)))
+    assert found == [generated(model, one, 30 + index) for index, one in enumerate(given)]  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_layer_a_step")
+async def test_a_caller_who_leaves_while_a_layer_of_the_prompt_waits_stops_its_pass() -> None:
+    engine, model = engine_of("llama", rows=3)
+    first, second, third = prompts(3, 60, seed=13)
+
+    async def leave() -> None:
+        stream = engine.generate(second, Sampler(GREEDY, second, ()), (), 400)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await anext(stream)
+        await stream.aclose()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(tokens(engine, first, 300))
+        for _ in range(20):
+            await leave()
+        last = tasks.create_task(tokens(engine, third, 30))
+    assert (await running, await last) == (generated(model, first, 300), generated(model, third, 30))  # type: ignore[arg-type]
+    assert not engine._runs
+    assert engine._reader.rows.lengths == [0]
 
 
 async def test_rows_that_grow_beyond_the_window_are_made_again_in_part(

@@ -62,7 +62,7 @@ class History:
             assert step.chunk.sequence not in step.rows
         if self.open:
             assert step.chunk is not None or step.rows
-        schedule.done(step)
+        schedule.done(step, read=self.random.random() < 0.7)
         for sequence in list(self.open):
             if sequence.tokens >= sequence.most_tokens:
                 self.end(sequence)

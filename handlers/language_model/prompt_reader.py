@@ -1,0 +1,109 @@
+"""Reads one prompt at a time, chunk by chunk, into a row of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from .causal_model import CausalModel
+from .pass_slices import PassSlices
+from .prefixes import Prefix, Prefixes
+from .rows import Rows
+from .schedule import Chunk, ChunkTimes
+
+LAYERS_A_STEP = 4
+"""The layers of a chunk that fit into the time of a step."""
+
+
+class PromptReader:
+    """The prompt that an engine reads. While the engine has rows, a chunk is read in slices, between the steps of the rows.
+
+    With adapters, each pass is whole, because peft changes the layers for the time of a pass.
+    """
+
+    def __init__(
+        self, model: CausalModel, prefixes: Prefixes | None, gate: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._model, self._prefixes, self._gate = model, prefixes, gate
+        layers = model.layers if model.adapters is None else []
+        self._passes = PassSlices(layers) if layers else None
+        self.slices = max(1.0, len(layers) / LAYERS_A_STEP)
+        """How many steps a chunk takes beside rows."""
+        self._chunk: Chunk | None = None
+        """The chunk whose pass has begun and not ended."""
+        self._taken_s = 0.0
+        self.rows = self.new_row(1)
+        """The row of the prompt, which its first chunk begins."""
+        self.times = ChunkTimes()
+
+    def tokens(self, slice_s: float) -> int:
+        """Return how many tokens the next chunk has, if each step has `slice_s` seconds for it. 0: there is no other work."""
+        if self._chunk is not None:
+            return self._chunk.end - self._chunk.begin
+        return self.times.tokens_within(slice_s * self.slices)
+
+    def read(
+        self, chunk: Chunk, ids: Sequence[int], prefix: Prefix | None, adapter: str, slice_s: float
+    ) -> Tensor | None:
+        """Read a chunk of the tokens `ids` for about `slice_s` seconds, or to its end if this is 0.
+
+        Return the logits after it, (1, vocabulary), or None if the chunk is not read yet. Then call this again with the same chunk. Before
+        the first chunk, the row gets the stored prefix. Raise what the model raises.
+        """
+        begins = self._chunk != chunk
+        if begins:
+            self._begin(chunk, prefix)
+        began_s = time.perf_counter()
+        try:
+            logits = self._pass(chunk, ids, adapter, slice_s, begins=begins)
+        except Exception:
+            self._chunk = None
+            raise
+        self._taken_s += time.perf_counter() - began_s
+        if logits is not None:
+            self.times.note(chunk.end - chunk.begin, self._taken_s)
+            self._chunk = None
+        return logits
+
+    def stop(self) -> None:
+        """Forget the prompt."""
+        if self._passes is not None:
+            self._passes.stop()
+        self._chunk, self.rows = None, self.new_row(1)
+
+    def new_row(self, columns: int) -> Rows:
+        """Return a row without tokens, with room for `columns`."""
+        rows = self._model.new_rows(columns)
+        rows.lengths = [0]
+        return rows
+
+    def _begin(self, chunk: Chunk, prefix: Prefix | None) -> None:
+        if self._passes is not None:
+            self._passes.stop()
+        self._chunk = None
+        if chunk.begin == chunk.sequence.stored:
+            self.rows = self.new_row(chunk.sequence.tokens)
+            if prefix is not None and self._prefixes is not None:
+                self._prefixes.fill(self.rows, prefix)
+        self._chunk, self._taken_s = chunk, 0.0
+
+    def _pass(
+        self, chunk: Chunk, ids: Sequence[int], adapter: str, slice_s: float, *, begins: bool
+    ) -> Tensor | None:
+        passes, rows, part = self._passes, self.rows, [[*ids[chunk.begin : chunk.end]]]
+        if passes is not None and not begins:
+            return passes.advance(slice_s or math.inf)
+        if passes is None or not slice_s:
+            # This thread is within the gate already.
+            return self._model.forward(rows, part, [adapter])
+
+        def gated() -> Tensor:
+            with self._gate():
+                return self._model.forward(rows, part, [adapter])
+
+        return passes.begin(gated, slice_s)
