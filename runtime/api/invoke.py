@@ -180,12 +180,13 @@ class Gateway:
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
-        accept: str | None = None, extra: Mapping[str, Any] | None = None,
+        accept: str | None = None, extra: Mapping[str, Any] | None = None, max_batch: int = 0,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Return (revision, invocation). If this raises an error, the caller must pass the error
         to `refused`.
 
         `content_type` and `accept` replace the Content-Type and Accept of the headers. The handler reads `extra` as `context.extra`.
+        `max_batch` is the size of the largest batch that the invocation may run in; 0 for no limit.
         """
         # Look the revision up again, because another revision may have become live while the body arrived.
         revision = self._functions.live(name)
@@ -197,7 +198,7 @@ class Gateway:
             hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
             content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
             traceparent=traceparent, tracestate=tracestate, accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
-            tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),
+            tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent), max_batch=max_batch,
         )  # fmt: skip
         ttl_s = settings.response_cache.ttl_s
         if ttl_s is None or not self._answer_from_cache(name, revision, invocation, headers, ttl_s):

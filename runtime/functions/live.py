@@ -321,6 +321,10 @@ class Live:
             with progress.step("proof start"):
                 await self.workers.prove(min(ready, self.record.settings.scale.max))
 
+    def limit_batches(self, most: int | None) -> None:
+        """Form no batches of more than `most` invocations from now on. None: only the handler limits them."""
+        self.revision.configure(policy_of(self.record, most))
+
     @property
     def rest_mb(self) -> float | None:
         """The memory of the zygote and the standby in MiB, when it was last measured."""
@@ -419,9 +423,13 @@ def snapshots_of(record: RevisionRecord) -> dict[str, str]:
     }
 
 
-def policy_of(record: RevisionRecord) -> Policy:
-    """Return the policy by which the gateway queues, sends and limits the invocations of a revision."""
+def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:
+    """Return the policy by which the gateway queues, sends and limits the invocations of a revision.
+
+    A batch has at most `most_batch` invocations, and at most as many as the handler takes.
+    """
     settings, batch = record.settings, record.handler.get("batch") or 1
+    batch = min(batch, most_batch or batch)
     scale, in_flight = settings.scale, settings.concurrency * batch
     timeout_s = scale.idle_timeout_s
     return Policy(

@@ -105,8 +105,9 @@ class Dispatcher:
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
-        limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
-        self.queue.configure(max_batch=policy.max_batch, **limits)
+        settings = policy.settings
+        self.queue.configure(max_queue=settings.max_queue, max_bytes=settings.max_queue_bytes)
+        self.limit_batch()
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
         """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.

@@ -145,6 +145,8 @@ class Invocation:
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     capture: Capture | None = None
     """Receives the lines that the invocation prints; None if they are not captured."""
+    max_batch: int = 0
+    """The size of the largest batch it may run in; 0 for no limit."""
     output: asyncio.Future[Output] = field(init=False)
     stream: Stream | None = field(init=False)
     timeline: Timeline = field(init=False)
@@ -154,8 +156,6 @@ class Invocation:
     execution_deadline_s: float = field(init=False, default=math.inf)
     """When the present handler call exceeds its time limit; infinity without a limit or a worker."""
     attempt: int = field(init=False, default=1)
-    max_batch: int = field(init=False, default=0)
-    """The size of the largest batch it may run in; 0 for no limit."""
     first: bool = field(init=False, default=False)
     """True after a reservation has put it before the invocations of all priorities."""
     batch_size: int = field(init=False, default=1)

@@ -23,6 +23,11 @@ def error_text(error: PilotflameError) -> str:
     return f"Request for unknown model: {found}" if isinstance(error, UnknownFunction) else found
 
 
+def load_failure(name: str) -> str:
+    """Return the beginning of the text of an error of a load."""
+    return f"failed to load '{name[:80]}', failed to poll from model repository: "
+
+
 def status_of(error: PilotflameError) -> int:
     """Return the HTTP status of an error. The protocol has no 422."""
     return 400 if error.status == 422 else error.status

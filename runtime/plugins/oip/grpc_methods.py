@@ -12,12 +12,13 @@ import grpc
 from google.protobuf.message import Message
 from multidict import CIMultiDict
 
-from ....errors import PilotflameError
+from ....errors import BadInput, InvocationError, PilotflameError
 from ...access.keys import Caller
 from ...api.backend import Backend
 from ...api.plugin import Entrance
 from ...http.requests import TIMEOUT, request_id_of, too_large
 from ...http.responses import MAX_ON_LOOP_BYTES, invocation_headers
+from .errors import load_failure
 from .grpc_messages import message, parameters_of
 from .grpc_requests import infer_request, infer_response
 from .infer_call import InferCall
@@ -131,8 +132,13 @@ class GrpcMethods:
         parameters = parameters_of(request.parameters)
         try:
             await self._change(LOAD, request, call, lambda name: self._repository.load(name, parameters))
+        except BadInput as error:
+            # Triton answers INTERNAL, and clients look for it.
+            raise InvocationError(
+                load_failure(request.model_name) + error.message, remedy=error.remedy
+            ) from None
         except PilotflameError as error:
-            error.message = f"failed to load '{request.model_name[:80]}': {error.message}"
+            error.message = load_failure(request.model_name) + error.message
             raise
         return message("RepositoryModelLoadResponse")
 

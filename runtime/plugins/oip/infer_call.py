@@ -53,12 +53,14 @@ class InferCall(Gateway):
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit a request. Return what `Gateway.begin` returns, and raise its errors."""
+        max_batch = self.model.largest_batch(asked.rows)
         fields = {"model_name": self._name, "model_version": self.model.version}
         if asked.id:
             fields["id"] = asked.id
         return super().begin(
             self.function, asked.with_headers(headers), request_id, asked.body, received_s, caller, on_end,
             content_type=asked.content_type, accept=f"{asked.accept};fields={quote(orjson.dumps(fields))}", extra=asked.extra,
+            max_batch=max_batch,
         )  # fmt: skip
 
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:

@@ -107,6 +107,8 @@ class InferRequest:
     headers: Mapping[str, str] | None = None
     """The headers that the parameters of the request stand for."""
     extra: Mapping[str, Any] | None = None
+    rows: int = 0
+    """The longest first axis of its inputs."""
 
     @classmethod
     def read(cls, headers: Headers, body: bytes, model: TensorModel) -> Self:
@@ -138,6 +140,7 @@ class InferRequest:
             body, f"{TENSORS_TYPE};header={header_bytes}",
             f"{TENSORS_TYPE};binary={','.join(wanted[True])};json={','.join(wanted[False])}",
             asked.id, _headers(parameters), {"parameters": own} if own else None,
+            max((one.shape[0] for one in asked.inputs if one.shape), default=0),
         )  # fmt: skip
 
     def with_headers(self, headers: Headers) -> Headers:

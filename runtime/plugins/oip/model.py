@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from typing_extensions import TypedDict
@@ -26,6 +26,7 @@ SERVER_NAME = "triton"
 """Clients check that the server has this name, which stands for the extensions that Triton defines."""
 PLATFORM = "pilotflame"
 _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
+_Facts: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Tensor], int]
 
 
 class ServerMetadata(TypedDict):
@@ -45,13 +46,10 @@ class TensorModel:
     live: Live
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, live: Live) -> Self | None:
-        """Return a function as a model, or None if its event or its answer is not made of tensors."""
-        facts = live.record.handler
-        inputs, outputs = (declared(facts.get(schema) or {}) for schema in ("input_schema", "output_schema"))
-        return cls(live, inputs, outputs) if inputs and outputs else None
+    max_batch_size: int = 0
+    """The most rows of a request, and of a batch of requests, which the latest load has set; 0 for no limit. A row is an
+    index of the first axis.
+    """
 
     @property
     def version(self) -> str:
@@ -76,15 +74,36 @@ class TensorModel:
         }  # fmt: skip
 
     def config(self, name: str) -> dict[str, Any]:
-        """Return the configuration as Triton has it. `max_batch_size` is 0, so the shapes have all axes.
+        """Return the configuration as Triton has it. If `max_batch_size` is 0, the shapes have all axes, and otherwise all
+        but the first.
 
         The gateway forms batches of whole requests, which the handler gets as a list.
         """
+        first = 1 if self.max_batch_size else 0
         return {
-            "name": name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": 0,
+            "name": name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": self.max_batch_size,
             "version_policy": {"latest": {"num_versions": 1}},
-            "input": _configured(self.inputs), "output": _configured(self.outputs),
+            "input": _configured(self.inputs, first), "output": _configured(self.outputs, first),
         }  # fmt: skip
+
+    def limited(self, max_batch_size: int) -> TensorModel:
+        """Return the model with another `max_batch_size`. Raise BadInput if its tensors have no axis for rows."""
+        if max_batch_size:
+            for name, tensor in (*self.inputs.items(), *self.outputs.items()):
+                if tuple(tensor.shape[:1]) != (-1,):
+                    message = f"max_batch_size needs tensors with any number of rows; {name} has the shape {list(tensor.shape)}."
+                    raise BadInput(message, remedy="Let the first axis of all tensors be -1.")
+        return replace(self, max_batch_size=max_batch_size)
+
+    def largest_batch(self, rows: int) -> int:
+        """Return how many requests a batch with a request of `rows` rows may have, so that it keeps `max_batch_size`; 0 for
+        any number. Raise BadInput if the request alone has too many rows.
+        """
+        if self.max_batch_size and rows > self.max_batch_size:
+            message = f"inference request batch-size must be <= {self.max_batch_size}; it is {rows}."
+            raise BadInput(message, remedy="Send fewer rows, or load the model without max_batch_size.")
+        # The other requests may have fewer rows, and a request with more rows lets fewer requests in.
+        return self.max_batch_size // max(1, rows)
 
     def indexed(self) -> dict[str, str]:
         """Return the model's row in the index of the repository."""
@@ -98,7 +117,8 @@ class TensorModels:
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
-        self._known: WeakKeyDictionary[Live, TensorModel | None] = WeakKeyDictionary()
+        # The fields of a TensorModel after `live`: with it, no entry would ever be freed.
+        self._known: WeakKeyDictionary[Live, _Facts | None] = WeakKeyDictionary()
 
     def find(self, name: str, check: Callable[[str], None]) -> TensorModel:
         """Return the model `name`. Names of functions have hyphens where `name` may have underscores.
@@ -107,7 +127,7 @@ class TensorModels:
         """
         function = function_of(name)
         check(function)
-        model = self._model(self._functions.get(function))
+        model = self.of(self._functions.get(function))
         if model is None:
             message = f"{function} takes or returns no tensors."
             raise BadInput(
@@ -115,15 +135,26 @@ class TensorModels:
             )
         return model
 
+    def limit_batches(self, model: TensorModel) -> None:
+        """Let the function of `model` form batches of at most `max_batch_size`, until its revision is replaced."""
+        self._known[model.live] = (model.inputs, model.outputs, model.max_batch_size)
+        model.live.limit_batches(model.max_batch_size or None)
+
     def all(self, names: Iterable[str]) -> list[TensorModel]:
         """Return the models among these functions."""
-        found = (self._model(self._functions.get(name)) for name in names)
+        found = (self.of(self._functions.get(name)) for name in names)
         return [model for model in found if model is not None]
 
-    def _model(self, live: Live) -> TensorModel | None:
+    def of(self, live: Live) -> TensorModel | None:
+        """Return a function as a model, or None if its event or its answer is not made of tensors."""
         if live not in self._known:
-            self._known[live] = TensorModel.of(live)
-        return self._known[live]
+            facts = live.record.handler
+            inputs, outputs = (
+                declared(facts.get(schema) or {}) for schema in ("input_schema", "output_schema")
+            )
+            self._known[live] = (inputs, outputs, 0) if inputs and outputs else None
+        found = self._known[live]
+        return None if found is None else TensorModel(live, *found)
 
 
 def function_of(name: str) -> str:
@@ -138,10 +169,11 @@ def _described(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def _configured(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def _configured(tensors: Mapping[str, Tensor], first: int) -> list[dict[str, Any]]:
+    """Return the tensors with their axes from `first` on."""
     return [
         {
-            "name": name, "dims": list(tensor.shape),
+            "name": name, "dims": list(tensor.shape[first:]),
             "data_type": _CONFIG_TYPES.get(tensor.datatype, f"TYPE_{tensor.datatype}"),
         }
         for name, tensor in tensors.items()

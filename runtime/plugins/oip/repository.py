@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from ....errors import BadInput
 from ...functions.registry import Functions
-from .model import TensorModels, function_of
+from .model import TensorModel, TensorModels, function_of
 from .statistics import Statistics
 
 LOAD_S = 300.0
 CAUSE = "hook load"
+DEPLOY = "Deploy the function with other settings instead."
+MOST_CONFIG_CHARS = 64 << 10
+_MOST_ROWS = 2**31 - 1
 
 
 class Repository:
@@ -33,13 +38,19 @@ class Repository:
     async def load(self, name: str, parameters: Mapping[str, Any]) -> None:
         """Resume a function, and wait until one of its workers is ready.
 
-        Raise UnknownFunction, BadInput if there are parameters, and the errors of `wait_ready`.
+        The parameter `config` replaces `max_batch_size` until the next load. Raise UnknownFunction, the errors of `wait_ready`,
+        and BadInput for another parameter or another field of `config`.
         """
-        if parameters:
-            message = f"The parameter {next(iter(parameters))[:40]!r} is not supported."
-            raise BadInput(message, remedy="Deploy the function with other settings instead.")
         function = function_of(name)
         live = self._functions.get(function)
+        for parameter in parameters:
+            if parameter != "config":
+                raise BadInput(f"The parameter {parameter[:40]!r} is not supported.", remedy=DEPLOY)
+        if "config" in parameters:
+            model = self.models.find(name, lambda _function: None)
+            self.models.limit_batches(_overridden(model, name, parameters["config"]))
+        elif (found := self.models.of(live)) is not None and found.max_batch_size:
+            self.models.limit_batches(found.limited(0))
         if live.function.paused:
             live = await self._functions.pause(function, paused=False)
         if (refusal := live.function.refusal()) is not None:
@@ -50,3 +61,39 @@ class Repository:
     async def unload(self, name: str) -> None:
         """Pause a function. Raise UnknownFunction."""
         await self._functions.pause(function_of(name), paused=True)
+
+
+def _overridden(model: TensorModel, name: str, config: Any) -> TensorModel:
+    """Return the model with the `max_batch_size` in a configuration. Raise BadInput, which names the field, if the
+    configuration changes another field.
+    """
+    fields = _fields(config)
+    limited = model.limited(_rows(fields.pop("max_batch_size", 0)))
+    present = limited.config(name)
+    for field, value in fields.items():
+        if field not in present or value != present[field]:
+            raise BadInput(f"config: {field[:40]} cannot be changed.", remedy=DEPLOY)
+    return limited
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    if not isinstance(config, str) or len(config) > MOST_CONFIG_CHARS:
+        raise BadInput(f"config is no text of at most {MOST_CONFIG_CHARS} characters.")
+    try:
+        found = orjson.loads(config)
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"config is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise BadInput("config is no JSON object.")
+    return found
+
+
+def _rows(value: Any) -> int:
+    """Return a number of rows. The JSON of protobuf has numbers as text, too."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 11:
+        value = int(value)
+    if type(value) is not int or not 0 <= value <= _MOST_ROWS:
+        raise BadInput(
+            f"config: max_batch_size is {value!r:.40}.", remedy="It is a whole number, 0 for no limit."
+        )
+    return value

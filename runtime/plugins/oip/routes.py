@@ -20,7 +20,7 @@ from ...api.plugin import ApiPlugin, Entrance
 from ...http.requests import CALLS, caller_of, load_json, read_body, request_id_of
 from ...http.responses import MAX_ON_LOOP_BYTES, json_response
 from ...http.routes import Route
-from .errors import ERRORS, oip_error_reply
+from .errors import ERRORS, load_failure, oip_error_reply
 from .infer_call import InferCall
 from .infer_request import InferenceRequest, InferRequest, json_bytes
 from .model import ServerMetadata, TensorModel, server_metadata
@@ -162,8 +162,7 @@ class OipApi(ApiPlugin):
         try:
             await self._repository.load(name, (await self._json(request)).get("parameters") or {})
         except PilotflameError as error:
-            beginning = f"failed to load '{name[:80]}': "
-            return oip_error_reply(error, request_id_of(request.headers), beginning).response()
+            return oip_error_reply(error, request_id_of(request.headers), load_failure(name)).response()
         return json_response({})
 
     async def unload(self, request: web.Request) -> web.StreamResponse:
