@@ -31,7 +31,6 @@ EXCLUDED = {
     "simple_http_shm_string_client": MEMORY,
     "simple_grpc_aio_sequence_stream_infer_client": SEQUENCES, "simple_grpc_sequence_stream_infer_client": SEQUENCES,
     "simple_grpc_sequence_sync_infer_client": SEQUENCES, "simple_http_sequence_sync_infer_client": SEQUENCES,
-    "simple_grpc_custom_repeat": "Functions that send several answers are called at /invoke.",
 }  # fmt: skip
 """By the name of an example: why it cannot run."""
 MODEL_COUNTS = {"simple_http_model_control": 7, "simple_grpc_model_control": 8}

@@ -15,7 +15,7 @@ from multidict import istr
 from pydantic import BaseModel, ValidationError
 
 from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
-from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
+from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..access.keys import ANYBODY, Caller
 from ..jobs.job import ALL
@@ -274,6 +274,9 @@ def accept_of(headers: Headers) -> str:
     if accept is None or len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
         return ""
     lower = accept.lower()
+    # Only a plugin asks for tensors: it can read them also as pieces of a stream.
+    if TENSORS_TYPE in lower:
+        return ""
     return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
 
 

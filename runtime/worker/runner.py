@@ -32,6 +32,7 @@ from ...errors import (
     SnapshotError,
     SnapshotMismatch,
 )
+from ...handlers.arrays import TENSORS_TYPE
 from ...handlers.codec import JSON_TYPE
 from ...handlers.contract import Cancellation, Context
 from ...handlers.failure import OUT_OF_MEMORY_REMEDY, cut, explain, is_out_of_memory
@@ -277,11 +278,15 @@ class Runner(ABC):
         return encode(FrameKind.RESULT, call.channel, head, payload)
 
     def chunk_frame(self, call: Call, value: Any) -> tuple[bytes, int]:
-        """Return the frame of a chunk, and the size that counts against the credit. Raise OutputInvalid if it is not
-        JSON, or too large.
+        """Return the frame of a chunk, and the size that counts against the credit. Raise OutputInvalid if it is neither
+        JSON nor tensors, or too large.
         """
-        payload, content_type = self.handler.output.encode(value)
-        if content_type != JSON_TYPE:
+        accept = call.accept if call.accept.startswith(TENSORS_TYPE) else ""
+        payload, content_type = self.handler.output.encode(value, accept)
+        if content_type.startswith(TENSORS_TYPE):
+            # A frame of a chunk has no head, so the content type and a line feed come before tensors.
+            payload = b"%s\n%s" % (content_type.encode(), payload)
+        elif content_type != JSON_TYPE:
             raise OutputInvalid("A chunk of a stream must be JSON, not bytes.", remedy="Decode the bytes.")
         check_output(payload)
         frame = encode(FrameKind.CHUNK, call.channel, b"", payload)

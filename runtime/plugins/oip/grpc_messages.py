@@ -34,14 +34,15 @@ InferInputTensor: string name 1, string datatype 2, int64* shape 3, ParametersEn
 InferRequestedOutputTensor: string name 1, ParametersEntry* parameters 2
 ModelInferRequest: string model_name 1, string model_version 2, string id 3, ParametersEntry* parameters 4, InferInputTensor* inputs 5, InferRequestedOutputTensor* outputs 6, bytes* raw_input_contents 7
 InferOutputTensor: string name 1, string datatype 2, int64* shape 3
-ModelInferResponse: string model_name 1, string model_version 2, string id 3, InferOutputTensor* outputs 5, bytes* raw_output_contents 6
+ModelInferResponse: string model_name 1, string model_version 2, string id 3, ParametersEntry* parameters 4, InferOutputTensor* outputs 5, bytes* raw_output_contents 6
 ModelStreamInferResponse: string error_message 1, ModelInferResponse infer_response 2
 ModelConfigRequest: string name 1, string version 2
 LatestVersions: uint32 num_versions 1
 ModelVersionPolicy: LatestVersions latest 1
+ModelTransactionPolicy: bool decoupled 1
 ModelInput: string name 1, int32 data_type 2, int64* dims 4, bool optional 8
 ModelOutput: string name 1, int32 data_type 2, int64* dims 3
-ModelConfig: string name 1, string platform 2, ModelVersionPolicy version_policy 3, int32 max_batch_size 4, ModelInput* input 5, ModelOutput* output 6, string backend 17
+ModelConfig: string name 1, string platform 2, ModelVersionPolicy version_policy 3, int32 max_batch_size 4, ModelInput* input 5, ModelOutput* output 6, string backend 17, ModelTransactionPolicy model_transaction_policy 19
 ModelConfigResponse: ModelConfig config 1
 ModelStatisticsRequest: string name 1, string version 2
 StatisticDuration: uint64 count 1, uint64 ns 2

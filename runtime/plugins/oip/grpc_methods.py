@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import grpc
@@ -18,10 +19,12 @@ from ...api.backend import Backend
 from ...api.plugin import Entrance
 from ...http.requests import TIMEOUT, request_id_of, too_large
 from ...http.responses import MAX_ON_LOOP_BYTES, invocation_headers
+from ...serving.invocation import Invocation
 from .errors import load_failure
 from .grpc_messages import message, parameters_of
-from .grpc_requests import infer_request, infer_response
+from .grpc_requests import infer_request, infer_response, is_final, output_of
 from .infer_call import InferCall
+from .infer_request import InferRequest
 from .model import TensorModel, function_of, server_metadata
 from .repository import Repository
 
@@ -43,6 +46,14 @@ class GrpcCall(NamedTuple):
     context: grpc.aio.ServicerContext[Any, Any]
 
 
+class _Running(NamedTuple):
+    """A submitted request, and the fields of its responses that repeat fields of it."""
+
+    asked: InferRequest
+    invocation: Invocation
+    names: dict[str, str]
+
+
 class GrpcMethods:
     """The methods for the models of a gateway."""
 
@@ -51,35 +62,68 @@ class GrpcMethods:
 
     async def infer(self, sent: Any, call: GrpcCall) -> Message:
         """Return the response to a ModelInferRequest. Raise the errors of the call."""
+        async with self._running(sent, call) as running:
+            output = await running.invocation.output
+        headers = invocation_headers(running.invocation).items()
+        call.context.set_trailing_metadata([(name.lower(), text) for name, text in headers])
+        return infer_response(output, **running.names)
+
+    async def stream(
+        self, sent: Any, call: GrpcCall, write: Callable[[Message], Awaitable[None]]
+    ) -> Message | None:
+        """Write the outputs that a function yields as responses to a ModelInferRequest of a stream.
+
+        Return the last response, which is not written: the output of a function that does not yield, or an empty response if
+        the caller wants it. Return None if no response follows.
+        """
+        async with self._running(sent, call, streams=True) as running:
+            stream, names = running.invocation.stream, running.names
+            if stream is None:
+                output = await running.invocation.output
+                return infer_response(output, **names, parameters=is_final(True))
+            while pieces := await stream.take():
+                for piece in pieces:
+                    await write(infer_response(output_of(piece), **names, parameters=is_final(False)))
+                    stream.consumed(1)
+            await running.invocation.output
+        return (
+            message("ModelInferResponse", **names, parameters=is_final(True))
+            if running.asked.empty_final
+            else None
+        )
+
+    @contextlib.asynccontextmanager
+    async def _running(self, sent: Any, call: GrpcCall, *, streams: bool = False) -> AsyncIterator[_Running]:
+        """Run the request during the block. Cancel it if the block ends before."""
         received_s, request_id = time.monotonic(), request_id_of(call.headers)
-        model = self._repository.models.find(sent.model_name, call.caller.check)
-        model.check_version(sent.model_version)
-        infer = InferCall(self._backend, self._repository.statistics, model, sent.model_name)
+        model = self._model(sent.model_name, sent.model_version, call)
+        infer = InferCall(self._backend, self._repository.statistics, model, sent.model_name, streams=streams)
         headers, left_s = CIMultiDict(call.headers), call.context.time_remaining()
         if left_s is not None and math.isfinite(left_s):
             headers[TIMEOUT] = f"{max(left_s, 0.001):.6f}"
         try:
-            size, most = sent.ByteSize(), self._backend.body_limit(model.live.revision)
-            if size > most:
-                raise too_large(most, self._backend.too_large_remedy(most, model.live.revision))
-            large = size > MAX_ON_LOOP_BYTES
-            asked = await asyncio.to_thread(infer_request, sent) if large else infer_request(sent)
+            asked = await self._read(sent, model)
             revision, invocation = infer.submit(asked, headers, request_id, received_s, call.caller)
         except PilotflameError as error:
             infer.refused(infer.function, error, request_id, call.caller)
             raise
         try:
-            output = await invocation.output
-        except asyncio.CancelledError:
-            revision.cancel(invocation)
-            raise
+            names = {"model_name": sent.model_name, "model_version": model.version, "id": sent.id}
+            yield _Running(asked, invocation, names)
         finally:
-            if invocation.output.done() and not invocation.output.cancelled():
+            if not invocation.ended:
+                revision.cancel(invocation)
+            if not invocation.output.cancelled():
                 infer.count(invocation)
-        call.context.set_trailing_metadata(
-            [(name.lower(), text) for name, text in invocation_headers(invocation).items()]
+
+    async def _read(self, sent: Any, model: TensorModel) -> InferRequest:
+        """Return the request in a message. A long one is read in a thread. Raise InputTooLarge and BadInput."""
+        size, most = sent.ByteSize(), self._backend.body_limit(model.live.revision)
+        if size > most:
+            raise too_large(most, self._backend.too_large_remedy(most, model.live.revision))
+        return (
+            await asyncio.to_thread(infer_request, sent) if size > MAX_ON_LOOP_BYTES else infer_request(sent)
         )
-        return infer_response(output, sent.model_name, model.version, sent.id)
 
     # -- the server and its models
 
@@ -93,29 +137,33 @@ class GrpcMethods:
         return message("ServerMetadataResponse", **server_metadata())
 
     async def model_ready(self, request: Any, call: GrpcCall) -> Message:
-        return message("ModelReadyResponse", ready=self._model(request, call).ready)
+        return message("ModelReadyResponse", ready=self._model(request.name, request.version, call).ready)
 
     async def model_metadata(self, request: Any, call: GrpcCall) -> Message:
-        return message("ModelMetadataResponse", **self._model(request, call).metadata(request.name))
+        return message(
+            "ModelMetadataResponse", **self._model(request.name, request.version, call).metadata(request.name)
+        )
 
     async def model_config(self, request: Any, call: GrpcCall) -> Message:
-        config = self._model(request, call).config(request.name)
+        config = self._model(request.name, request.version, call).config(request.name)
         for tensor in (*config["input"], *config["output"]):
             tensor["data_type"] = _DATA_TYPES[tensor["data_type"].removeprefix("TYPE_")]
         return message("ModelConfigResponse", config=config)
 
     async def model_statistics(self, request: Any, call: GrpcCall) -> Message:
         if request.name:
-            found = [self._repository.statistics.of(self._model(request, call), request.name)]
+            found = [
+                self._repository.statistics.of(self._model(request.name, request.version, call), request.name)
+            ]
         else:
             found = self._repository.counts(self._names(call))
         for one in found:
             del one["batch_stats"], one["memory_usage"]
         return message("ModelStatisticsResponse", model_stats=found)
 
-    def _model(self, request: Any, call: GrpcCall) -> TensorModel:
-        model = self._repository.models.find(request.name, call.caller.check)
-        model.check_version(request.version)
+    def _model(self, name: str, version: str, call: GrpcCall) -> TensorModel:
+        model = self._repository.models.find(name, call.caller.check)
+        model.check_version(version)
         return model
 
     def _names(self, call: GrpcCall) -> list[str]:

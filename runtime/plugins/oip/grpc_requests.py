@@ -75,8 +75,8 @@ def _contents(tensor: Any) -> bytes:
         raise BadInput(f"The input {tensor.name[:80]!r} is not {tensor.datatype}: {error}.") from None
 
 
-def infer_response(output: Output, name: str, version: str, request_id: str) -> Message:
-    """Return the ModelInferResponse with a worker's outputs."""
+def infer_response(output: Output, **fields: Any) -> Message:
+    """Return the ModelInferResponse with a worker's outputs and other `fields`."""
     header_bytes = tensors_header(output)
     data, raw, tensors = memoryview(output.payload)[header_bytes:], [], []
     for one in orjson.loads(memoryview(output.payload)[:header_bytes])["outputs"]:
@@ -84,7 +84,15 @@ def infer_response(output: Output, name: str, version: str, request_id: str) -> 
         raw.append(bytes(data[:size]))
         data = data[size:]
         tensors.append({"name": one["name"], "datatype": one["datatype"], "shape": one["shape"]})
-    return message(
-        "ModelInferResponse", model_name=name, model_version=version, id=request_id, outputs=tensors,
-        raw_output_contents=raw,
-    )  # fmt: skip
+    return message("ModelInferResponse", outputs=tensors, raw_output_contents=raw, **fields)
+
+
+def output_of(piece: bytes) -> Output:
+    """Return a piece of a stream of tensors as an output: the piece begins with its content type and a line feed."""
+    content_type, _, payload = piece.partition(b"\n")
+    return Output(payload, content_type.decode("latin-1"))
+
+
+def is_final(value: bool) -> list[dict[str, Any]]:
+    """Return the parameters of a response in a stream, which say whether it is the last one to its request."""
+    return [{"key": "triton_final_response", "value": {"bool_param": value}}]

@@ -30,6 +30,7 @@ from ...http.responses import MAX_ON_LOOP_BYTES, retry_headers
 from .errors import error_text
 from .grpc_messages import CLASSES, message
 from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method
+from .grpc_requests import is_final
 from .repository import Repository
 
 LOG = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED, 413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     422: grpc.StatusCode.INVALID_ARGUMENT, 429: grpc.StatusCode.RESOURCE_EXHAUSTED, 499: grpc.StatusCode.CANCELLED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
     503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
 _INFER = METHODS["ModelInfer"]
@@ -202,19 +204,27 @@ class GrpcServer(grpc.GenericRpcHandler):
     ) -> None:  # fmt: skip
         """Answer one request of a stream. `admitted`: its admission, if it has one already."""
         request_id = ""
+
+        async def write(response: Any, **fields: Any) -> None:
+            # A caller that does not read lets nothing be written, and then the function's stream stops too.
+            async with writing:
+                await call.context.write(
+                    message("ModelStreamInferResponse", infer_response=response, **fields)
+                )
+
         try:
             try:
                 request = await _parsed(_INFER.request, sent)
                 request_id = request.id
                 admitted = admitted or self._entrance.admit(call.headers, _INFER.route)
-                fields: dict[str, Any] = {"infer_response": await self._methods.infer(request, call)}
-            except PilotflameError as error:
-                fields = {"error_message": error_text(error), "infer_response": {"id": request_id}}
+                last = await self._methods.stream(request, call, write)
             finally:
                 if admitted is not None:
                     admitted.leave()
-            async with writing:
-                await call.context.write(message("ModelStreamInferResponse", **fields))
+            if last is not None:
+                await write(last)
+        except PilotflameError as error:
+            await write({"id": request_id, "parameters": is_final(True)}, error_message=error_text(error))
         finally:
             places.release()
 

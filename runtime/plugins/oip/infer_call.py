@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import orjson
 
-from ....errors import BadInput, OutputInvalid, PilotflameError
+from ....errors import NotSupported, OutputInvalid, PilotflameError
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...access.keys import Caller
@@ -31,11 +31,16 @@ _HEADER_NAME = str(HEADER_LENGTH)
 class InferCall(Gateway):
     """One request for inference. It has the methods with which the gateway serves calls."""
 
-    def __init__(self, backend: Backend, statistics: Statistics, model: TensorModel, name: str) -> None:
-        """`name` is the model's name as the client writes it."""
+    def __init__(
+        self, backend: Backend, statistics: Statistics, model: TensorModel, name: str, *, streams: bool = False
+    ) -> None:  # fmt: skip
+        """`name` is the model's name as the client writes it. Raise NotSupported if the model sends several responses to a
+        request, unless it `streams` them.
+        """
         super().__init__(backend)
-        if model.live.revision.streaming:
-            raise BadInput(f"{name} sends several answers to a request.", remedy="Call it at /invoke.")
+        if model.decoupled and not streams:
+            message = f"{name} sends several responses: this call doesn't support models with decoupled transaction policy."
+            raise NotSupported(message, remedy="Call ModelStreamInfer over gRPC, or /invoke.")
         self.model, self.function = model, model.live.record.function
         self._name, self._statistics = name, statistics
 

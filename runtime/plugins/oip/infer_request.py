@@ -28,7 +28,8 @@ _UNSUPPORTED = (
     "classification", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_offset",
     "shared_memory_byte_size",
 )  # fmt: skip
-_OWN = frozenset({"binary_data_output", "timeout", "priority"})
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_OWN = frozenset({"binary_data_output", "timeout", "priority", _EMPTY_FINAL})
 _INPUT_PARAMETERS = frozenset({"binary_data_size", "content_type"})
 
 
@@ -109,6 +110,8 @@ class InferRequest:
     extra: Mapping[str, Any] | None = None
     rows: int = 0
     """The longest first axis of its inputs."""
+    empty_final: bool = False
+    """True if an empty response must follow the last one, if the model may send several."""
 
     @classmethod
     def read(cls, headers: Headers, body: bytes, model: TensorModel) -> Self:
@@ -140,7 +143,7 @@ class InferRequest:
             body, f"{TENSORS_TYPE};header={header_bytes}",
             f"{TENSORS_TYPE};binary={','.join(wanted[True])};json={','.join(wanted[False])}",
             asked.id, _headers(parameters), {"parameters": own} if own else None,
-            max((one.shape[0] for one in asked.inputs if one.shape), default=0),
+            max((one.shape[0] for one in asked.inputs if one.shape), default=0), _flag(parameters, _EMPTY_FINAL),
         )  # fmt: skip
 
     def with_headers(self, headers: Headers) -> Headers:

@@ -60,6 +60,11 @@ class TensorModel:
         """True if calls succeed. A function without workers is ready."""
         return not self.live.unavailable
 
+    @property
+    def decoupled(self) -> bool:
+        """True if the model may send several responses to a request, or none."""
+        return self.live.revision.streaming
+
     def check_version(self, version: str) -> None:
         """Raise UnknownFunction unless `version` is "", or the number or the name of the live revision."""
         record = self.live.record
@@ -82,7 +87,7 @@ class TensorModel:
         first = 1 if self.max_batch_size else 0
         return {
             "name": name, "platform": PLATFORM, "backend": PLATFORM, "max_batch_size": self.max_batch_size,
-            "version_policy": {"latest": {"num_versions": 1}},
+            "version_policy": {"latest": {"num_versions": 1}}, "model_transaction_policy": {"decoupled": self.decoupled},
             "input": _configured(self.inputs, first), "output": _configured(self.outputs, first),
         }  # fmt: skip
 

@@ -28,7 +28,7 @@ from .repository import Repository
 
 MODEL = "/v2/models/{model}"
 VERSION = f"{MODEL}/versions/{{version}}"
-_INFER_ERRORS = (400, 404, 408, 413, 429, 500, 503, 504)
+_INFER_ERRORS = (400, 404, 408, 413, 429, 500, 501, 503, 504)
 _MAX_INDEX_BYTES = 64 << 10
 
 

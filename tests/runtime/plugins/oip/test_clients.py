@@ -121,7 +121,7 @@ async def test_an_unloaded_model_is_not_ready(server: Server, module: Any, proto
     [
         ("nope", "Request for unknown model"),
         ("plain", "takes or returns no tensors"),
-        ("streams", "sends several answers"),
+        ("streams", "doesn't support models with decoupled transaction policy"),
         ("simple_int8", "input.INPUT0: it is INT32, not INT8"),
         ("broken", "of the handler"),
         ("wrong", "answer.OUTPUT0"),
