@@ -200,21 +200,13 @@ class Gateway:
             traceparent=traceparent, tracestate=tracestate, accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
             tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent), max_batch=max_batch,
         )  # fmt: skip
-        ttl_s = settings.response_cache.ttl_s
-        if ttl_s is None or not self._answer_from_cache(name, revision, invocation, headers, ttl_s):
-            revision.submit(invocation)
-        return revision, invocation
-
-    def _answer_from_cache(
-        self, name: str, revision: Revision, invocation: Invocation, headers: Headers, ttl_s: float
-    ) -> bool:
-        """Return True if the response cache has ended the invocation. Otherwise, the invocation must be submitted."""
         # `submit` raises the error of a function that is paused or has used its budget.
-        if self._functions.get(name).function.stopped:
-            return False
-        rule = revision.policy.settings.response_cache
-        wanted = parse_preferences([headers.get(hdrs.CACHE_CONTROL, "")])
-        return CachedCall(self._backend.cache, rule, name, invocation, wanted).answer(ttl_s)
+        if settings.response_cache.ttl_s is None or self._functions.get(name).function.stopped:
+            revision.submit(invocation)
+        else:
+            wanted = parse_preferences([headers.get(hdrs.CACHE_CONTROL, "")])
+            CachedCall(self._backend.cache, revision, invocation, wanted).start()
+        return revision, invocation
 
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""

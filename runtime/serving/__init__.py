@@ -8,6 +8,7 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
         Replica         has the link of one worker, and knows which invocations the worker has not ended
     ResponseCache       has the stored answers of all functions; a call that it answers is not submitted
+      EqualCalls        has the calls that run, for which equal calls wait
 
 `reconciling` decides how many workers there are, and starts and ends them. The package `serving` must not
 import anything of HTTP, jobs or deployments.

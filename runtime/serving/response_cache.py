@@ -18,9 +18,10 @@ from typing import NamedTuple
 import orjson
 
 from ..access.fair_share import SharedRoom
-from ..settings.function_settings import ResponseCaching
 from ..telemetry.metrics import Reading
+from .equal_calls import EqualCalls
 from .invocation import Invocation, Output
+from .revision import Revision
 
 OVERHEAD_BYTES = 512
 """What an entry takes beside its output, about."""
@@ -61,6 +62,7 @@ class FunctionAnswers:
     size: int = 0
     hits: int = 0
     misses: int = 0
+    waits: int = 0
     evictions: int = 0
 
 
@@ -71,6 +73,8 @@ class ResponseCache:
         self._room = SharedRoom(most)
         self._epochs = itertools.count()
         self._functions: dict[str, FunctionAnswers] = {}
+        self.equal = EqualCalls()
+        """The calls that run, for which equal calls wait."""
         # The keys of each tenant, the longest unused key first.
         self._used: defaultdict[str, OrderedDict[Key, None]] = defaultdict(OrderedDict)
 
@@ -89,6 +93,10 @@ class ResponseCache:
         answers.hits += 1
         self._used[key.tenant].move_to_end(key)
         return found
+
+    def note_waiting(self, function: str) -> None:
+        """Count a call that waits for an equal call. It was a miss before."""
+        self._functions[function].waits += 1
 
     def put(self, key: Key, output: Output, now_s: float, ttl_s: float) -> bool:
         """Store an answer, and return True. Return False if it has no room, or if its revision is not live any more.
@@ -139,6 +147,7 @@ class ResponseCache:
         return [
             Reading("response_cache_hits", "Calls answered by the response cache.", numbers(lambda a: a.hits), total=True),
             Reading("response_cache_misses", "Calls without a stored answer.", numbers(lambda a: a.misses), total=True),
+            Reading("response_cache_waits", "Calls that waited for an equal call.", numbers(lambda a: a.waits), total=True),
             Reading("response_cache_evictions", "Answers dropped for room.", numbers(lambda a: a.evictions), total=True),
             Reading("response_cache_bytes", "Bytes of stored answers.", numbers(lambda a: a.size)),
         ]  # fmt: skip
@@ -163,55 +172,67 @@ class CachedCall:
     """A call of a function with a response cache: the cache answers it, or stores its output."""
 
     def __init__(
-        self, cache: ResponseCache, rule: ResponseCaching, function: str, invocation: Invocation, wanted: Mapping[str, str]
-    ) -> None:  # fmt: skip
+        self, cache: ResponseCache, revision: Revision, invocation: Invocation, wanted: Mapping[str, str]
+    ) -> None:
         """`wanted` has the directives of the caller's header Cache-Control."""
-        self._cache, self._rule, self._function, self._invocation = cache, rule, function, invocation
-        self._wanted = wanted
+        self._cache, self._revision, self._invocation, self._wanted = cache, revision, invocation, wanted
+        self._rule = revision.policy.settings.response_cache
 
-    def answer(self, ttl_s: float) -> bool:
-        """End the invocation with a stored answer, and return True. Otherwise, return False. Then the invocation must
-        be submitted, and its output is stored at its end for `ttl_s`.
+    def start(self) -> None:
+        """End the invocation with a stored answer, let it wait for an equal call, or submit it. Raise the errors of
+        `Revision.submit`. At its end, the output of a submitted invocation is stored.
         """
-        invocation = self._invocation
-        if invocation.stream is not None or len(invocation.body) > MAX_INPUT_BYTES:
-            invocation.cache_status = f"{STATUS}fwd=bypass"
-            return False
-        if "no-store" in self._wanted:
-            invocation.cache_status = f"{STATUS}fwd=request"
-            return False
+        invocation, function = self._invocation, self._revision.spec.function
+        if (reason := self._not_looked_up()) is not None:
+            invocation.cache_status = f"{STATUS}fwd={reason}"
+            self._revision.submit(invocation)
+            return
         key, now_s = (
-            self._cache.key(self._function, invocation.tenant, digest_of(invocation)),
+            self._cache.key(function, invocation.tenant, digest_of(invocation)),
             time.monotonic(),
         )
         if "no-cache" in self._wanted:
             invocation.cache_status = f"{STATUS}fwd=request"
+            self._submit(key)
         elif (found := self._cache.get(key, now_s, self._max_age_s)) is not None:
             invocation.cache_status = f"{STATUS}hit; ttl={found.until_s - now_s:.0f}"
             invocation.end(found.output)
-            return True
         else:
             invocation.cache_status = f"{STATUS}fwd=miss"
+            allowed_s = self._revision.policy.settings.timeout_s
+            by_caller = allowed_s if invocation.timeout_s < allowed_s else None
+            if self._cache.equal.start(key, invocation, lambda: self._submit(key), by_caller):
+                self._cache.note_waiting(function)
+
+    def _not_looked_up(self) -> str | None:
+        """Return the reason of RFC 9211 for which the call is not looked up, or None if it is looked up."""
+        if self._invocation.stream is not None or len(self._invocation.body) > MAX_INPUT_BYTES:
+            return "bypass"
+        return "request" if "no-store" in self._wanted else None
+
+    def _submit(self, key: Key) -> None:
+        """Submit the invocation, and store its output at its end."""
+        invocation = self._invocation
         then = invocation.on_end
 
         def ended() -> None:
-            self._store(key, ttl_s)
+            self._store(key)
             if then is not None:
                 then()
 
         invocation.on_end = ended
-        return False
+        self._revision.submit(invocation)
 
     @property
     def _max_age_s(self) -> float:
         text = self._wanted.get("max-age", "")
         return float(text) if text.isascii() and text.isdecimal() else math.inf
 
-    def _store(self, key: Key, ttl_s: float) -> None:
+    def _store(self, key: Key) -> None:
         invocation = self._invocation
         if invocation.output.exception() is not None:
             return
-        output = invocation.output.result()
+        output, ttl_s = invocation.output.result(), self._rule.ttl_s or 0.0
         if len(output.payload) <= self._rule.max_answer_bytes and self._cache.put(
             key, output, time.monotonic(), ttl_s
         ):

@@ -42,7 +42,7 @@ class InferCall(Gateway):
             message = f"{name} sends several responses: this call doesn't support models with decoupled transaction policy."
             raise NotSupported(message, remedy="Call ModelStreamInfer over gRPC, or /invoke.")
         self.model, self.function = model, model.live.record.function
-        self._name, self._statistics = name, statistics
+        self._name, self._statistics, self._id = name, statistics, ""
 
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
@@ -59,9 +59,7 @@ class InferCall(Gateway):
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit a request. Return what `Gateway.begin` returns, and raise its errors."""
         max_batch = self.model.largest_batch(asked.rows)
-        fields = {"model_name": self._name, "model_version": self.model.version}
-        if asked.id:
-            fields["id"] = asked.id
+        self._id, fields = asked.id, {"model_name": self._name, "model_version": self.model.version}
         return super().begin(
             self.function, asked.with_headers(headers), request_id, asked.body, received_s, caller, on_end,
             content_type=asked.content_type, accept=f"{asked.accept};fields={quote(orjson.dumps(fields))}", extra=asked.extra,
@@ -80,11 +78,16 @@ class InferCall(Gateway):
             reply = oip_error_reply(error, invocation.id)
             return reply._replace(headers=headers | reply.headers)
         output = invocation.output.result()
-        header_bytes = tensors_header(output)
-        if header_bytes == len(output.payload):
-            return Response(200, {**headers, "Content-Type": JSON_TYPE}, output.payload)
+        header_bytes, payload = tensors_header(output), output.payload
+        is_json = header_bytes == len(payload)
+        if self._id:
+            # The worker does not write the id, because calls with other ids may get the same output (response cache).
+            own = b'{"id":%s,' % orjson.dumps(self._id)
+            header_bytes, payload = header_bytes + len(own) - 1, own + payload[1:]
+        if is_json:
+            return Response(200, {**headers, "Content-Type": JSON_TYPE}, payload)
         headers[_HEADER_NAME] = str(header_bytes)
-        return Response(200, {**headers, "Content-Type": BYTES_TYPE}, output.payload)
+        return Response(200, {**headers, "Content-Type": BYTES_TYPE}, payload)
 
     def count(self, invocation: Invocation) -> None:
         """Count an invocation that has ended with an output or an error."""

@@ -6,7 +6,7 @@ The values of the inputs are not read here: the worker checks them (`handlers/te
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -18,6 +18,7 @@ from ....errors import BadInput
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.tensors import DATATYPES
 from ...http.requests import PRIORITY, TIMEOUT, Headers, validate
+from ...serving.response_cache import MAX_INPUT_BYTES
 from .model import TensorModel
 
 HEADER_LENGTH = istr("Inference-Header-Content-Length")
@@ -124,7 +125,8 @@ class InferRequest:
             found = orjson.loads(memoryview(body)[:header_bytes])
         except orjson.JSONDecodeError as error:
             raise BadInput(f"The request is no JSON: {error}.", remedy=REMEDY) from None
-        return cls.of(found, body, header_bytes)
+        asked = cls.of(found, body, header_bytes)
+        return asked.of_inputs(found["inputs"], header_bytes) if model.has_cache else asked
 
     @classmethod
     def of(cls, found: Any, body: bytes, header_bytes: int, *, binary: bool = False) -> Self:
@@ -145,6 +147,17 @@ class InferRequest:
             asked.id, _headers(parameters), {"parameters": own} if own else None,
             max((one.shape[0] for one in asked.inputs if one.shape), default=0), _flag(parameters, _EMPTY_FINAL),
         )  # fmt: skip
+
+    def of_inputs(self, inputs: list[Any], header_bytes: int) -> Self:
+        """Return the request with nothing but these inputs in the JSON of its body, so that equal requests with other ids
+        have the same body for the response cache. A body that is too large for the cache stays as it is.
+        """
+        if len(self.body) > MAX_INPUT_BYTES:
+            return self
+        header = orjson.dumps({"inputs": inputs})
+        return replace(
+            self, body=header + self.body[header_bytes:], content_type=f"{TENSORS_TYPE};header={len(header)}"
+        )
 
     def with_headers(self, headers: Headers) -> Headers:
         """Return the headers of a request with the parameters of this one."""

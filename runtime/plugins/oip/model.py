@@ -65,6 +65,11 @@ class TensorModel:
         """True if the model may send several responses to a request, or none."""
         return self.live.revision.streaming
 
+    @property
+    def has_cache(self) -> bool:
+        """True if the gateway stores the function's answers."""
+        return self.live.record.settings.response_cache.ttl_s is not None
+
     def check_version(self, version: str) -> None:
         """Raise UnknownFunction unless `version` is "", or the number or the name of the live revision."""
         record = self.live.record

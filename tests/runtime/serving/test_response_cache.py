@@ -69,7 +69,7 @@ async def test_an_equal_call_is_answered_without_a_worker_and_costs_nothing(depl
     assert usage["total"]["invocations"] == 1
     found = await metrics(gateway, function)
     assert found.pop("bytes") > 0
-    assert found == {"hits_total": 1, "misses_total": 1, "evictions_total": 0}
+    assert found == {"hits_total": 1, "misses_total": 1, "waits_total": 0, "evictions_total": 0}
 
 
 async def test_a_function_without_the_setting_has_no_cache(deploy):

@@ -14,7 +14,7 @@ import tritonclient.http.aio as http_aio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from oip_server import Server
+from oip_server import PASSING, Server
 from pilotflame.handlers.tensors import DATATYPES
 from tritonclient.utils import InferenceServerException
 
@@ -195,6 +195,42 @@ async def test_calls_are_counted(server: Server, module: Any, protocol: str) -> 
         before = await count()
         await client.infer("simple", row(module))
         assert await count() == before + 1
+
+
+@pytest.mark.parametrize(("module", "protocol"), CLIENTS)
+async def test_calls_with_other_ids_get_the_stored_answer_with_their_own_id(
+    server: Server, module: Any, protocol: str
+) -> None:
+    function = await server.gateway.deploy(PASSING, {"response_cache.ttl_s": 600}, name=f"kept-{protocol}")
+    sent = [tensor(module, "x", "FP32", np.array([1.5], np.float32))]
+    async with module.InferenceServerClient(getattr(server, protocol)) as client:
+        for number, request_id in enumerate(("a", "b", "", 'c"')):
+            answer = await client.infer(
+                function.name, sent, request_id=request_id, timeout=9_000_000 + number, priority=number
+            )
+            assert answer.as_numpy("x").tolist() == [1.5]
+            response = answer.get_response()
+            assert (response.get("id", "") if protocol == "http" else response.id) == request_id
+        other = await client.infer(function.name, sent, request_id="a", parameters={"top": 5})
+        assert other.as_numpy("x").tolist() == [1.5]
+    # The handler may read `top`.
+    assert (await function.status())["invocations"] == {"http": {"200": 2}}
+
+
+async def test_a_stored_answer_in_json_has_the_id_of_its_call(server: Server) -> None:
+    function = await server.gateway.deploy(PASSING, {"response_cache.ttl_s": 600}, name="kept-json")
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1.5]}]
+    found = [
+        await server.gateway.client.post(
+            f"/v2/models/{function.name}/infer", json={"id": name, "inputs": inputs}
+        )
+        for name in "ab"
+    ]
+    assert [answer.json()["id"] for answer in found] == ["a", "b"]
+    assert [answer.headers["Cache-Status"].partition("; ttl=")[0] for answer in found] == [
+        "pilotflame; fwd=miss; stored",
+        "pilotflame; hit",
+    ]
 
 
 async def test_compressed_bodies(server: Server) -> None:
