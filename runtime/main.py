@@ -339,11 +339,7 @@ async def startup(
             settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
         )
     )  # fmt: skip
-    await stack.enter_async_context(
-        plugins.listening(
-            settings.plugin_ports, guard, audit, certificate.files if certificate is not None else None
-        )
-    )
+    await stack.enter_async_context(plugins.listening(settings.plugin_ports, guard, audit, certificate))
     server = Server(
         url, functions, admin, tasks, jobs, sources, http, endless, standalone,
         _lame_duck_s(settings, local=local),

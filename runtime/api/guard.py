@@ -146,7 +146,7 @@ class Guard:
         try:
             signer = await self._find_signer(request) if path in self._signed else None
             if signer is None:
-                signer = await self._find_issuer(request)
+                signer = await self.find_issuer(request.headers)
             admitted = self.admit(request.headers, (method, path), function, request.transport, signer)
         except QuotaExceeded as error:
             if function is not None:
@@ -279,13 +279,13 @@ class Guard:
         self._note_use(held, now_s)
         return held
 
-    async def _find_issuer(self, request: web.Request) -> Held | None:
+    async def find_issuer(self, headers: Headers) -> Held | None:
         """Return the key as which a token of an issuer acts, or None if the request has no such token.
 
         If this returns a key, the key's meter counts the request. Raises Unauthorized, QuotaExceeded, or GatewayError if
         the issuer's keys cannot be fetched.
         """
-        token = token_in(request.headers.get("Authorization", ""))
+        token = token_in(headers.get("Authorization", ""))
         if not _JSON_WEB_TOKEN.fullmatch(token) or not self._keyring.federated:
             return None
         if self._issuers is None:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -19,6 +18,7 @@ from ..http.audit import Audit
 from ..http.event_stream import LAST_EVENT_S
 from ..http.requests import Headers, dump_json, load_json, timeout_of
 from ..http.routes import Route, based
+from ..http.tls import Certificate
 from ..jobs.outbox import WebhookBodies
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.metrics import Metrics, Reading
@@ -35,20 +35,21 @@ class Entrance:
     audit: Audit
     host: str
     port: int
-    certificate: tuple[Path, Path] | None = None
-    """The files of the gateway's certificate chain and key."""
+    certificate: Certificate | None = None
 
-    def admit(self, headers: Headers, route: tuple[str, str] | None, function: str | None = None) -> Admitted:
+    async def admit(
+        self, headers: Headers, route: tuple[str, str] | None, function: str | None = None
+    ) -> Admitted:
         """Admit a caller who needs the scope of this HTTP route, or no key if it is None. Call `leave` of the result.
 
-        Raise the errors of `Guard.admit`, and Unauthorized if other machines reach the address and no API key exists.
+        Raise the errors of `Guard.admit` and `Guard.find_issuer`, and Unauthorized if other machines reach the address and no API key exists.
         """
         if route is None:
             return UNKNOWN_CALLER
         if not self.guard.closed and not is_loopback(self.host):
             message = f"Other machines reach {self.host}, and this gateway has no API key."
             raise Unauthorized(message, remedy="Create one: pilotflame keys create NAME.")
-        return self.guard.admit(headers, route, function, None)
+        return self.guard.admit(headers, route, function, None, await self.guard.find_issuer(headers))
 
 
 BARE: Mapping[str, Any] = {"bare": True}
@@ -208,7 +209,7 @@ class Plugins:
 
     @asynccontextmanager
     async def listening(
-        self, addresses: Sequence[str], guard: Guard, audit: Audit, certificate: tuple[Path, Path] | None
+        self, addresses: Sequence[str], guard: Guard, audit: Audit, certificate: Certificate | None
     ) -> AsyncIterator[None]:
         """Let plugins listen at these addresses (NAME=HOST:PORT) inside the block. Raise PluginError, GatewayError."""
         async with AsyncExitStack() as stack:

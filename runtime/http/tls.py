@@ -27,7 +27,6 @@ class Certificate:
 
     def __init__(self, chain: Path, key: Path) -> None:
         self._chain, self._key = chain, key
-        self.files = (chain, key)
         self._seen = self._look()
         self._checked_s = time.monotonic()
         self._current = self._load()
@@ -50,16 +49,23 @@ class Certificate:
         LOG.info("the TLS certificate was read again from %s", self._chain)
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Give a new connection the current certificate. Once a second, look whether the files have changed.
+        """Give a new connection the current certificate."""
+        self._follow()
+        connection.context = self._current
 
-        This takes only two calls of stat, unless there is a new certificate.
-        """
+    @property
+    def pem(self) -> tuple[bytes, bytes]:
+        """The current chain and key, for servers that use no `context`. They may ask in threads of their own."""
+        self._follow()
+        return self._pem
+
+    def _follow(self) -> None:
+        """Once a second, look whether the files have changed. This takes only two calls of stat, unless they have."""
         now_s = time.monotonic()
         if now_s - self._checked_s >= CHECK_S:
             self._checked_s = now_s
             if self._changed():
                 self.reload()
-        connection.context = self._current
 
     def _changed(self) -> bool:
         try:
@@ -81,6 +87,7 @@ class Certificate:
         try:
             # The password is empty. Otherwise, OpenSSL would ask for a password on the terminal.
             context.load_cert_chain(self._chain, self._key, password="")
+            self._pem = self._chain.read_bytes(), self._key.read_bytes()
         except (OSError, ValueError) as error:
             raise self._refused(error) from None
         return context

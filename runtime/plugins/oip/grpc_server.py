@@ -27,6 +27,7 @@ from ...api.backend import Backend
 from ...api.guard import Admitted
 from ...api.plugin import Entrance
 from ...http.responses import MAX_ON_LOOP_BYTES, retry_headers
+from ...http.tls import Certificate
 from .errors import error_text
 from .grpc_messages import CLASSES, message
 from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method
@@ -82,8 +83,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             if self._entrance.certificate is None:
                 server.add_insecure_port(address)
             else:
-                chain, key = (path.read_bytes() for path in self._entrance.certificate)
-                server.add_secure_port(address, grpc.ssl_server_credentials([(key, chain)]))
+                server.add_secure_port(address, _credentials(self._entrance.certificate))
         except (RuntimeError, OSError) as error:
             fault = f"The plugin oip cannot listen at {address}: {error}."
             raise GatewayError(fault, remedy="Name another address in plugin_ports.") from None
@@ -127,7 +127,7 @@ class GrpcServer(grpc.GenericRpcHandler):
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
     ) -> PilotflameError | None:  # fmt: skip
         try:
-            admitted = self._entrance.admit(headers, method.route)
+            admitted = await self._entrance.admit(headers, method.route)
             call = GrpcCall(headers, admitted.caller, context)
             if method.route is None:
                 await context.write(await method.answer(self._methods, None, call))
@@ -216,7 +216,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             try:
                 request = await _parsed(_INFER.request, sent)
                 request_id = request.id
-                admitted = admitted or self._entrance.admit(call.headers, _INFER.route)
+                admitted = admitted or await self._entrance.admit(call.headers, _INFER.route)
                 last = await self._methods.stream(request, call, write)
             finally:
                 if admitted is not None:
@@ -227,6 +227,25 @@ class GrpcServer(grpc.GenericRpcHandler):
             await write({"id": request_id, "parameters": is_final(True)}, error_message=error_text(error))
         finally:
             places.release()
+
+
+def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
+    """Return credentials that follow the files of the gateway's certificate."""
+    used = certificate.pem
+
+    def renewed() -> Any:
+        """Return the configuration of another certificate, or None. gRPC asks for each new connection, in its own thread."""
+        nonlocal used
+        if (found := certificate.pem) == used:
+            return None
+        used = found
+        return _configuration(*found)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(*used), renewed)
+
+
+def _configuration(chain: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(key, chain)])
 
 
 async def _parsed(kind: str, sent: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 import trustme
 from live import WAITS_ASYNC, Gate, free_port, gateway_here, home_client, short_folder
+from oidc_issuer import AUDIENCE, Issuer
 from oip_server import PASSING, Server, key
 from pilotflame.errors import GatewayError, PluginError
+from pilotflame.runtime.http import tls
 from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
 from pilotflame.runtime.plugins.oip.grpc_server import MOST_ARRIVING
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -316,21 +319,72 @@ async def test_a_long_error_reaches_the_client(server: Server) -> None:
         assert "ü" in (found.value.details() or "")
 
 
-async def test_tls(tmp_path: Path) -> None:
-    authority = trustme.CA()
+def write_certificate(authority: trustme.CA, folder: Path) -> None:
+    """Replace the files of a certificate, each by a rename."""
     made = authority.issue_cert("localhost")
-    made.private_key_pem.write_to_path(tmp_path / "key.pem")
-    for blob in made.cert_chain_pems:
-        blob.write_to_path(tmp_path / "chain.pem", append=True)
-    (tmp_path / "key.pem").chmod(0o600)
-    port = free_port()
+    chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
+    for name, pem in (("chain.pem", chain), ("key.pem", made.private_key_pem.bytes())):
+        fresh = folder / "fresh"
+        fresh.write_bytes(pem)
+        fresh.chmod(0o600)
+        fresh.replace(folder / name)
+
+
+async def is_live(port: int, authority: trustme.CA) -> bool:
+    """Return True if a new connection accepts the certificate, which this authority must have signed."""
+    trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    # Without the option, channels to one address share a connection.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"localhost:{port}", trusted, options) as channel:
+        calls = service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            return bool((await calls.ServerLive(service_pb2.ServerLiveRequest())).live)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+
+
+async def test_a_renewed_certificate_is_shown_to_new_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "CHECK_S", 0.0)
+    first, second, port = trustme.CA(), trustme.CA(), free_port()
+    write_certificate(first, tmp_path)
     files = {"tls_cert": tmp_path / "chain.pem", "tls_key": tmp_path / "key.pem"}
     with short_folder() as folder:
         async with gateway_here(folder / "state", plugin_ports=(f"oip=127.0.0.1:{port}",), **files):
-            trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-            async with grpc.aio.secure_channel(f"localhost:{port}", trusted) as channel:
-                calls = service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-                assert (await calls.ServerLive(service_pb2.ServerLiveRequest())).live
+            assert await is_live(port, first)
+            (tmp_path / "chain.pem").write_text("no certificate")
+            assert await is_live(port, first)
+            write_certificate(second, tmp_path)
+            assert await is_live(port, second)
+            assert not await is_live(port, first)
+
+
+async def test_a_token_of_an_issuer_acts_as_its_key() -> None:
+    async with Issuer() as issuer:
+        with short_folder() as folder:
+            address = f"127.0.0.1:{free_port()}"
+            async with gateway_here(folder / "state", plugin_ports=(f"oip={address}",)) as gateway:
+                await gateway.deploy(PASSING, name="mine")
+                await gateway.deploy(PASSING, name="another")
+                rule = {"url": issuer.url, "audience": AUDIENCE, "subject": "repo:me/*"}
+                await key(gateway, functions=["mine"], issuer=rule)
+                channel, calls = stub(address)
+                metadata = (("authorization", f"Bearer {issuer.token()}"),)
+                async with channel:
+                    answer = await calls.ModelInfer(passing(1.0, "mine"), metadata=metadata)
+                    assert answer.model_name == "mine"
+                    other = calls.ModelInfer(passing(1.0, "another"), metadata=metadata)
+                    assert await _ended(other) is grpc.StatusCode.NOT_FOUND
+                    wrong = (("authorization", f"Bearer {issuer.token(sub='repo:you/app')}"),)
+                    refused = calls.ModelInfer(passing(1.0, "mine"), metadata=wrong)
+                    assert await _ended(refused) is grpc.StatusCode.UNAUTHENTICATED
+                    brief = (("authorization", f"Bearer {issuer.token(exp=int(time.time()) + 2)}"),)
+                    stream = calls.ModelStreamInfer(metadata=brief)
+                    # The stream ends when the token expires.
+                    assert await stream.read() is grpc.aio.EOF
 
 
 async def test_an_address_that_is_taken_stops_the_start(server: Server, tmp_path: Path) -> None:
