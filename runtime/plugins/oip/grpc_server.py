@@ -26,7 +26,7 @@ from ...access.fair_share import SharedRoom
 from ...api.backend import Backend
 from ...api.guard import Admitted
 from ...api.plugin import Entrance
-from ...http.responses import MAX_ON_LOOP_BYTES, retry_headers
+from ...http.responses import retry_headers
 from ...http.tls import Certificate
 from .errors import error_text
 from .grpc_messages import CLASSES, message
@@ -169,7 +169,7 @@ class GrpcServer(grpc.GenericRpcHandler):
                 raise InputTimeout(message) from None
             if sent is grpc.aio.EOF:
                 raise BadInput("The call has no message.")
-            request = await _parsed(method.request, sent)
+            request = _parsed(method.request, sent)
             await call.context.write(await method.answer(self._methods, request, call))
         finally:
             admitted.leave()
@@ -214,7 +214,7 @@ class GrpcServer(grpc.GenericRpcHandler):
 
         try:
             try:
-                request = await _parsed(_INFER.request, sent)
+                request = _parsed(_INFER.request, sent)
                 request_id = request.id
                 admitted = admitted or await self._entrance.admit(call.headers, _INFER.route)
                 last = await self._methods.stream(request, call, write)
@@ -248,10 +248,12 @@ def _configuration(chain: bytes, key: bytes) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration([(key, chain)])
 
 
-async def _parsed(kind: str, sent: bytes) -> Any:
-    """Return the message in `sent`; a long one is parsed in a thread. Raise BadInput."""
-    parse = CLASSES[kind].FromString
+def _parsed(kind: str, sent: bytes) -> Any:
+    """Return the message in `sent`. Raise BadInput.
+
+    protobuf holds the interpreter's lock while it parses, so a thread would not free the event loop.
+    """
     try:
-        return await asyncio.to_thread(parse, sent) if len(sent) > MAX_ON_LOOP_BYTES else parse(sent)
+        return CLASSES[kind].FromString(sent)
     except DecodeError:
         raise BadInput(f"The message is no {kind}.") from None
