@@ -160,7 +160,10 @@ class OipApi(ApiPlugin):
     async def load(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
         try:
-            await self._repository.load(name, (await self._json(request)).get("parameters") or {})
+            parameters = (await self._json(request)).get("parameters") or {}
+            if not isinstance(parameters, dict):
+                raise BadInput("parameters is no JSON object.")
+            await self._repository.load(name, parameters)
         except PilotflameError as error:
             return oip_error_reply(error, request_id_of(request.headers), load_failure(name)).response()
         return json_response({})

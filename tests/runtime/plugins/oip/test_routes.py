@@ -104,6 +104,16 @@ async def test_wrong_lengths_of_the_header(server: Server, length: str) -> None:
     assert LENGTH.lower() in answer.json()["error"].lower()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "named"), [([5], "parameters"), (5, "parameters"), ({"config": 5}, "config is no text")]
+)
+async def test_wrong_parameters_of_a_load_are_named(server: Server, parameters: Any, named: str) -> None:
+    body = {"parameters": parameters}
+    answer = await server.gateway.client.post("/v2/repository/models/simple/load", json=body)
+    assert (answer.status_code, list(answer.json())) == (400, ["error"])
+    assert named in answer.json()["error"]
+
+
 async def test_versions(server: Server) -> None:
     client = server.gateway.client
     live = (await client.get("/v1/functions/simple")).json()["revision"]
