@@ -25,6 +25,7 @@ import torch
 import transformers
 from gpu_model import deployed
 from llm_goodput import goodput
+from llm_servers import plain_ms, transformers_serve_ms
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
@@ -270,6 +271,9 @@ def main() -> int:
             write_model(Path(folder), shape)
             cold, warm = from_zero_ms(Path(folder), 2 + arguments.rounds)
             report.add(f"zero_first_token_extra_ms_{name}", cold - warm, f"ms over {warm:.1f} ms", target)
+            plain, serve = plain_ms(Path(folder)), transformers_serve_ms(Path(folder))
+            others = f"ms from zero; a fresh script takes {plain:.0f} ms, `transformers serve` {serve:.0f} ms"
+            report.add(f"zero_first_token_ms_{name}", cold, others)
     return report.finish(arguments)
 
 
