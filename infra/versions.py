@@ -69,6 +69,7 @@ TESTS = {
     "prometheus-client": "runtime/telemetry/test_metrics.py",
     "protobuf": "runtime/plugins/oip/test_grpc_messages.py",
     "psutil": "runtime/functions/test_rest.py",
+    "pyarrow": "runtime/plugins/request_log/test_record_file.py",
     "pydantic": "runtime/settings/test_function_settings.py handlers/test_contract.py runtime/api/test_openapi.py",
     "pyyaml": "runtime/plugins/cog/test_handler.py",
     "rich": "runtime/client/test_display.py",

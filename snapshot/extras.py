@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ..errors import PackageMissing
@@ -23,6 +23,7 @@ EXTRAS = {
     "numpy": "torch",
     "obstore": "clouds",
     "peft": "transformers",
+    "pyarrow": "parquet",
     "safetensors": "torch",
     "tensorizer": "tensorizer",
     "torch": "torch",
@@ -47,7 +48,14 @@ def needs(subject: str, *packages: str) -> Iterator[None]:
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported now, without importing it."""
     importlib.invalidate_caches()
-    return package in sys.modules or importlib.util.find_spec(package) is not None
+    return sys.modules.get(package) is not None or importlib.util.find_spec(package) is not None
+
+
+def require(packages: Mapping[str, str]) -> None:
+    """Raise PackageMissing if one of `packages` is not installed. The keys are the subjects that need them."""
+    for subject, package in packages.items():
+        if not is_installed(package):
+            raise missing(subject, package)
 
 
 def missing(subject: str, package: str, cause: ModuleNotFoundError | None = None) -> PackageMissing:

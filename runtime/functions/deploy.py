@@ -20,7 +20,7 @@ from ...errors import BaseChanged, RequirementsError, SettingsError, SnapshotErr
 from ...handlers.dialect import OWN, Entry, Requirements, parse_reference
 from ...handlers.recognise import Dialects
 from ...machine import processors
-from ...snapshot.extras import is_installed, missing
+from ...snapshot.extras import require
 from ...snapshot.handle import subject_of
 from ...snapshot.sources.access import Access
 from ..access.deploy_policy import ALL_ALLOWED, DeployPolicies
@@ -161,9 +161,7 @@ def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[Fu
         raise BaseChanged(message, remedy="Upload the whole folder.")
     if settings.image.unbuilt:
         raise _unbuilt(settings)
-    for source in settings.source:
-        if source.package and not is_installed(source.package):
-            raise missing(f"A [[source]] of type {source.type!r}", source.package)
+    require(settings.packages)
     return settings, needs
 
 

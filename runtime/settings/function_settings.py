@@ -464,6 +464,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         first = self.snapshots if self.snapshot is None else {"": self.snapshot}
         return first | {f"{ADAPTERS}{name}": where for name, where in self.adapters.items()}
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """The optional packages that the gateway needs for the function, by the setting that needs them."""
+        sources = {f"A [[source]] of type {one.type!r}": one.package for one in self.source if one.package}
+        return sources | self.request_log.packages
+
     def with_snapshots(self, places: Mapping[str, str]) -> Self:
         """Return the settings with other places of some snapshots. `places` has names as in `all_snapshots`."""
         update: dict[str, Any] = {"snapshot": places[""]} if "" in places else {}

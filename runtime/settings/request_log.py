@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, Strict, model_validator
 
@@ -45,8 +45,12 @@ class RequestLog(BaseModel, frozen=True, extra="forbid", strict=True):
 
     store: Annotated[str | None, checked(_store_problem)] = Field(
         None,
-        description="Where inputs and outputs are written as JSON lines: s3://, gs:// or az://bucket/prefix, or the absolute path"
-        " of a folder; by default nowhere.",
+        description="Where inputs and outputs are written: s3://, gs:// or az://bucket/prefix, or the absolute path of a folder;"
+        " by default nowhere.",
+    )
+    format: Literal["jsonl", "parquet"] = Field(
+        "jsonl",
+        description="The format of the files: JSON lines, or Parquet, which needs the extra parquet.",
     )
     sample: float = Field(
         1.0, gt=0, le=1, description="The share of calls that the log and the statistics take."
@@ -69,10 +73,20 @@ class RequestLog(BaseModel, frozen=True, extra="forbid", strict=True):
     def on(self) -> bool:
         return self.store is not None or bool(self.statistics)
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """The optional packages that it needs, by the setting that needs them."""
+        wanted = {
+            'request_log.format = "parquet"': (self.format == "parquet", "pyarrow"),
+            "request_log.statistics": (bool(self.statistics), "fastdigest"),
+        }
+        return {setting: package for setting, (needed, package) in wanted.items() if needed}
+
     @model_validator(mode="after")
     def _of_something(self) -> Self:
-        for key in ("sample", "redact"):
-            if not self.on and getattr(self, key) != type(self).model_fields[key].default:
+        used = {"sample": self.on, "redact": self.on, "format": self.store is not None}
+        for key, is_used in used.items():
+            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(
                     f"request_log.{key} is set, but request_log.store is not; set request_log.store, or remove it"
                 )

@@ -16,13 +16,15 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from ....errors import PilotflameError
+from ....snapshot.extras import require
 from ....snapshot.sources.source import Source, Writable
 from ...access.fair_share import SharedRoom
 from ...events.blocking_calls import call_in_thread
 from ...settings.request_log import RequestLog
 from ...telemetry.invocation_end import InvocationEnd
 from ...telemetry.metrics import Reading
-from .records import LoggedCall, Redactor, line_of, record_of
+from .record_file import FILES
+from .records import LoggedCall, Redactor, record_of
 from .statistics import FunctionStatistics
 
 BATCH_S = 10.0
@@ -48,7 +50,8 @@ class FunctionLog:
     """The log of one function. `note` is called on the event loop, and `run` runs until `close`."""
 
     def __init__(self, function: str, settings: RequestLog, room: SharedRoom, store: LogStore) -> None:
-        """All functions share `room`. Raises PackageMissing if statistics need a package that is not installed."""
+        """All functions share `room`. Raises PackageMissing if the settings need a package that is not installed."""
+        require(settings.packages)
         self.settings = settings
         self.store = store
         self._function, self._room = function, room
@@ -111,32 +114,32 @@ class FunctionLog:
         ]  # fmt: skip
 
     async def _write(self, calls: list[LoggedCall]) -> None:
-        lines = await asyncio.to_thread(self._lines, calls)
+        content = await asyncio.to_thread(self._content, calls)
         if self.settings.store is None:
             return
-        if await self._delivered(lines):
+        if await self._delivered(content):
             self._counts["written"] += len(calls)
         else:
             self._counts["dropped"] += len(calls)
 
-    def _lines(self, calls: list[LoggedCall]) -> bytes:
-        """Return the lines of calls, and count their numbers. Blocks for milliseconds."""
-        lines = []
+    def _content(self, calls: list[LoggedCall]) -> bytes:
+        """Return the file of calls, and count their numbers. Blocks for milliseconds."""
+        file = FILES[self.settings.format]()
         for call in calls:
             record = record_of(call, self._redactor)
             self._statistics.add(record)
             if self.settings.store is not None:
-                lines.append(line_of(record))
-        return b"".join(lines)
+                file.add(record)
+        return file.content()
 
-    async def _delivered(self, lines: bytes) -> bool:
-        """Write an object with these lines, and return True. Repeat failed writes until the log is closed."""
+    async def _delivered(self, content: bytes) -> bool:
+        """Write an object with this content, and return True. Repeat failed writes until the log is closed."""
         at = datetime.now(UTC)
-        name = f"{self._function}/{at:%Y-%m-%d}/{at:%H%M%S-%f}-{secrets.token_hex(4)}.jsonl"
+        name = f"{self._function}/{at:%Y-%m-%d}/{at:%H%M%S-%f}-{secrets.token_hex(4)}.{self.settings.format}"
         delay_s = FIRST_RETRY_S
         while True:
             try:
-                await self._put(name, lines)
+                await self._put(name, content)
             except (PilotflameError, TimeoutError) as error:
                 self._counts["failures"] += 1
                 why = error.message if isinstance(error, PilotflameError) else "A write took too long."
@@ -148,13 +151,13 @@ class FunctionLog:
             await _within(delay_s, self._closed)
             delay_s = min(LAST_RETRY_S, 2 * delay_s)
 
-    async def _put(self, name: str, lines: bytes) -> None:
+    async def _put(self, name: str, content: bytes) -> None:
         """Write an object. Raise TimeoutError after the time for a write, and the errors of the store."""
 
         def put() -> None:
             store = self.store.open()
             if isinstance(store, Writable):
-                store.put(name, lines)
+                store.put(name, content)
 
         async with asyncio.timeout(LAST_WRITE_S if self._closed.is_set() else WRITE_S) as limit:
             self._write_limit = limit

@@ -57,14 +57,6 @@ def record_of(call: LoggedCall, redactor: Redactor) -> dict[str, Any]:
     return record
 
 
-def line_of(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON. Values that are nested too deeply for orjson are left out."""
-    try:
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-    except orjson.JSONEncodeError:
-        return orjson.dumps({**record, "input": None, "output": None}, option=orjson.OPT_APPEND_NEWLINE)
-
-
 def _parsed(content: bytes | None) -> Any:
     try:
         return orjson.loads(content) if content else None

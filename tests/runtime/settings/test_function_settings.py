@@ -84,6 +84,11 @@ def test_the_file_is_read(tmp_path: Path) -> None:
         ("store = '/logs'\nredact = ['/user']", "'/user' is no pointer"),
         ("store = '/logs'\nsample = 0", "request_log.sample"),
         ("redact = ['name']", "request_log.redact is set, but request_log.store is not"),
+        ("format = 'csv'", "request_log.format"),
+        (
+            "format = 'parquet'\nstatistics = ['/input/age']",
+            "request_log.format is set, but request_log.store is not",
+        ),
     ],
 )
 def test_a_request_log_names_a_store_and_fields_of_calls(tmp_path: Path, table: str, said: str) -> None:

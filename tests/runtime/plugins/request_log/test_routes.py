@@ -8,15 +8,17 @@ import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 import pytest_asyncio
-from live import Function, Gateway, gateway_here, short_folder, until
+from live import Function, Gateway, failure, gateway_here, short_folder, until
 from moto_server import moto_server
 from pilotflame.runtime.plugins.request_log import function_log, routes, statistics
+from pyarrow import parquet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -251,12 +253,57 @@ async def test_a_gateway_that_ends_writes_the_calls_that_wait(tmp_path: Path):
         assert any(record["input"]["age"] == 200 for record in lines(tmp_path))
 
 
-async def test_statistics_without_their_package_are_said_and_calls_go_on(
-    deploy, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+async def test_parquet_files_have_the_records(deploy, gateway: Gateway, tmp_path: Path):
+    settings = {
+        "request_log.store": str(tmp_path),
+        "request_log.format": "parquet",
+        "request_log.redact": "name",
+    }
+    function = await deploy(SCORES, settings)
+    for age in range(3):
+        await function.answer({"age": age, "name": "Ada"})
+    assert (await function.error({"fail": True}))["status"] == 500
+
+    async def complete() -> bool:
+        return (await metrics(gateway, function))["request_log_written_total",] == 4
+
+    await until(complete, "4 calls in files")
+    files = list((tmp_path / function.name).rglob("*.parquet"))
+    rows = [row for file in files for row in (await asyncio.to_thread(parquet.read_table, file)).to_pylist()]
+    *answered, failed = sorted(rows, key=lambda row: row["at"])
+    assert [json.loads(row["input"]) for row in answered] == [
+        {"age": age, "name": "[redacted]"} for age in range(3)
+    ]
+    assert (failed["status"], failed["error"], failed["output"]) == (500, "handler_failed", None)
+    assert datetime.now(UTC) - failed["at"] < timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra", "package"),
+    [
+        ({"request_log.statistics": AGE}, "statistics", "fastdigest"),
+        ({"request_log.store": "/var/log/calls", "request_log.format": "parquet"}, "parquet", "pyarrow"),
+    ],
+)
+async def test_a_deploy_without_the_package_fails_and_names_the_extra(
+    settings: dict[str, str], extra: str, package: str, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(sys.modules, "fastdigest", None)
-    function = await deploy(SCORES, {"request_log.statistics": AGE})
-    said = (await function.logged("fastdigest"))["text"]
-    assert "request_log.statistics needs fastdigest, which is not installed" in said
-    assert "pip install 'pilotflame[statistics]'" in said
-    assert (await function.answer({"age": 1}))["score"] == 0.01
+    monkeypatch.setitem(sys.modules, package, None)
+    error = failure(await gateway.send(SCORES, settings, name="missing"))
+    assert error["type"] == "package_missing"
+    assert f"needs {package}, which is not installed" in error["message"]
+    assert f"pip install 'pilotflame[{extra}]'" in error["remedy"]
+
+
+async def test_a_gateway_that_starts_without_the_package_says_so_and_calls_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    settings = {"request_log.store": str(tmp_path), "request_log.format": "parquet"}
+    with short_folder() as folder:
+        async with gateway_here(folder / "state") as gateway:
+            function = await gateway.deploy(SCORES, settings)
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        async with gateway_here(folder / "state") as gateway:
+            function = gateway.function(function.name)
+            assert "pip install 'pilotflame[parquet]'" in (await function.logged("pyarrow"))["text"]
+            assert (await function.answer({"age": 1}))["score"] == 0.01
