@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ManifestError, SnapshotChanged, SnapshotError
+from ...errors import (
+    ManifestError,
+    SnapshotChanged,
+    SnapshotError,
+    SourceDenied,
+    SourceError,
+    SourceMissing,
+    SourceUnavailable,
+)
 from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Composing, Progress, Source, Writable
+from ..sources.source import ByteCounter, Composing, Progress, Source, Writable, WrittenWhole
 from .stock import Stock
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
@@ -51,14 +59,19 @@ def push(
     If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
     because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
+    A destination that is WrittenWhole keeps files with the same bytes, whatever it holds, and changes all of them at once.
+
     Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed, `destination` is
-    not Writable or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
+    neither Writable nor WrittenWhole or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
     """
-    if not isinstance(destination, Writable):
+    if not isinstance(destination, Writable | WrittenWhole):
         fault = f"{destination.url} cannot be written to."
-        raise SnapshotError(fault, remedy="Push to s3:// or to a folder.")
+        raise SnapshotError(fault, remedy="Push to s3://, to oci:// or to a folder.")
     if not verified:
         verify(folder, manifest)
+    if isinstance(destination, WrittenWhole):
+        _stock(destination, base)
+        return _push_whole(folder, manifest, destination, force=force, progress=progress)
     wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
     sizes = {name: destination.stat(name).size_bytes for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
@@ -86,6 +99,39 @@ def push(
     return Pushed(
         len(missing), sent_bytes - copied_bytes, len(manifest.files) - len(missing), kept_bytes, copied_bytes
     )
+
+
+def _push_whole(
+    folder: Path, manifest: Manifest, destination: WrittenWhole, *, force: bool, progress: Progress | None
+) -> Pushed:
+    """Write a destination whose files change all at once. Readers see the old files or the new files."""
+    destination.begin_writing()
+    if not force:
+        _check_same(destination, manifest)
+    files: dict[str, Path | bytes] = {file.name: folder / file.name for file in manifest.files}
+    counter = ByteCounter(manifest.total_bytes + manifest.assets_bytes, progress)
+    kept = destination.put_all({**files, MANIFEST_NAME: manifest.to_json()}, counter.add)
+    there = [file for file in manifest.files if file.name in kept]
+    kept_bytes = sum(file.size_bytes for file in there)
+    sent_bytes = manifest.total_bytes + manifest.assets_bytes - kept_bytes
+    return Pushed(len(manifest.files) - len(there), sent_bytes, len(there), kept_bytes)
+
+
+def _check_same(destination: WrittenWhole, manifest: Manifest) -> None:
+    """Raise SnapshotError if the destination holds anything but this snapshot."""
+    try:
+        existing = read_manifest(destination) if MANIFEST_NAME in destination.names() else None
+    except SourceMissing:
+        return
+    except (SourceDenied, SourceUnavailable):
+        raise
+    except (SourceError, ManifestError):
+        existing = None
+    if existing is None or existing.digest != manifest.digest:
+        what = "something else" if existing is None else f"another snapshot, {existing.digest[:12]}"
+        raise SnapshotError(
+            f"{destination.url} holds {what}.", remedy="Push to another tag, or move it with --force."
+        )
 
 
 def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:

@@ -28,7 +28,8 @@ ACCEPTED = ", ".join((*MANIFEST_TYPES, *INDEX_TYPES))
 MAX_LAYERS = 10_000
 MAX_ARCHIVED = 10_000
 """The most files in all archives of an artifact."""
-_NAMES = ("org.cncf.model.filepath", "org.opencontainers.image.title")
+FILEPATH, TITLE = "org.cncf.model.filepath", "org.opencontainers.image.title"
+"""The annotations with the name of the file in a layer: of the model specification, and of ORAS."""
 _COMPRESSED = ("+gzip", "+zstd", ".gzip", ".zstd", "+xz", ".gz")
 # Layers of these kinds hold nothing that a handler reads.
 _LEFT_OUT = (".dataset.", ".code.")
@@ -52,7 +53,7 @@ class Layer(_Parsed):
     @property
     def path(self) -> str:
         """The path that the annotations give the file or the folder in the layer, or ""."""
-        return next((self.annotations[name] for name in _NAMES if self.annotations.get(name)), "")
+        return next((self.annotations[name] for name in (FILEPATH, TITLE) if self.annotations.get(name)), "")
 
     @property
     def compressed(self) -> bool:
