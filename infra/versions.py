@@ -61,6 +61,7 @@ TESTS = {
     "onnxruntime": "runtime/test_other_runtimes.py",
     "openvino": "runtime/test_other_runtimes.py",
     "opentelemetry-exporter-otlp-proto-http": "runtime/plugins/opentelemetry/test_observer.py",
+    "opentelemetry-proto": "runtime/plugins/opentelemetry/test_logs.py",
     "opentelemetry-sdk": "runtime/plugins/opentelemetry",
     "orjson": "runtime/jobs/test_store.py handlers/test_codec.py",
     "packaging": "runtime/packaging/test_requirements.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 from live import LIMIT_S
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -44,23 +44,35 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Keeps spans, and the latest points of each metric."""
+    """Keeps spans, records of logs, and the latest points of each metric."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.spans: list[ReceivedSpan] = []
+        self.lines: list[tuple[Any, dict[str, Any]]] = []
+        """Records of logs, each with the attributes of its resource."""
+        self.answers: list[int] = []
+        """The statuses of the next responses to logs, before they are taken."""
         self.metrics: dict[str, list[Any]] = {}
         self._changed = asyncio.Condition()
 
     async def take_spans(self, request: web.Request) -> web.Response:
-        for group in ExportTraceServiceRequest.FromString(await _body(request)).resource_spans:
+        for group in ExportTraceServiceRequest.FromString(await request.read()).resource_spans:
             resource = values_of(group.resource.attributes)
             for scope in group.scope_spans:
                 self.spans += [_span(one, resource) for one in scope.spans]
         return await self._took()
 
+    async def take_lines(self, request: web.Request) -> web.Response:
+        if self.answers and (status := self.answers.pop(0)) != 200:
+            return web.Response(status=status, text="<html>")
+        for group in ExportLogsServiceRequest.FromString(await request.read()).resource_logs:
+            resource = values_of(group.resource.attributes)
+            self.lines += [(one, resource) for scope in group.scope_logs for one in scope.log_records]
+        return await self._took()
+
     async def take_metrics(self, request: web.Request) -> web.Response:
-        for group in ExportMetricsServiceRequest.FromString(await _body(request)).resource_metrics:
+        for group in ExportMetricsServiceRequest.FromString(await request.read()).resource_metrics:
             for metric in (one for scope in group.scope_metrics for one in scope.metrics):
                 kind = str(metric.WhichOneof("data"))
                 self.metrics[metric.name] = list(getattr(metric, kind).data_points)
@@ -103,11 +115,6 @@ class OtlpReceiver:
         return list(await self.until(found))
 
 
-async def _body(request: web.Request) -> bytes:
-    body = await request.read()
-    return gzip.decompress(body) if request.headers.get("Content-Encoding") == "gzip" else body
-
-
 def _span(of: Any, resource: dict[str, Any]) -> ReceivedSpan:
     return ReceivedSpan(
         of.name, of.trace_id.hex(), of.span_id.hex(), of.parent_span_id.hex(), of.kind, of.trace_state,
@@ -122,6 +129,7 @@ async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     receiver = OtlpReceiver("")
     app.router.add_post("/v1/traces", receiver.take_spans)
+    app.router.add_post("/v1/logs", receiver.take_lines)
     app.router.add_post("/v1/metrics", receiver.take_metrics)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -9,6 +9,7 @@ from typing import Self
 from ...errors import PilotflameError
 from ..serving.invocation import Invocation
 from ..telemetry.invocation_end import GenerationEnd, InvocationEnd
+from ..telemetry.log_files import LogLine
 from ..telemetry.metrics import Metrics
 
 
@@ -36,6 +37,8 @@ class FunctionEvents:
     resumed or reset."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
+    logged: list[Callable[[LogLine], None]] = field(default_factory=list)
+    """Called with each line of a function's log when it is written."""
     removed: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion has ended. Then no process of the function runs any more."""
 

@@ -163,6 +163,8 @@ class Logs:
 
     def __init__(self, files: LogFiles) -> None:
         self.files = files
+        self.heard: list[Callable[[LogLine], None]] = []
+        """Called with each new line of a function."""
         # A channel is kept as long as its function lives or a follower reads it.
         self._channels: WeakValueDictionary[str, LogChannel] = WeakValueDictionary()
 
@@ -175,10 +177,16 @@ class Logs:
         if (channel := self._channels.get(file)) is None:
             channel = self._channels[file] = LogChannel(
                 function_of(file),
-                lambda line: self.files.write(file, line),
+                lambda line: self._keep(file, line),
                 on_dropped=self.files.note_dropped,
             )
         return channel
+
+    def _keep(self, file: str, line: LogLine) -> None:
+        self.files.write(file, line)
+        if line.function:
+            for heard in self.heard:
+                heard(line)
 
     async def facts(self) -> list[LogFacts]:
         """Return the facts about each stored log that are known without reading its lines."""

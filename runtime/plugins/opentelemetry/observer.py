@@ -1,4 +1,4 @@
-"""Turns the events of functions into spans and metrics. It imports OpenTelemetry only if an endpoint is configured."""
+"""Turns the events of functions into spans, metrics and records of logs. It imports OpenTelemetry only if an endpoint is configured."""
 
 from __future__ import annotations
 
@@ -16,40 +16,49 @@ from ...telemetry.invocation_end import InvocationEnd
 from ...telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
+    from .logs import LogExport
     from .metrics import FunctionMetrics
     from .spans import InvocationSpans
 
 LOG = logging.getLogger(__name__)
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOL = "http/protobuf"
-# The time in which the last spans and metrics must reach the collector when the gateway ends.
+# The time in which the last spans, metrics and lines must reach the collector when the gateway ends.
 FLUSH_S = 3.0
 MISSING = "%s is set, but %s is not installed, so nothing is exported: pip install 'pilotflame[otel]'"
 
 
 class OpenTelemetry(Observer):
-    """The spans and the metrics of a gateway. One of them may be off."""
+    """The spans, the metrics and the functions' logs of a gateway. Some of them may be off."""
 
-    def __init__(self, spans: InvocationSpans | None, make_metrics: type[FunctionMetrics] | None) -> None:
-        self._spans, self._make_metrics = spans, make_metrics
+    def __init__(
+        self,
+        spans: InvocationSpans | None,
+        make_metrics: type[FunctionMetrics] | None,
+        logs: LogExport | None,
+    ) -> None:
+        self._spans, self._make_metrics, self._logs = spans, make_metrics, logs
         self._metrics: FunctionMetrics | None = None
         if spans is not None:
             self.call_observer = "pilotflame.runtime.plugins.opentelemetry.worker:observe"
 
     @classmethod
     def open(cls) -> Self | None:
-        traces, metrics = (is_wanted(signal, os.environ) for signal in ("TRACES", "METRICS"))
-        if not (traces or metrics):
+        traces, metrics, logs = (is_wanted(signal, os.environ) for signal in ("TRACES", "METRICS", "LOGS"))
+        if not (traces or metrics or logs):
             return None
-        if os.environ.get("OTEL_LOGS_EXPORTER", "none") != "none":
-            LOG.warning("OTEL_LOGS_EXPORTER is set, but pilotflame exports no logs: see `pilotflame logs`")
         try:
-            from .metrics import FunctionMetrics  # noqa: PLC0415  off costs no import
+            from .logs import LogExport, LogTarget  # noqa: PLC0415  off costs no import
+            from .metrics import FunctionMetrics  # noqa: PLC0415
             from .spans import InvocationSpans  # noqa: PLC0415
         except ImportError as error:
             LOG.warning(MISSING, ENDPOINT, error.name)
             return None
-        return cls(InvocationSpans() if traces else None, FunctionMetrics if metrics else None)
+        return cls(
+            InvocationSpans() if traces else None,
+            FunctionMetrics if metrics else None,
+            LogExport(LogTarget.of(os.environ)) if logs else None,
+        )
 
     def follow(self, events: FunctionEvents, metrics: Metrics) -> None:
         if self._make_metrics is not None:
@@ -58,6 +67,10 @@ class OpenTelemetry(Observer):
         if self._spans is not None:
             events.begun.append(self._spans.begin)
             events.generated.append(self._spans.note_generated)
+        if self._logs is not None:
+            # After the spans, which give the invocation its span.
+            events.begun.append(self._logs.begin)
+            events.logged.append(self._logs.note)
         events.ended.append(self._note_end)
 
     def _note_end(self, end: InvocationEnd) -> None:
@@ -68,16 +81,16 @@ class OpenTelemetry(Observer):
             self._metrics.note_start(end.function, start)
 
     async def close(self) -> None:
-        parts = [part for part in (self._spans, self._metrics) if part is not None]
+        parts = [part for part in (self._spans, self._metrics, self._logs) if part is not None]
         if self._spans is not None:
             self._spans.finish()
         await asyncio.gather(*(run_for(FLUSH_S, part.shutdown) for part in parts))
 
 
 def is_wanted(signal: str, environ: Mapping[str, str]) -> bool:
-    """Return True if the variables ask for the export of "TRACES" or "METRICS".
+    """Return True if the variables ask for the export of "TRACES", "METRICS" or "LOGS".
 
-    Raise GatewayError if they ask for an exporter or a protocol that this plugin does not have.
+    Logs are exported only if OTEL_LOGS_EXPORTER is `otlp`. Raise GatewayError if they ask for an exporter or a protocol that this plugin does not have.
     """
     own = f"OTEL_EXPORTER_OTLP_{signal}_"
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -85,7 +98,7 @@ def is_wanted(signal: str, environ: Mapping[str, str]) -> bool:
     if not (environ.get(ENDPOINT) or environ.get(f"{own}ENDPOINT")):
         return False
     name = f"OTEL_{signal}_EXPORTER"
-    if (exporter := environ.get(name) or "otlp") != "otlp":
+    if (exporter := environ.get(name) or ("none" if signal == "LOGS" else "otlp")) != "otlp":
         if exporter == "none":
             return False
         raise GatewayError(
@@ -114,4 +127,4 @@ async def run_for(limit_s: float, run: Callable[[], object]) -> None:
         async with asyncio.timeout(limit_s):
             await ended.wait()
     except TimeoutError:
-        LOG.warning("the collector did not take the last spans and metrics within %.0f s", limit_s)
+        LOG.warning("the collector did not take the last spans, metrics and lines within %.0f s", limit_s)

@@ -1,4 +1,4 @@
-"""Traces and metrics of real invocations arrive at a collector, by OTLP over HTTP."""
+"""Traces, metrics and logs of real invocations arrive at a collector, by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import secrets
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
 from doc_blocks import blocks
 from live import Function, Gate, Gateway, gateway_here, gateway_process, short_folder, until
-from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
+from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver, values_of
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.plugins.opentelemetry import logs
 from pilotflame.runtime.plugins.opentelemetry.observer import is_wanted, run_for
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 
@@ -38,6 +39,13 @@ import pilotflame, gate
 def handler(events):
     gate.wait("batch")
     return events
+"""
+PRINTS = """
+import logging
+
+def handler(event):
+    print("hello")
+    logging.getLogger("shop").error("broken")
 """
 PAGE = Path(__file__).parents[4] / "docs" / "opentelemetry.md"
 TRACES = """
@@ -85,6 +93,8 @@ async def observed() -> AsyncIterator[Observed]:
             patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
             patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
+            patch.setenv("OTEL_LOGS_EXPORTER", "otlp")
+            patch.setattr(logs, "DELAY_S", 0.05)
             async with gateway_here(folder / "state", drain_s=5.0) as gateway:
                 yield Observed(gateway, collector)
 
@@ -268,6 +278,30 @@ async def test_metrics_of_functions(observed: Observed) -> None:
     assert init.sum > 0
 
 
+async def test_lines_of_a_function_have_its_trace(observed: Observed) -> None:
+    function, by = await observed.deploy(PRINTS, name="prints"), caller()
+    response = await function.call(traceparent=by.header, X_Request_Id="printed-1")
+    spans = await observed.collector.of_trace(by.trace, "prints")
+
+    def found() -> dict[str, tuple[Any, dict[str, Any]]]:
+        lines = {line.body.string_value: (line, its) for line, its in observed.collector.lines}
+        return lines if {"hello", "broken"} <= lines.keys() else {}
+
+    lines = await observed.collector.until(found)
+    for text, level in (("hello", "info"), ("broken", "error")):
+        line, its = lines[text]
+        assert (line.severity_text, line.severity_number) == (level, {"info": 9, "error": 17}[level])
+        assert (line.trace_id.hex(), line.span_id.hex(), line.flags) == (by.trace, spans["prints"].id, 1)
+        assert values_of(line.attributes) == {
+            "faas.name": "prints",
+            "faas.version": function.described["revision"],
+            "faas.instance": response.headers["X-Worker-Id"],
+            "faas.invocation_id": "printed-1",
+        }
+        assert its["service.name"] == "pilotflame"
+        assert abs(line.time_unix_nano / 1e9 - spans["prints"].ended_s) < 60
+
+
 async def exports(gateway: Gateway) -> bool:
     """Return True if the gateway's process has loaded the native code of the exporter."""
     assert gateway.process is not None
@@ -310,7 +344,8 @@ async def test_the_last_spans_of_a_gateway_are_sent_at_its_end() -> None:
                 async with asyncio.timeout(15):
                     await gateway.process.wait()
             log = await asyncio.to_thread((folder / "gateway.log").read_text)
-    assert "OTEL_LOGS_EXPORTER is set, but pilotflame exports no logs" in log
+    assert [line for line, _ in collector.lines if values_of(line.attributes)["faas.name"] == "ends"]
+    assert "Error" not in log
 
 
 async def test_without_an_endpoint_nothing_is_imported() -> None:
@@ -340,6 +375,12 @@ async def test_without_an_endpoint_nothing_is_imported() -> None:
 )
 async def test_the_variables_decide(environ: dict[str, str], wanted: bool) -> None:
     assert is_wanted("TRACES", environ) is wanted
+
+
+async def test_logs_are_exported_on_request_only() -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}
+    assert not is_wanted("LOGS", environ)
+    assert is_wanted("LOGS", {**environ, "OTEL_LOGS_EXPORTER": "otlp"})
 
 
 @pytest.mark.parametrize(
