@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         GenerationRequest,
         RerankRequest,
     )
+    from .handlers.language_model.declared_prefixes import DeclaredPrefixes
     from .handlers.language_model.model import LanguageModel
     from .handlers.tensors import Tensor
     from .snapshot.adapters import Adapters
@@ -42,8 +43,9 @@ def __getattr__(name: str) -> Any:
 
 
 def language_model(
-    snapshot: Snapshot, *, rows: int = 16, window: int = 65_536, prefixes: Snapshot | None = None,
-    adapters: Adapters | None = None, most_adapters: int = 8, pinned: Collection[str] = (),
+    snapshot: Snapshot, *, rows: int = 16, window: int = 65_536,
+    prefixes: Snapshot | DeclaredPrefixes | None = None, adapters: Adapters | None = None, most_adapters: int = 8,
+    pinned: Collection[str] = (),
 ) -> LanguageModel:  # fmt: skip
     """Return a language model of a snapshot, for the hook `build`. It needs transformers. `LanguageModel` explains the limits."""
     # transformers takes seconds to import, and few functions need it.

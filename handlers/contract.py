@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..snapshot.adapters import Adapters
     from ..snapshot.handle import Snapshot
     from ..snapshot.named import Snapshots
+    from .language_model.declared_prefixes import DeclaredPrefixes
 
 BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096
@@ -186,18 +187,19 @@ class Context:
     `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler, `items`
     holds one context per event, in order. `extra` holds the data that a dialect or an event source adds to an
     invocation. `exchange` is None unless the caller and the handler exchange pieces. In the hooks there is no
-    invocation: `id` is empty and there is no deadline.
+    invocation: `id` is empty and there is no deadline. In `build` and `setup`, `prefixes` has the table
+    `[prefixes]` for `language_model`; None if the settings have no such table.
     """
 
     __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshots", "attempt", "exchange", "extra",
-                 "function", "id", "items", "revision", "state", "traceparent", "tracestate")  # fmt: skip
+                 "function", "id", "items", "prefixes", "revision", "state", "traceparent", "tracestate")  # fmt: skip
 
     def __init__(
         self, function: str, revision: str, *, invocation_id: str = "", attempt: int = 1,
         deadline_s: float | None = None, state: Any = None, snapshots: Snapshots | None = None,
         cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
         extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
-        exchange: PieceExchange | None = None, tracestate: str = "",
+        exchange: PieceExchange | None = None, tracestate: str = "", prefixes: DeclaredPrefixes | None = None,
     ) -> None:  # fmt: skip
         self.function = function
         self.revision = revision
@@ -208,6 +210,7 @@ class Context:
         self.items = items
         self.extra = extra
         self.exchange = exchange
+        self.prefixes = prefixes
         self._host = host
         self._channel = channel
         self._deadline_s = deadline_s

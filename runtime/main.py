@@ -426,7 +426,8 @@ def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
 
 def _retention(settings: GatewaySettings) -> Retention:
     return Retention(
-        settings.keep_revisions, settings.keep_revisions_bytes, settings.keep_compiled_bytes
+        settings.keep_revisions, settings.keep_revisions_bytes, settings.keep_compiled_bytes,
+        settings.keep_prefixes_bytes,
     )  # fmt: skip
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # The tokenizer's threads would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ...errors import InputInvalid
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
 from .admission import Targets
@@ -29,9 +25,11 @@ from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel
 from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
+from .declared_prefixes import DeclaredPrefixes
 from .engine import Engine, Token
 from .generation_defaults import GenerationDefaults
-from .prefixes import Prefix, Prefixes, write
+from .prefix_builder import PrefixBuilder
+from .prefixes import Prefixes
 from .prompts import Prompts, most_new_tokens
 from .sampling import Sampler
 from .text import TextStream
@@ -61,13 +59,14 @@ class LanguageModel:
     """
 
     def __init__(
-        self, snapshot: Snapshot, *, rows: int, window: int, prefixes: Snapshot | None = None,
+        self, snapshot: Snapshot, *, rows: int, window: int, prefixes: Snapshot | DeclaredPrefixes | None = None,
         adapters: Adapters | None = None, most_adapters: int = 8, pinned: Collection[str] = (),
     ) -> None:  # fmt: skip
         """The snapshot is the folder of a model: config.json, tokenizer files, safetensors.
 
         At most `rows` sequences run together. `window` limits their number times the tokens of the longest one, and so the memory of their
-        keys and values. A single sequence has at most `window` tokens. `prefixes` is what `pilotflame snapshot prefixes` has written.
+        keys and values. A single sequence has at most `window` tokens. `prefixes` are `context.prefixes`, or what
+        `pilotflame snapshot prefixes` has written.
 
         `adapters` are `context.adapters`. At most `most_adapters` of them stay in the model while no sequence uses them: the least recently
         used leaves first, and the `pinned` never leave.
@@ -83,57 +82,23 @@ class LanguageModel:
         self._adapters = ModelAdapters(module, adapters, most_adapters, pinned) if adapters else None
         causal = CausalModel(module, config, self._adapters)
         self.causal = causal
-        self._snapshot = snapshot
-        stored = Prefixes(prefixes) if prefixes is not None else None
-        if stored is not None:
-            stored.read(self.origin)
+        self.most_tokens = min(causal.most_tokens, window)
+        self.prefixes = PrefixBuilder(snapshot, self._prompts, causal, self.most_tokens)
+        stored = None
+        if prefixes is not None and not isinstance(prefixes, DeclaredPrefixes):
+            stored = Prefixes(prefixes)
+            stored.read(self.prefixes.origin)
             # The engine waits for the stored tensors when it needs them.
             stored.snapshot.gated = True
         snapshot.gated = True
         self.engine = Engine(causal, rows, window, stored, snapshot.gate)
-        self.most_tokens = min(causal.most_tokens, window)
         if causal.why_alone:
             note(f"The model answers one request at a time, because {causal.why_alone}.")
         self._defaults = GenerationDefaults(folder)
         self._ends = self._defaults.ends(config.eos_token_id, self.tokenizer.eos_token_id)
         self._forms = AnswerForms(self.tokenizer, self._prompts, self._ends)
-
-    @property
-    def origin(self) -> dict[str, str]:
-        """The facts about the model on which its keys and values depend."""
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        files = [self._snapshot.path / name for name in names]
-        told = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
-        manifest = self._snapshot.manifest.model_copy(update={"realm": "", "part": None})
-        return {
-            "weights": manifest.digest, "tokenizer": told.hexdigest(), "dtype": str(self.causal.dtype),
-            "transformers": transformers.__version__,
-        }  # fmt: skip
-
-    def write_prefixes(self, given: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, int]:
-        """Write the prefixes with these messages and tools into a folder. Return how many tokens each has.
-
-        The weights must have arrived. Raise InputInvalid if the chat template does not take the messages, or writes nothing of them.
-        """
-        found = [Prefix(name, self._common(fields)) for name, fields in given.items()]
-        if empty := [prefix.name for prefix in found if not prefix.ids]:
-            raise InputInvalid(
-                f"The prefix {empty[0]!r} has no tokens: chats with it have no common beginning.",
-                remedy="Give it messages or tools that the chat template writes first.",
-            )
-        write(self.causal, found, self.origin, folder)
-        return {prefix.name: len(prefix.ids) for prefix in found}
-
-    def _common(self, fields: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the tokens of these messages that do not depend on the message after them."""
-        heard = ({"role": "user", "content": text} for text in ("A", "b"))
-        chats = [
-            GenerationRequest.model_validate({**fields, "messages": [*fields["messages"], one]})
-            for one in heard
-        ]
-        first, second = (self._prompts.prompt(chat).ids for chat in chats)
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-        return tuple(token for token, _ in same)
+        if isinstance(prefixes, DeclaredPrefixes):
+            self.prefixes.declare(prefixes, self.engine)
 
     def rehearse(self) -> None:
         """Make a few tokens, so that the first request finds all kernels loaded. Call it in the hook `rehearse`."""

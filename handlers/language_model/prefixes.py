@@ -1,17 +1,19 @@
 """Keys and values of the beginnings that many prompts share, such as a system prompt with tools.
 
-They are a snapshot of their own: `pilotflame snapshot prefixes` writes it, and workers fetch, verify and map it as they do with weights. A
-prompt with such a beginning copies it into its row instead of reading it.
+They are a snapshot of their own: the first worker of a function with `[prefixes]`, or `pilotflame snapshot prefixes`, writes it, and
+workers map it. A prompt with such a beginning copies it into its row instead of reading it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 
 FILE = "prefixes.json"
 TENSORS = "prefixes.safetensors"
+# A part of the key of stored prefixes. Raise it when their files change.
+FORMAT = 1
+# The tokens of a forward pass that reads a prefix. They limit the memory of its masks.
+READ_TOKENS = 1024
 
 
 class Prefix(NamedTuple):
@@ -33,23 +39,48 @@ class Prefix(NamedTuple):
     ids: tuple[int, ...]
 
 
-def write(model: CausalModel, prefixes: Sequence[Prefix], origin: Mapping[str, str], folder: Path) -> None:
-    """Read the prefixes with the model, and write their keys and values into a folder.
+def key_of(prefixes: Sequence[Prefix], origin: Mapping[str, str]) -> str:
+    """Return a digest of all facts on which the stored keys and values of these prefixes depend."""
+    tokens = {prefix.name: prefix.ids for prefix in prefixes}
+    facts = {"format": FORMAT, "torch": str(torch.__version__), "origin": dict(origin), "prefixes": tokens}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
-    `origin` has the facts about the model on which they depend. Raise SnapshotError if the model keeps something else.
-    """
+
+def check_keeps(model: CausalModel) -> None:
+    """Raise SnapshotError if the model keeps something else than keys and values."""
     if model.why_alone:
         message = f"This model has no prefixes, because {model.why_alone}."
         raise SnapshotError(message, remedy="Leave the prefixes out.")
+
+
+def write(
+    model: CausalModel, prefixes: Sequence[Prefix], origin: Mapping[str, str], folder: Path,
+    most_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """Read the prefixes with the model, and write their keys and values into a folder.
+
+    `origin` has the facts about the model on which they depend. Raise SnapshotError if the model keeps something else, or if
+    keys and values take more than `most_bytes`.
+    """
+    check_keeps(model)
     tensors: dict[str, Tensor] = {}
     for prefix in prefixes:
         rows = model.new_rows(len(prefix.ids))
         rows.lengths = [0]
-        model.forward(rows, [[*prefix.ids]])
+        for begin in range(0, len(prefix.ids), READ_TOKENS):
+            model.forward(rows, [[*prefix.ids[begin : begin + READ_TOKENS]]])
         for layer, pair in enumerate(rows.columns()):
             if pair is not None:
                 for kind, tensor in zip(("keys", "values"), pair, strict=True):
                     tensors[f"{prefix.name}.{layer}.{kind}"] = tensor.cpu().contiguous()
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if most_bytes is not None and size > most_bytes:
+        message = (
+            f"The prefixes take {size:,} bytes, and this node keeps at most {most_bytes:,} for a function."
+        )
+        raise SnapshotError(
+            message, remedy="Shorten them, or raise the gateway's setting keep_prefixes_bytes."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS)
     listed = {prefix.name: list(prefix.ids) for prefix in prefixes}

@@ -34,7 +34,7 @@ DATABASE_ENDING = ".sqlite3"
 FUNCTIONS_FOLDER = "functions"
 STAGING_FOLDER = "staging"
 # These files and folders are not in a backup. They belong to a running gateway, or the gateway makes them again.
-LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "run", "lock"}
+LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "prefixes", "run", "lock"}
 # The gateway may remove files while a folder is linked. Then linking starts again, in at most this number of attempts.
 ATTEMPTS = 20
 BUSY_TIMEOUT_S = 30.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ...errors import BadInput
-from ...handlers.language_model.contract import Tool
+from ...handlers.language_model.declared_prefixes import BEGINNINGS
 from ...snapshot.extras import needs
 from ...snapshot.format.create import create
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from ...handlers.language_model.model import LanguageModel
 
 EXAMPLE = '{"support": {"messages": [{"role": "system", "content": "You answer questions about ..."}]}}'
-
-
-class PromptBeginning(BaseModel):
-    """The messages with which prompts begin, and the tools that their requests have."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    tools: list[Tool] = Field(default_factory=list)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-# The names of tensors begin with it.
-_Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
-_FILE: TypeAdapter[dict[str, PromptBeginning]] = TypeAdapter(dict[_Name, PromptBeginning])
 
 
 @click.command()
@@ -65,7 +50,7 @@ def prefixes(model: Path, file: Path, output: Path, as_json: bool) -> None:
     with display.spinner("loading the model"):
         made = _open(model)
     with display.spinner("reading the prefixes"):
-        tokens = made.write_prefixes(given, output)
+        tokens = made.prefixes.write(given, output)
     manifest = create(output)
     manifest.write(output / MANIFEST_NAME)
     listed = ", ".join(f"{name} ({count} tokens)" for name, count in tokens.items())
@@ -83,7 +68,7 @@ def prefixes(model: Path, file: Path, output: Path, as_json: bool) -> None:
 def _read(file: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the beginnings of a file. Raise BadInput, which names the field."""
     try:
-        found = _FILE.validate_json(file.read_bytes())
+        found = BEGINNINGS.validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"

@@ -273,7 +273,7 @@ def worker_spec(
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
         build_timeout_s=settings.build_timeout_s,
         preload=heavy_imports(folder / entry.file),
-        compiled=store.compiled(record),
+        compiled=store.compiled(record), prefixes=store.prefixes(record),
         parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,
         wait_for_weights=settings.wait_for_weights,
     )  # fmt: skip

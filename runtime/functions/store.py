@@ -6,6 +6,7 @@
     <state dir>/functions/<name>/paused                      is there while the owner has paused the function
     <state dir>/weights/                                     weights that revisions share; see shared_weights.py
     <state dir>/compiled/<name>/                             what compilers made; see worker/compiled_code.py
+    <state dir>/prefixes/<name>/                             what its workers computed; see snapshot/computed.py
     <state dir>/staging/                                     folders being made or removed; emptied at start
 
 A revision is made under `staging`, synced to disk, and then moved to its place by a rename. Only after that
@@ -34,7 +35,7 @@ from ...errors import BadInput, GatewayError, LauncherError, UnknownFunction, Un
 from ...snapshot.publish import sync
 from ..access import private_files
 from ..link.handler_facts import checked
-from ..link.worker_spec import CompiledCode
+from ..link.worker_spec import CompiledCode, KeptPrefixes
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
 from . import shared_weights
 
@@ -116,12 +117,14 @@ class RevisionRecord(RevisionFields):
 class Retention:
     """How much the store keeps of each function.
 
-    It keeps at most `count` revisions, with at most `size_bytes` in all, and about `compiled_bytes` of compiled code.
+    It keeps at most `count` revisions, with at most `size_bytes` in all, about `compiled_bytes` of compiled code, and at most
+    `prefixes_bytes` of stored prefixes.
     """
 
     count: int = 5
     size_bytes: int = 4 << 30
     compiled_bytes: int = 1 << 30
+    prefixes_bytes: int = 4 << 30
 
 
 DEFAULT_RETENTION = Retention()
@@ -146,7 +149,7 @@ class Store:
         self.weights = shared_weights.SharedWeights(root.absolute() / shared_weights.FOLDER)
         self._retention = retention
         self._functions = root.absolute() / "functions"
-        self._compiled = root.absolute() / "compiled"
+        self._compiled, self._prefixes = root.absolute() / "compiled", root.absolute() / "prefixes"
         self._staging = root.absolute() / "staging"
         self._report = report
         self._lock = threading.Lock()
@@ -164,9 +167,10 @@ class Store:
             # The gateway crashed during this function's first deploy, before the revision was moved here.
             if not any(folder.iterdir()):
                 folder.rmdir()
-        for compiled in self._compiled.glob("*/"):
-            if not self._retention.compiled_bytes or not (self._functions / compiled.name).is_dir():
-                self._discard_compiled(compiled.name)
+        for folder in (*self._compiled.glob("*/"), *self._prefixes.glob("*/")):
+            unkept = folder.parent == self._compiled and not self._retention.compiled_bytes
+            if unkept or not (self._functions / folder.name).is_dir():
+                self._discard(folder)
 
     def stage(self) -> Path:
         """Return a new, empty folder for a revision. The caller puts the code into its subfolder `code`."""
@@ -235,7 +239,7 @@ class Store:
                 folder.rmdir()
             gone = not folder.exists()
         if gone:
-            self._discard_compiled(record.function)
+            self._discard_computed(record.function)
         shutil.rmtree(aside)
 
     def functions(self) -> dict[str, RevisionRecord]:
@@ -276,12 +280,18 @@ class Store:
         code = hashlib.sha256(made_from.encode()).hexdigest()[:16]
         return CompiledCode(folder=self._compiled / record.function, code=code, limit_bytes=limit_bytes)
 
+    def prefixes(self, record: RevisionRecord) -> KeptPrefixes | None:
+        """Return the prefixes that a revision declares, and where its workers keep their keys and values; None if it declares none."""
+        folder, limit_bytes = self._prefixes / record.function, self._retention.prefixes_bytes
+        kept = KeptPrefixes(declared=record.settings.prefixes, folder=folder, limit_bytes=limit_bytes)
+        return kept if kept.declared else None
+
     def delete(self, name: str) -> None:
         """Remove a function and all its revisions. Raise UnknownFunction if it does not exist."""
         aside = self._aside(check_name(name))
-        # Remove the compiled code first. Then a crash in between leaves no compiled code to a new function of this
+        # Remove the compiled code and the prefixes first. Then a crash in between leaves them to no new function of this
         # name.
-        self._discard_compiled(name)
+        self._discard_computed(name)
         with self._lock:
             try:
                 self._folder(name).rename(aside)
@@ -365,11 +375,16 @@ class Store:
     def _folder(self, name: str) -> Path:
         return self._functions / check_name(name)
 
-    def _discard_compiled(self, name: str) -> None:
-        """Remove the output that compilers have made for a function, if there is any."""
-        aside = self._aside(name)
+    def _discard_computed(self, name: str) -> None:
+        """Remove what compilers and workers have computed for a function."""
+        for kept in (self._compiled, self._prefixes):
+            self._discard(kept / name)
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a folder of computed files, if it is there."""
+        aside = self._aside(folder.name)
         with contextlib.suppress(FileNotFoundError):
-            (self._compiled / name).rename(aside)
+            folder.rename(aside)
             # A compiler that outlived its worker may still write there.
             shutil.rmtree(aside, ignore_errors=True)
 

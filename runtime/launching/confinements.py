@@ -136,9 +136,13 @@ class Confinements:
         environment = Path(spec.python).parents[1] if spec.python else None
         weights = (path for one in spec.weights for path in (one.root, one.manifest))
         paths = (spec.code, *weights, environment)
+        writable = () if spec.prefixes is None else (spec.prefixes.folder,)
+        for folder in writable:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return {
             "hidden": (self._state, self.tmp_root, self._cache),
             "readable": tuple(path for path in paths if path is not None),
+            "writable": writable,
             "unlisted": (uploads,),
         }
 

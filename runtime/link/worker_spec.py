@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,9 +35,11 @@ class Confinement(BaseModel):
     """The folder for temporary files of the process (TMPDIR)."""
     hidden: tuple[Path, ...] = ()
     """Folders that the process cannot read, except the paths in `readable`. If there are any, it can write only to
-    `tmp`.
+    `tmp` and `writable`.
     """
     readable: tuple[Path, ...] = ()
+    writable: tuple[Path, ...] = ()
+    """Folders in `hidden` that the process can read and write."""
     unlisted: tuple[Path, ...] = ()
     """Folders in `hidden` that the process cannot list. It can read a file in them if it knows the file's name."""
 
@@ -84,6 +87,18 @@ class CompiledCode(BaseModel):
     """The largest size of the compiled code that is kept for each key."""
 
 
+class KeptPrefixes(BaseModel):
+    """The beginnings of prompts that a function declares, and where its workers keep their keys and values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    declared: dict[str, dict[str, Any]]
+    folder: Path
+    """The function's own folder."""
+    limit_bytes: int
+    """The largest size of the keys and values."""
+
+
 class WorkerSpec(BaseModel):
     """The facts of a revision for its zygote and workers. It has no secrets: the BUILD frame has them."""
 
@@ -109,6 +124,7 @@ class WorkerSpec(BaseModel):
     """True if the gateway may park the revision's workers."""
     wait_for_weights: bool = False
     compiled: CompiledCode | None = None
+    prefixes: KeptPrefixes | None = None
     observers: tuple[str, ...] = ()
     """The functions of plugins ("package.module:name") that return a `CallObserver` (`runtime/worker/runner.py`) or None."""
 

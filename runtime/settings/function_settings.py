@@ -54,6 +54,8 @@ _OPEN_TABLES = frozenset({"adapters", "env", "snapshots"})
 _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
+_PREFIX_KEY = re.compile(r"prefixes\.[A-Za-z0-9_-]{1,64}")
+PREFIX_FIELDS = ("messages", "tools", "chat_template_kwargs")
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 # An app as servers of apps take it: a module and a name in it.
 _APP = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
@@ -212,6 +214,26 @@ def _adapters_problem(adapters: dict[str, str]) -> str | None:
     return _snapshots_problem(adapters, "adapters")
 
 
+def _prefixes_problem(prefixes: dict[str, Any]) -> str | None:
+    return next(
+        filter(None, (_prefix_problem(f"prefixes.{name}", one) for name, one in prefixes.items())), None
+    )
+
+
+def _prefix_problem(key: str, prefix: Any) -> str | None:
+    """Return a problem of the keys of a prefix. `build` checks their values, with the model's chat template."""
+    if not _PREFIX_KEY.fullmatch(key):
+        return f"{key[:80]} has no valid name; allowed: 1 to 64 of a-z, A-Z, 0-9, _ and -"
+    if not isinstance(prefix, dict):
+        return f"{key} is {prefix!r:.80}; it should be a table with messages"
+    if unknown := sorted(prefix.keys() - PREFIX_FIELDS):
+        return unknown_key(f"{key}.{unknown[0]}", [f"{key}.{field}" for field in PREFIX_FIELDS])
+    tools = prefix.get("tools", [])
+    if isinstance(tools, str) and (PurePosixPath(tools).is_absolute() or ".." in PurePosixPath(tools).parts):
+        return f"{key}.tools is {tools!r:.80}; allowed: tools, or a JSON file in the folder, as tools.json"
+    return None
+
+
 def _env_problem(env: dict[str, str]) -> str | None:
     return "; ".join(filter(None, (_variable_problem(*item) for item in env.items())))
 
@@ -328,6 +350,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Small snapshots beside the others, such as LoRA adapters: NAME = what snapshot may be. Each is fetched when"
         " a request first needs it. The handler finds them in context.adapters.",
     )
+    prefixes: Annotated[dict[str, Any], Field(max_length=32), checked(_prefixes_problem)] = Field(
+        {},
+        description="Beginnings of prompts of a language model, tables [prefixes.NAME] with messages, tools (or the name of their JSON"
+        " file) and chat_template_kwargs. The first worker computes their keys and values, and later workers map them.",
+    )
     snapshot_part: SnapshotPart = Field(
         default_factory=SnapshotPart, description="What the function needs of its snapshot."
     )
@@ -415,6 +442,8 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
             )
         if self.adapters and not (self.snapshot or self.snapshots):
             raise ValueError("adapters are set, but snapshot is not; set snapshot, or remove [adapters]")
+        if self.prefixes and not (self.snapshot or self.snapshots):
+            raise ValueError("prefixes are set, but snapshot is not; set snapshot, or remove [prefixes]")
         if self.snapshot is None and (self.snapshot_part.tensors or self.snapshot_part.slices):
             raise ValueError(
                 "snapshot_part is set, but snapshot is not; set snapshot, or remove snapshot_part"
@@ -427,6 +456,17 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
             raise ValueError(
                 'with resources.files = "private", a snapshot must be a folder or a file: such workers cannot follow'
                 " a fetch yet; those in a container (image.name) can"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _disk_of_prefixes(self) -> Self:
+        limited = self.resources.files == "private" and self.resources.tmp_mb is not None
+        if self.prefixes and (self.image.name is not None or self.image.unbuilt or limited):
+            limit = "resources.tmp_mb" if limited else "image.name"
+            raise ValueError(
+                f"prefixes cannot be used with {limit}, because nothing would limit what workers write there; make"
+                " them with `pilotflame snapshot prefixes`, and name the folder in [snapshots]"
             )
         return self
 

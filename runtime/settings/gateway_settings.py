@@ -116,6 +116,9 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         ge=0,
         description="Bytes of what torch.compile made for a function, beyond which a start empties its folder; 0: none is kept.",
     )
+    keep_prefixes_bytes: int = Field(
+        4096 * _MIB, ge=0, description="Most bytes of the stored prefixes ([prefixes]) of a function."
+    )
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )

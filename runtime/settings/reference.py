@@ -130,6 +130,8 @@ def _type_of(schema: dict[str, Any]) -> str:
         return "list of tables" if {"$ref", "oneOf"} & schema["items"].keys() else "list of texts"
     if schema.get("format") == "path":
         return "path"
+    if schema.get("additionalProperties") is True:
+        return "table of tables"
     return _TYPES.get(schema["type"], str(schema["type"]))
 
 

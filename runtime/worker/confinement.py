@@ -101,8 +101,8 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
     for path in devices.iterdir():
         if path.name in DEVICES or path.name.startswith(DEVICE_PREFIX):
             yield path, _READ_FILE | _READ_DIR | _WRITE_FILE
-    if confinement.tmp is not None:
-        yield confinement.tmp, _ALL_OF_VERSION_1 | _REFER | _TRUNCATE
+    for path in (*confinement.writable, *((confinement.tmp,) if confinement.tmp is not None else ())):
+        yield path, _ALL_OF_VERSION_1 | _REFER | _TRUNCATE
 
 
 def _outside(folder: Path, hidden: set[Path]) -> Iterator[Path]:

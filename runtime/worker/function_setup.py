@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import HandlerBuildError
 from ...handlers.contract import Context
@@ -28,6 +28,9 @@ from . import fork_safety
 from .compiled_code import keep_compiled_code
 from .output import MarkedHandler
 from .runner import CallObserver
+
+if TYPE_CHECKING:
+    from ...handlers.language_model.declared_prefixes import DeclaredPrefixes
 
 # Weights that are smaller than this are not worth a hint.
 HINT_BYTES = 8 << 20
@@ -57,7 +60,8 @@ class Built:
     """A function after `build`, without its weights. Forked workers inherit it from their zygote.
 
     `state` is what `build` returned. `snapshots` have planned which weights they will set. `threads` is the
-    number of threads that torch and BLAS use in a worker. `import_s` is how long the import took.
+    number of threads that torch and BLAS use in a worker. `import_s` is how long the import took. `prefixes` are the
+    declared ones, if there are any.
     """
 
     handler: Handler
@@ -66,6 +70,7 @@ class Built:
     threads: int
     import_s: float = 0.0
     observers: tuple[CallObserver, ...] = ()
+    prefixes: DeclaredPrefixes | None = None
 
 
 def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
@@ -84,14 +89,15 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
         _keep_compiled(spec)
     fork_safety.make_torch_single_threaded()
     import_s = time.monotonic() - began_s
-    snapshots = _snapshots(spec)
+    snapshots, prefixes = _snapshots(spec), _prefixes(spec)
     state = None
     if handler.build is not None:
         try:
-            state = handler.build(Context(spec.function, spec.revision, snapshots=snapshots))
+            context = Context(spec.function, spec.revision, snapshots=snapshots, prefixes=prefixes)
+            state = handler.build(context)
         except (Exception, SystemExit) as error:
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
-    return Built(handler, state, snapshots, threads, import_s, tuple(_observers(spec)))
+    return Built(handler, state, snapshots, threads, import_s, tuple(_observers(spec)), prefixes)
 
 
 def _observers(spec: WorkerSpec) -> Iterator[CallObserver]:
@@ -122,6 +128,15 @@ def _snapshots(spec: WorkerSpec) -> Snapshots | None:
         return None
     adapters = Adapters(_snapshot(spec, one) for one in spec.weights if one.on_use)
     return Snapshots((_snapshot(spec, one) for one in spec.weights if not one.on_use), adapters)
+
+
+def _prefixes(spec: WorkerSpec) -> DeclaredPrefixes | None:
+    if (kept := spec.prefixes) is None:
+        return None
+    from ...handlers.language_model.declared_prefixes import DeclaredPrefixes  # noqa: PLC0415  as in `_snapshot`
+    from ...snapshot.computed import ComputedSnapshots  # noqa: PLC0415
+
+    return DeclaredPrefixes(kept.declared, spec.code, ComputedSnapshots(kept.folder, kept.limit_bytes))
 
 
 def _snapshot(spec: WorkerSpec, weights: Weights) -> Snapshot:

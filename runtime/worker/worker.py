@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import mode
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import uvloop
@@ -29,6 +29,7 @@ from ...errors import (
     CacheError,
     HandlerSetupError,
     PilotflameError,
+    SettingsError,
     SnapshotChanged,
     SnapshotCorrupt,
     SourceError,
@@ -61,6 +62,9 @@ from .parking import ParkingHooks, WorkerParking
 from .runner import Call, Runner, not_whole
 from .thread_runner import ThreadRunner
 
+if TYPE_CHECKING:
+    from ...handlers.language_model.declared_prefixes import DeclaredPrefixes
+
 # How long a worker that drains by itself waits for the gateway's DRAIN. The gateway sends no invocations after DRAIN.
 RELEASE_TIMEOUT_S = 10.0
 # How long a worker that ends may take to send its last answers.
@@ -79,7 +83,7 @@ class Worker:
         self._handler = built.handler
         self._on_event_loop = built.handler.kind.on_loop
         self._streaming = built.handler.kind.streaming
-        self._snapshots = built.snapshots
+        self._snapshots, self._prefixes = built.snapshots, built.prefixes
         # Makes a context in which each torch operation waits until the weights that it reads have arrived.
         self._gate: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if built.snapshots is not None:
@@ -204,6 +208,8 @@ class Worker:
                 await self._restore(self._snapshots)
             with self._gate():
                 state = await call_hook(self._handler, self._handler.setup, self._context(self._host))
+            if self._prefixes is not None:
+                await self._prepare_prefixes(self._prefixes)
         except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
             if isinstance(error, (CacheError, SnapshotChanged, SnapshotCorrupt, SourceError)):
                 failure: PilotflameError = not_whole(error)
@@ -215,6 +221,24 @@ class Worker:
         if state is not None:
             self._state = state
         return True
+
+    async def _prepare_prefixes(self, prefixes: DeclaredPrefixes) -> None:
+        """Map the declared prefixes. If this node does not keep them, compute them. Raise SettingsError if no model uses them."""
+
+        def run(prepare: Callable[[], None]) -> None:
+            # Torch keeps its thread count separately for each thread.
+            fork_safety.set_threads(self._threads)
+            prepare()
+
+        if prefixes.prepare is None:
+            raise SettingsError(
+                "[prefixes] has no effect, because the handler does not use it.",
+                remedy="Write language_model(..., prefixes=context.prefixes) in `build`, or remove [prefixes].",
+            )
+        if self._on_event_loop:
+            await asyncio.to_thread(run, prefixes.prepare)
+        else:
+            run(prefixes.prepare)
 
     async def _restore(self, snapshots: Snapshots) -> None:
         """Map the weights. Some of their bytes may still be arriving when this returns."""
@@ -304,7 +328,14 @@ class Worker:
 
     def _context(self, host: WorkerHost | None) -> Context:
         spec = self._spec
-        return Context(spec.function, spec.revision, state=self._state, snapshots=self._snapshots, host=host)
+        return Context(
+            spec.function,
+            spec.revision,
+            state=self._state,
+            snapshots=self._snapshots,
+            host=host,
+            prefixes=self._prefixes,
+        )
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.INVOKE:

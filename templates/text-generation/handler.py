@@ -12,7 +12,7 @@ from pilotflame import Delta, GenerationRequest
 
 def build(context: pilotflame.Context):
     """Runs once per revision: make everything but the weights, which each worker maps or copies when it starts."""
-    return pilotflame.language_model(context.snapshot, adapters=context.adapters)
+    return pilotflame.language_model(context.snapshot, adapters=context.adapters, prefixes=context.prefixes)
 
 
 def rehearse(context: pilotflame.Context) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -54,9 +55,7 @@ async def folder() -> AsyncIterator[Path]:
         )
         handler = (folder / "handler.py").read_text()
         call = 'language_model(context.snapshots["model"], prefixes=context.snapshots["prefixes"])'
-        (folder / "handler.py").write_text(
-            handler.replace("language_model(context.snapshot, adapters=context.adapters)", call)
-        )
+        (folder / "handler.py").write_text(re.sub(r"language_model\(.*\)", call, handler))
         yield folder
 
 

@@ -128,6 +128,24 @@ def test_compiled_code_goes_with_its_function(tmp_path: Path, reports: Reports) 
     assert not list((tmp_path / "compiled").iterdir())
 
 
+def test_stored_prefixes_go_with_their_function(tmp_path: Path, reports: Reports) -> None:
+    store = Store(tmp_path, reports, Retention(prefixes_bytes=7))
+    store.start()
+    declared = {"a": {"messages": [{"role": "system", "content": "x"}]}}
+    settings = FunctionSettings.model_validate({"name": "tone", "snapshot": "w", "prefixes": declared})
+    record = placed(store, fields(settings=settings))
+    store.promote(record)
+    kept = store.prefixes(record)
+    assert kept is not None
+    assert (kept.declared, kept.limit_bytes) == (declared, 7)
+    assert store.prefixes(deploy(store)) is None
+    (kept.folder / "key").mkdir(parents=True)
+    Store(tmp_path, reports).start()
+    assert kept.folder.exists()
+    store.delete("tone")
+    assert not kept.folder.exists()
+
+
 def test_a_withdrawn_revision_leaves_compiled_code_to_the_others(store: Store, tmp_path: Path) -> None:
     place = store.compiled(deploy(store))
     assert place is not None

@@ -298,6 +298,44 @@ def test_snapshots_that_cannot_be_are_refused(tmp_path: Path, toml: str, named: 
     assert named in problem(tmp_path, toml)
 
 
+def test_prefixes_are_tables(tmp_path: Path) -> None:
+    file = (
+        'snapshot = "w"\n[prefixes.a]\nmessages = [{role = "system", content = "x"}]\ntools = "tools.json"\n'
+        "[prefixes.b]\nchat_template_kwargs = {enable_thinking = false}\n"
+    )
+    read = read_settings(folder_with(tmp_path, file))
+    assert list(read.prefixes) == ["a", "b"]
+    assert read.prefixes["a"] == {
+        "messages": [{"role": "system", "content": "x"}], "tools": "tools.json"
+    }  # fmt: skip
+    assert FunctionSettings.model_validate_json(read.model_dump_json()) == read
+    replaced = read_settings(tmp_path / "sentiment", overrides={"prefixes": '{"c": {"messages": []}}'})
+    assert replaced.prefixes == {"c": {"messages": []}}
+
+
+@pytest.mark.parametrize(
+    ("toml", "named"),
+    [
+        ("[prefixes.a]", "prefixes are set, but snapshot is not"),
+        ('snapshot = "w"\nprefixes = 1', "it should be a table"),
+        ('snapshot = "w"\n[prefixes]\na = 1', "prefixes.a is 1; it should be a table with messages"),
+        ('snapshot = "w"\n[prefixes."a b"]', "prefixes.a b has no valid name"),
+        ('snapshot = "w"\n[prefixes.a]\ntool = []', "prefixes.a.tool is not a setting; did you mean prefixes.a.tools?"),
+        ('snapshot = "w"\n[prefixes.a]\ntools = "../t.json"', "prefixes.a.tools is '../t.json'"),
+        ('snapshot = "w"\n[prefixes.a]\ntools = "/t.json"', "prefixes.a.tools is '/t.json'"),
+        ('snapshot = "w"\n[image]\nname = "x"\n[prefixes.a]', "prefixes cannot be used with image.name"),
+        ('snapshot = "w"\n[image]\nbase = "x"\n[prefixes.a]', "prefixes cannot be used with image.name"),
+        (
+            'snapshot = "w"\n[resources]\nfiles = "private"\ntmp_mb = 5\n[prefixes.a]',
+            "prefixes cannot be used with resources.tmp_mb",
+        ),
+        ('snapshot = "w"\n' + "".join(f"[prefixes.a{n}]\n" for n in range(33)), "prefixes is"),
+    ],
+)  # fmt: skip
+def test_prefixes_that_cannot_be_are_refused(tmp_path: Path, toml: str, named: str) -> None:
+    assert named in problem(tmp_path, toml)
+
+
 def test_an_override_hides_no_broken_section(tmp_path: Path) -> None:
     assert "scale is 3" in problem(tmp_path, "scale = 3", {"scale.max": "8"})
 

@@ -1,0 +1,104 @@
+"""Keeps snapshots that a function computes itself, such as the stored beginnings of prompts. The first worker computes them.
+
+    <folder>/lock              held by the worker that computes
+    <folder>/<key>/            a complete snapshot with its manifest, which later workers map
+    <folder>/.<key>.<random>/  one that is being written, or that a killed worker has left
+
+A snapshot is written and synced under a hidden name, and renamed when it is complete. The next worker that computes removes what
+killed workers have left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import CacheError, SnapshotError
+from .caching.flock import locked_file
+from .format.create import create
+from .format.manifest import MANIFEST_NAME, Manifest
+from .handle import Snapshot
+from .publish import cannot_write, publish_folder, sync
+
+# The number of snapshots with other keys that stay beside the present one, for a rollback.
+KEPT_OTHERS = 1
+# How long a worker waits for another worker that computes the same snapshot.
+COMPUTE_TIMEOUT_S = 900.0
+_LOCK = "lock"
+
+
+class ComputedSnapshots:
+    """The computed snapshots of one function on this node. Its workers use it with the rights of the function."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """`limit_bytes` is the size of all snapshots in `folder`, beyond which the older ones are removed."""
+        self.folder, self.limit_bytes = folder, limit_bytes
+
+    def open(self, key: str, compute: Callable[[Path], None]) -> Snapshot:
+        """Return the snapshot with this key, mapped. If it is not there, `compute` writes its files into the folder that it gets.
+
+        Blocks while another worker computes. Raises what `compute` raises, and SnapshotError if the folder cannot be written or
+        stays locked, or if `compute` has written no snapshot.
+        """
+        place = self.folder / key
+        if (found := _mapped(place)) is not None:
+            return found
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locked_file(self.folder / _LOCK, COMPUTE_TIMEOUT_S):
+                # Another worker may have computed it meanwhile.
+                if (found := _mapped(place)) is None:
+                    found = self._computed(place, compute)
+        except (OSError, CacheError) as error:
+            fault = cannot_write(self.folder, error) if isinstance(error, OSError) else error
+            # A CacheError would say that the function's weights are not whole.
+            raise SnapshotError(fault.message, remedy=fault.remedy) from error
+        return found
+
+    def _computed(self, place: Path, compute: Callable[[Path], None]) -> Snapshot:
+        """Compute the snapshot, and return it mapped. The caller holds the lock, so hidden folders are leftovers."""
+        for left in (place, *self.folder.glob(".*/")):
+            shutil.rmtree(left, ignore_errors=True)
+        with publish_folder(place) as made:
+            compute(made)
+            create(made).write(made / MANIFEST_NAME)
+            for file in made.iterdir():
+                sync(file)
+        self._remove_others(place)
+        return _map(place)
+
+    def _remove_others(self, place: Path) -> None:
+        """Remove the snapshots that were used before the KEPT_OTHERS latest ones, or that do not fit into the limit."""
+        others = [path for path in self.folder.iterdir() if path.is_dir() and path != place]
+        left_bytes = self.limit_bytes - _bytes(place)
+        for number, other in enumerate(sorted(others, key=_used_s, reverse=True)):
+            left_bytes -= _bytes(other)
+            if number >= KEPT_OTHERS or left_bytes < 0:
+                # A worker that has mapped it keeps its bytes.
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _map(place: Path) -> Snapshot:
+    found = Snapshot(place, Manifest.read(place / MANIFEST_NAME))
+    found.open()
+    # The time of the folder says when it was used last.
+    os.utime(place)
+    return found
+
+
+def _mapped(place: Path) -> Snapshot | None:
+    """Return a snapshot, mapped; None if it is absent or damaged."""
+    try:
+        return _map(place)
+    except (OSError, SnapshotError):
+        return None
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _used_s(folder: Path) -> float:
+    return folder.stat().st_mtime

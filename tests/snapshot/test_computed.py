@@ -1,0 +1,132 @@
+"""A function's workers compute a snapshot once, whatever happens to the worker that computes. Processes and kills are real."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from pilotflame.errors import SnapshotError
+from pilotflame.snapshot.computed import ComputedSnapshots
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from safetensors.torch import save_file
+
+FILE = "a.safetensors"
+MANY = 1 << 30
+
+
+def numbers(folder: Path, value: float = 1.0) -> None:
+    save_file({"a": torch.full((1024,), value)}, folder / FILE)
+
+
+def refused(_: Path) -> None:
+    raise AssertionError("it is there")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+def test_it_is_computed_once(tmp_path: Path) -> None:
+    kept = ComputedSnapshots(tmp_path / "of" / "function", MANY)
+    assert kept.open("one", numbers).load("a")["a"].sum() == 1024
+    again = ComputedSnapshots(kept.folder, MANY).open("one", refused)
+    assert again.load("a")["a"].sum() == 1024
+    assert kept.folder.stat().st_mode & 0o077 == 0
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    kept = ComputedSnapshots(tmp_path, MANY)
+
+    def fails(folder: Path) -> None:
+        numbers(folder)
+        raise SnapshotError("no")
+
+    with pytest.raises(SnapshotError, match="no"):
+        kept.open("one", fails)
+    assert names(tmp_path) == set()
+    with pytest.raises(SnapshotError):
+        kept.open("one", lambda folder: None)
+    assert names(tmp_path) == set()
+    kept.open("one", numbers)
+
+
+@pytest.mark.parametrize("damage", ["cut", "without manifest"])
+def test_a_damaged_one_is_computed_again(tmp_path: Path, damage: str) -> None:
+    kept = ComputedSnapshots(tmp_path, MANY)
+    kept.open("one", numbers)
+    if damage == "cut":
+        os.truncate(tmp_path / "one" / FILE, 100)
+    else:
+        (tmp_path / "one" / MANIFEST_NAME).unlink()
+    assert kept.open("one", numbers).load("a")["a"].sum() == 1024
+
+
+def test_the_one_before_stays_if_it_fits(tmp_path: Path) -> None:
+    kept = ComputedSnapshots(tmp_path, MANY)
+    for number, key in enumerate(("one", "two", "three")):
+        kept.open(key, numbers)
+        os.utime(tmp_path / key, (number, number))
+    assert names(tmp_path) == {"two", "three"}
+    # The bytes of a mapped one stay.
+    held = kept.open("two", refused)
+    ComputedSnapshots(tmp_path, 5000).open("four", numbers)
+    assert names(tmp_path) == {"four"}
+    assert held.load("a")["a"].sum() == 1024
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SnapshotError, match="cannot be written") as raised:
+        ComputedSnapshots(tmp_path / "file" / "below", MANY).open("one", numbers)
+    # A CacheError would be of the weights.
+    assert type(raised.value) is SnapshotError
+
+
+def _compute(folder: Path, link: Connection) -> None:
+    """Compute in a process of its own, which waits in the midst of it."""
+
+    def half(made: Path) -> None:
+        (made / FILE).write_bytes(b"half")
+        link.send(made.name)
+        link.recv()
+        numbers(made)
+
+    ComputedSnapshots(folder, MANY).open("one", half)
+
+
+def _wait(folder: Path, link: Connection) -> None:
+    link.send("waits")
+    found = ComputedSnapshots(folder, MANY).open("one", lambda made: numbers(made, 2.0))
+    link.send(float(found.load("a")["a"].sum()))
+
+
+def _start(run: object, folder: Path) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    here, there = multiprocessing.Pipe()
+    # A fork of this process, as a worker is one of its zygote.
+    process = multiprocessing.get_context("fork").Process(target=run, args=(folder, there), daemon=True)  # type: ignore[arg-type]
+    process.start()
+    there.close()
+    return process, here
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_another_worker_waits_and_computes_only_after_a_kill(tmp_path: Path, killed: bool) -> None:
+    first, link = _start(_compute, tmp_path)
+    left = link.recv()
+    second, other = _start(_wait, tmp_path)
+    assert other.recv() == "waits"
+    assert names(tmp_path) == {left}
+    if killed:
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+    else:
+        link.send("go")
+    assert other.recv() == (2048 if killed else 1024)
+    for process in (first, second):
+        process.join(20)
+    assert names(tmp_path) == {"one"}
