@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from ....errors import BadInput, OutputInvalid
 from ....handlers.language_model.contract import EmbeddingOutput, RerankOutput, Text
 from ...functions.live import Live
-from .requests import REMEDY
+from ..completions.requests import REMEDY
 
 MOST_TEXTS = 1024
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]

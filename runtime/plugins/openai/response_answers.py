@@ -13,8 +13,8 @@ import orjson
 
 from ....errors import PilotflameError
 from ....handlers.language_model.contract import Delta, TokenUsage, ToolCall
-from .answers import chat_logprobs
-from .errors import error_body
+from ..completions.answers import chat_logprobs
+from ..completions.errors import error_body
 from .response_requests import ResponseRequest
 
 Event = dict[str, Any]

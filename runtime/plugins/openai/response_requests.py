@@ -16,8 +16,8 @@ from ....handlers.language_model.contract import (
     ToolName,
 )
 from ...http.requests import validate
-from .messages import plain_message, text_of
-from .requests import ANY_OBJECT, REMEDY, check_choice
+from ..completions.messages import plain_message, text_of
+from ..completions.requests import ANY_OBJECT, REMEDY, check_choice
 
 SKIPPED = ("reasoning",)
 """The kinds of input items that a chat template does not need."""

@@ -30,10 +30,10 @@ from ...http.event_stream import EVENTS
 from ...http.requests import load_json, read_body, request_id_of, validate
 from ...http.responses import json_response
 from ...http.routes import Route
-from .answers import CompletionAnswer
+from ..completions.answers import CompletionAnswer
+from ..completions.errors import ERRORS
+from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, supported
 from .encodings import EmbeddingsAnswer, EmbeddingsRequest, RankingAnswer, RankingRequest, output_of
-from .errors import ERRORS
-from .requests import REMEDY, ChatRequest, CompletionRequest, supported
 from .response_answers import ResponseAnswer
 from .response_requests import ResponseRequest
 from .together import TogetherModel, is_together, together_model
