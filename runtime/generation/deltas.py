@@ -79,7 +79,7 @@ class Deltas:
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
-                    delta = _delta(self._live.record.function, piece)
+                    delta = delta_of(self._live.record.function, piece)
                     usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
                     first_s = first_s or last_s
                     await self._arrived.put((number, delta))
@@ -120,7 +120,8 @@ class Deltas:
             self.headers = invocation_headers(invocation)
 
 
-def _delta(name: str, piece: bytes) -> Delta:
+def delta_of(name: str, piece: bytes) -> Delta:
+    """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta."""
     try:
         return Delta.model_validate_json(piece)
     except ValidationError:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import orjson
 from aiohttp import web
@@ -18,19 +18,19 @@ from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
-from ....handlers.language_model.contract import GenerationRequest
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
-from ...generation.models import takes
 from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
 from ...http.requests import Headers, dump_json, load_json, owner_of, validate
 from ...http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
 from ...http.routes import Choices, Number, Parameter, Route, header
 from ...http.sliced_body import SLICE_BYTES
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
+from ...jobs.outbox import WebhookBodies
 from ...telemetry.invocation_end import Source
+from . import openai_jobs
 
 MAX_LISTED = 1000
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
@@ -43,8 +43,6 @@ LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 10
 BEFORE = Parameter("before", "A job's id: only older ones.")
 SUBMIT_ERRORS = (400, 404, 408, 409, 413, 422, 503)
 JOB_ERRORS = (404, 410, 503)
-OPENAI_FIELDS = {"openai_route", "openai_input"}
-"""The fields of a job's input with which RunPod's worker-vllm calls OpenAI's API."""
 _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
 
@@ -132,8 +130,14 @@ def shown(job: Job) -> dict[str, Any]:
     return found
 
 
-def job_response(job: Job, headers: Headers | None = None) -> web.Response:
+def webhook_body(job: Job, _pieces: Sequence[bytes]) -> bytes:
+    """Return the body of a webhook of a job with a request of OpenAI's API. It is the job, as at RunPod."""
+    return orjson.dumps(shown(openai_jobs.in_form(job)))
+
+
+async def job_response(job: Job, headers: Headers | None = None) -> web.Response:
     """Return a job as a JobStatus."""
+    job = await openai_jobs.read_in_form(job)
     if job.output is None or job.output_type or len(job.output) <= SLICE_BYTES:
         return json_response(shown(job), headers=headers)
     return json_with_large("output", job.output, shown(replace(job, output=None)), headers)
@@ -141,6 +145,8 @@ def job_response(job: Job, headers: Headers | None = None) -> web.Response:
 
 class QueueApi(ApiPlugin):
     """The routes of a function's jobs, below /v2/{function}."""
+
+    webhook_bodies: ClassVar[WebhookBodies] = {openai_jobs.FORM: webhook_body}
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -185,22 +191,22 @@ class QueueApi(ApiPlugin):
         """Submit a job. Respond with it when it has ended, or when the time in `?wait=` is over."""
         wait_s = _wait_s(request)
         job, headers = await self._submit(request, wait_s=wait_s)
-        return job_response(job, headers=headers)
+        return await job_response(job, headers=headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        return job_response(await self._job(request))
+        return await job_response(await self._job(request))
 
     async def status_sync(self, request: web.Request) -> web.StreamResponse:
         """Respond with a job when it has ended, or when the time in `?wait=` is over."""
         wait_s, job = _wait_s(request), await self._job(request)
-        return job_response(await self._jobs.wait(job.function, job.id, wait_s))
+        return await job_response(await self._jobs.wait(job.function, job.id, wait_s))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        return job_response(await self._jobs.store.cancel(*_named(request)))
+        return await job_response(await self._jobs.store.cancel(*_named(request)))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
         self._live(request)
-        return job_response(await self._jobs.store.retry(*_named(request)))
+        return await job_response(await self._jobs.store.retry(*_named(request)))
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
         removed = await self._jobs.purge(self._live(request).record.function, owner_of(request))
@@ -235,11 +241,10 @@ class QueueApi(ApiPlugin):
         """Return the pieces after `?after=`, or without it the pieces since the last poll, or send all as events."""
         job = await self._job(request)
         if accepts_events(request):
-            return await send_job(request, self._jobs, job, _encoder())
+            return await send_job(request, self._jobs, job, _encoder(job))
         polls, poller = "after" not in request.query, (job.id, owner_of(request))
         after = self._polled.get(poller, 0) if polls else AFTER.read(request)
-        pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
-        job = await self._jobs.store.get(job.function, job.id) if not pieces else job
+        pieces = await openai_jobs.pieces_of(self._jobs.store, job, after, PIECES_PER_POLL)
         # RunPod's clients do not send `?after=`. So store the number after which their next poll continues.
         if polls and pieces:
             self._polled[poller] = pieces[-1][0]
@@ -267,19 +272,13 @@ class QueueApi(ApiPlugin):
         if not isinstance(found, dict) or "input" not in found:
             raise BadInput("The body has no input.", remedy=remedy)
         wanted = validate(JobRequest, found, remedy, InputInvalid)
-        _check_input(live, wanted.input)
-        body = dump_json(wanted.input)
-        job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **wanted.fields())
+        event, fields = wanted.input, wanted.fields()
+        if openai_jobs.is_openai(live, event):
+            event, fields["extra"] = openai_jobs.event_of(self._backend, request, live, event)
+            if (webhook := fields.get("webhook")) is not None:
+                fields["webhook"] = replace(webhook, form=openai_jobs.FORM)
+        job, replayed = await self._backend.submit(request, live, dump_json(event), wait_s=wait_s, **fields)
         return job, replayed | {"X-Request-Id": job.id}
-
-
-def _check_input(live: Live, given: Any) -> None:
-    """Raise InputInvalid if a job for a language model has a request of OpenAI's API, in the form of RunPod's worker-vllm."""
-    if isinstance(given, dict) and OPENAI_FIELDS & given.keys() and takes(live, GenerationRequest):
-        field, name = min(OPENAI_FIELDS & given.keys()), live.record.function
-        message = f"The body is invalid: input.{field}: {name} takes no requests of OpenAI's API as jobs."
-        remedy = f"Send the request itself to /v2/{name}/openai/v1, or an input with messages or a prompt."
-        raise InputInvalid(message, remedy=remedy, details={"field": f"input.{field}"})
 
 
 def _throttled(live: Live, queued: int) -> int:
@@ -304,18 +303,18 @@ def _wait_s(request: web.Request) -> float:
     return min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
 
 
-def _encoder() -> JobEncoder:
-    state = None
+def _encoder(asked: Job) -> JobEncoder:
+    state, output = None, openai_jobs.output_of(asked)
 
     def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
         nonlocal state
         if job.state is not state and not job.state.final:
             state = job.state
             yield event("status", orjson.dumps({"status": state}))
-        for number, piece in pieces:
+        for number, piece in pieces if output is None else output.numbered(pieces):
             yield event("output", piece, number)
         if job.state.final and not pieces:
             name = "completed" if job.state is JobState.COMPLETED else "error"
-            yield event(name, orjson.dumps(shown(job)))
+            yield event(name, orjson.dumps(shown(openai_jobs.in_form(job))))
 
     return encode

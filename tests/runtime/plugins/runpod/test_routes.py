@@ -539,16 +539,3 @@ async def test_the_runpod_sdk_works_unmodified(deploy, gateway: Gateway, monkeyp
         "health": ["jobs", "workers"],
         "purge": "completed",
     }
-
-
-async def test_a_job_with_a_request_of_openai_names_the_route_that_takes_it(gateway: Gateway) -> None:
-    function = await gateway.deploy(
-        "from pilotflame import GenerationRequest\n\ndef handler(event: GenerationRequest):\n    yield {}\n"
-    )
-    asked = {"openai_route": "/v1/chat/completions", "openai_input": {"messages": []}}
-    error = failure(await Queue(function).post("run", {"input": asked}))
-    assert (error["status"], error["details"]["field"]) == (422, "input.openai_input")
-    assert f"/v2/{function.name}/openai/v1" in error["remedy"]
-    # A handler of any other kind gets such a job as it is.
-    echo = await gateway.deploy("def handler(event):\n    return event\n")
-    assert (await Queue(echo).post("runsync", {"input": asked})).json()["output"] == asked
