@@ -22,6 +22,7 @@ from .prefixes import Prefix, Prefixes, check_keeps, key_of, write
 from .prompts import Prompts
 
 if TYPE_CHECKING:
+    from ...snapshot.computed import ComputedSnapshots
     from ...snapshot.handle import Snapshot
 
 
@@ -67,18 +68,19 @@ class PrefixBuilder:
                 found.append(self._prefix(name, fields))
             except (InputInvalid, SnapshotError) as error:
                 raise SettingsError(f"prefixes.{name}: {error.message}", remedy=error.remedy) from error
-        declared.prepare = partial(self._prepare, found, declared, engine)
+        # Workers inherit the key, which takes as long as reading the tokenizer's files.
+        key = key_of(found, self.origin)
+        declared.prepare = partial(self._prepare, found, key, declared.kept, engine)
 
-    def _prepare(self, prefixes: list[Prefix], declared: DeclaredPrefixes, engine: Engine) -> None:
+    def _prepare(self, prefixes: list[Prefix], key: str, kept: ComputedSnapshots, engine: Engine) -> None:
         """Map the keys and values in a worker that has opened the weights. Compute them if they are not kept."""
-        kept = declared.kept
 
         def compute(folder: Path) -> None:
             with self._snapshot.gate():
                 write(self._model, prefixes, self.origin, folder, kept.limit_bytes)
             LOG.info("keys and values of [prefixes] are computed: %s", ", ".join(map(_told, prefixes)))
 
-        found = Prefixes(kept.open(key_of(prefixes, self.origin), compute))
+        found = Prefixes(kept.open(key, compute))
         found.read(self.origin)
         engine.prefixes = found
 

@@ -353,11 +353,19 @@ def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
     for key, value in status["settings"].items():
         if key == "env":
             rows += [(f"env.{name}", "(set)") for name in value]
+        elif key == "prefixes":
+            rows += [(f"prefixes.{name}", ", ".join(fields)) for name, fields in value.items()]
         elif isinstance(value, dict):
             rows += [(f"{key}.{name}", _shown(inner)) for name, inner in value.items()]
         else:
             rows.append((key, _shown(value)))
-    return [(key, value, origins.get(key, "default")) for key, value in rows]
+    return [(key, value, _origin(origins, key)) for key, value in rows]
+
+
+def _origin(origins: dict[str, str], key: str) -> str:
+    """Return the origin of a setting, also if the file sets the keys of its table, or an override sets the table that it is in."""
+    below = (origin for name, origin in origins.items() if name.startswith(f"{key}."))
+    return origins.get(key) or next(below, None) or origins.get(key.partition(".")[0]) or "default"
 
 
 def _shown(value: Any) -> str:

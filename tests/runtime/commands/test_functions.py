@@ -2,6 +2,8 @@
 
 import json
 
+from pilotflame.runtime.commands import functions as commands
+
 ECHO = "def handler(event):\n    return event\n"
 
 
@@ -26,3 +28,13 @@ def test_without_functions_there_is_no_table(run_here, tmp_path, start):
     done = run_here("list", PILOTFLAME_URL=url)
     assert (done.stdout, done.returncode) == ("", 0)
     assert "no functions yet" in done.stderr
+
+
+def test_the_status_names_the_fields_of_prefixes() -> None:
+    prefixes = {"assistant": {"messages": [{"role": "system", "content": "long"}], "tools": "tools.json"}}
+    for origins, origin in (
+        ({"prefixes.assistant.tools": "pilotflame.toml"}, "pilotflame.toml"),
+        ({"prefixes": "--set"}, "--set"),
+    ):
+        rows = commands._settings({"settings": {"prefixes": prefixes}, "setting_origins": origins})
+        assert rows == [("prefixes.assistant", "messages, tools", origin)]
