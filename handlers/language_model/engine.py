@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from .causal_model import CausalModel
 from .contract import Sampling
 from .prefixes import Prefix, Prefixes
 from .prompt_reader import PromptReader
+from .rows import Rows
 from .sampling import Logprobs, Sampler
 from .schedule import Chunk, ScheduledSequence, StepSchedule
 
@@ -101,7 +103,7 @@ class Engine:
         self._members: list[_Run] = []
         """The runs of the rows, by the number of the row."""
         self._runs: dict[ScheduledSequence, _Run] = {}
-        self._reader = PromptReader(self.model, self.prefixes, self.gate)
+        self._reader = PromptReader(self.model, self.gate)
         self._admission = Admission(self._reader.times, self._reader.slices)
 
     async def generate(
@@ -259,7 +261,7 @@ class Engine:
         try:
             if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
-            logits = self._reader.read(chunk, run.ids, run.prefix, run.adapter, slice_s)
+            logits = self._reader.read(chunk, run.ids, self._fill(run), run.adapter, slice_s)
         except Exception as error:
             # The rows of the other sequences are not affected.
             LOG.exception("a prompt could not be read")
@@ -273,6 +275,12 @@ class Engine:
         self._members.append(run)
         self._reader.stop()
         return _choose([run], logits)
+
+    def _fill(self, run: _Run) -> Callable[[Rows], None] | None:
+        """Return what puts the stored prefix of a run into its row."""
+        if run.prefix is None or self.prefixes is None:
+            return None
+        return partial(self.prefixes.fill, prefix=run.prefix)
 
     def _load_adapter(self, run: _Run) -> None:
         if run.adapter and self.model.adapters is not None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .causal_model import CausalModel
 from .pass_slices import PassSlices
-from .prefixes import Prefix, Prefixes
 from .rows import Rows
 from .schedule import Chunk, ChunkTimes
 
@@ -26,10 +25,8 @@ class PromptReader:
     With adapters, each pass is whole, because peft changes the layers for the time of a pass.
     """
 
-    def __init__(
-        self, model: CausalModel, prefixes: Prefixes | None, gate: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
-        self._model, self._prefixes, self._gate = model, prefixes, gate
+    def __init__(self, model: CausalModel, gate: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._model, self._gate = model, gate
         layers = model.layers if model.adapters is None else []
         self._passes = PassSlices(layers) if layers else None
         self.slices = max(1.0, len(layers) / LAYERS_A_STEP)
@@ -48,16 +45,21 @@ class PromptReader:
         return self.times.tokens_within(slice_s * self.slices)
 
     def read(
-        self, chunk: Chunk, ids: Sequence[int], prefix: Prefix | None, adapter: str, slice_s: float
+        self,
+        chunk: Chunk,
+        ids: Sequence[int],
+        fill: Callable[[Rows], None] | None,
+        adapter: str,
+        slice_s: float,
     ) -> Tensor | None:
         """Read a chunk of the tokens `ids` for about `slice_s` seconds, or to its end if this is 0.
 
         Return the logits after it, (1, vocabulary), or None if the chunk is not read yet. Then call this again with the same chunk. Before
-        the first chunk, the row gets the stored prefix. Raise what the model raises.
+        the first chunk, `fill` puts the stored prefix into the row. Raise what the model raises.
         """
         begins = self._chunk != chunk
         if begins:
-            self._begin(chunk, prefix)
+            self._begin(chunk, fill)
         began_s = time.perf_counter()
         try:
             logits = self._pass(chunk, ids, adapter, slice_s, begins=begins)
@@ -82,14 +84,14 @@ class PromptReader:
         rows.lengths = [0]
         return rows
 
-    def _begin(self, chunk: Chunk, prefix: Prefix | None) -> None:
+    def _begin(self, chunk: Chunk, fill: Callable[[Rows], None] | None) -> None:
         if self._passes is not None:
             self._passes.stop()
         self._chunk = None
         if chunk.begin == chunk.sequence.stored:
             self.rows = self.new_row(chunk.sequence.tokens)
-            if prefix is not None and self._prefixes is not None:
-                self._prefixes.fill(self.rows, prefix)
+            if fill is not None:
+                fill(self.rows)
         self._chunk, self._taken_s = chunk, 0.0
 
     def _pass(
