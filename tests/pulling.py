@@ -27,13 +27,15 @@ LIMIT_S = 30.0
 CHUNK_BYTES = 64 << 10
 
 
-def make(folder: Path, seed: int = 0, *, tensors: int = 8, tensor_bytes: int = 128 << 10) -> Manifest:
+def make(
+    folder: Path, seed: int = 0, *, tensors: int = 8, tensor_bytes: int = 128 << 10, **how: Any
+) -> Manifest:
     """A safetensors file of `tensors` random tensors in `folder`, and its manifest beside it."""
     drawn = numpy.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {f"t{index}": drawn.integers(0, 255, tensor_bytes, numpy.uint8) for index in range(tensors)}
     save_file(arrays, folder / "model.safetensors")
-    manifest = create(folder, chunk_bytes=CHUNK_BYTES)
+    manifest = create(folder, chunk_bytes=CHUNK_BYTES, **how)
     manifest.write(folder / MANIFEST_NAME)
     return manifest
 

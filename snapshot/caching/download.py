@@ -170,7 +170,8 @@ class _Download:
         if status.st_size != file.size_bytes:
             return f"it has {status.st_size} bytes, {file.size_bytes} expected"
         # The bytes of shards are compared later, chunk by chunk (see `_check_held`).
-        return "it has other bytes" if isinstance(file, Asset) and not holds(path, file) else ""
+        differs = isinstance(file, Asset) and not holds(path, file, self.manifest.digest_algorithm)
+        return "it has other bytes" if differs else ""
 
     def _check_room(self, foreign: Sequence[Path]) -> None:
         needed_bytes = 0
@@ -193,7 +194,7 @@ class _Download:
             undo.callback(path.unlink, missing_ok=True)
         if os.fstat(descriptor).st_size != shard.size_bytes:
             os.ftruncate(descriptor, shard.size_bytes)
-        self.targets.append(ShardTarget(str(path), descriptor))
+        self.targets.append(ShardTarget(str(path), descriptor, algorithm=self.manifest.digest_algorithm))
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
         """Raise CacheError if a file that existed before the download differs from the snapshot in any chunk.

@@ -409,7 +409,9 @@ class Pull:
             memory = memoryview(mmap(descriptor, size_bytes))
         if memory is not None:
             opened.callback(_unmap, memory)
-        return ShardTarget(str(self.files / name), descriptor, memory, fresh=fresh)
+        return ShardTarget(
+            str(self.files / name), descriptor, memory, fresh=fresh, algorithm=self._manifest.digest_algorithm
+        )
 
     def _publish(self) -> None:
         """Publish the complete snapshot: sync its files if they are on a disk, then write its manifest."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..._version import __version__
 from ...errors import SnapshotError
 from ..format.create import create
+from ..format.digests import AlgorithmName
 from ..format.layout import INDEX_SUFFIX, SUFFIX, Layout, ambiguous, is_asset, lay_out, read_index, some
 from ..format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest, Provenance
 from ..publish import publish_folder
@@ -41,6 +42,7 @@ def convert(
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    algorithm: AlgorithmName = "xxh3-128",
     progress: Progress | None = None,
 ) -> Manifest:
     """Convert `path_in` to a snapshot in folder `path_out`, which must be new or empty. Write it atomically.
@@ -68,7 +70,7 @@ def convert(
             assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
         _copy(found.source, assets, folder, None)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
-        manifest = create(folder).model_copy(update={"provenance": provenance})
+        manifest = create(folder, algorithm=algorithm).model_copy(update={"provenance": provenance})
         manifest.write(folder / MANIFEST_NAME)
     return manifest
 

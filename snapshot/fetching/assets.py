@@ -5,9 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
-
 from ...errors import SnapshotChanged, SnapshotCorrupt, SourceUnavailable
+from ..format.digests import Algorithm
 from ..format.manifest import Asset, Manifest
 from ..publish import cannot_write, publish
 from ..sources.response import MISPLACED
@@ -25,11 +24,12 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path |
     Raises SnapshotCorrupt if an asset differs from the manifest, CacheError if an asset cannot be written, and the
     errors of Connection.begin.
     """
-    missing = [asset for asset in manifest.assets if not holds(files / asset.name, asset)]
-    remote = [asset for asset in missing if copies is None or not _copy(asset, copies, files)]
+    algorithm = manifest.digest_algorithm
+    missing = [asset for asset in manifest.assets if not holds(files / asset.name, asset, algorithm)]
+    remote = [asset for asset in missing if copies is None or not _copy(asset, copies, files, algorithm)]
 
     def bring(asset: Asset) -> None:
-        _write(files / asset.name, _read(asset, source))
+        _write(files / asset.name, _read(asset, source, algorithm))
 
     if len(remote) < 2:
         for asset in remote:
@@ -41,25 +41,25 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path |
             pass
 
 
-def holds(path: Path, asset: Asset) -> bool:
+def holds(path: Path, asset: Asset, algorithm: Algorithm) -> bool:
     """Return True if the file at `path` is `asset`, byte for byte."""
     try:
-        return path.stat().st_size == asset.size_bytes and _is(path.read_bytes(), asset)
+        return path.stat().st_size == asset.size_bytes and _is(path.read_bytes(), asset, algorithm)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _is(content: bytes | bytearray, asset: Asset) -> bool:
-    return len(content) == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest
+def _is(content: bytes | bytearray, asset: Asset, algorithm: Algorithm) -> bool:
+    return len(content) == asset.size_bytes and algorithm.digest(content) == asset.digest
 
 
-def _copy(asset: Asset, copies: Path, files: Path) -> bool:
+def _copy(asset: Asset, copies: Path, files: Path, algorithm: Algorithm) -> bool:
     """Copy `asset` from folder `copies`. Return False if `copies` lacks the file, or has other bytes."""
     try:
         content = (copies / asset.name).read_bytes()
     except OSError:
         return False
-    if not _is(content, asset):
+    if not _is(content, asset, algorithm):
         return False
     _write(files / asset.name, content)
     return True
@@ -76,13 +76,13 @@ def _write(path: Path, content: bytes | bytearray) -> None:
         raise cannot_write(path, error) from error
 
 
-def _read(asset: Asset, source: Source) -> bytearray:
+def _read(asset: Asset, source: Source, algorithm: Algorithm) -> bytearray:
     content, retries = bytearray(asset.size_bytes), Retries()
     # Try twice, as with chunks: wrong bytes may come from a single error in the transfer.
     for _ in range(2):
         while True:
             try:
-                right = _receive(asset, source, memoryview(content)) and _is(content, asset)
+                right = _receive(asset, source, memoryview(content)) and _is(content, asset, algorithm)
                 break
             except SourceUnavailable as error:
                 if MISPLACED in error.details:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
+from ..format.digests import XXH3, Algorithm
 from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import corrupt_chunk
 from ..publish import cannot_write
@@ -40,6 +39,7 @@ class ShardTarget:
     descriptor: int
     memory: memoryview | None = None
     fresh: bool = False
+    algorithm: Algorithm = XXH3
 
     def reserve(self, begin: int, end: int) -> None:
         """Allocate the pages of bytes [begin, end), if needed. Raises OSError if the file system is full.
@@ -54,34 +54,27 @@ class ShardTarget:
             count = os.pwrite(self.descriptor, view, offset)
             view, offset = view[count:], offset + count
 
-    def fill(
-        self,
-        begin: int,
-        end: int,
-        buffer: memoryview,
-        hasher: xxhash.xxh3_128,
-        read: Callable[[memoryview, int], int],
-    ) -> bool:
-        """Fill bytes [begin, end), and hash them with `hasher`. `read(view, done)` puts the next bytes into a view.
+    def fill(self, begin: int, end: int, buffer: memoryview, read: Callable[[memoryview, int], int]) -> str:
+        """Fill bytes [begin, end), and return their digest. `read(view, done)` puts the next bytes into a view.
 
-        `done` is the number of bytes that were read before. Returns False if `read` returns 0 before the end. Raises
+        `done` is the number of bytes that were read before. Returns "" if `read` returns 0 before the end. Raises
         OSError if the bytes cannot be written.
         """
-        at = begin
+        hasher, at = self.algorithm.new(), begin
         self.reserve(begin, end)
         while at < end:
             view = buffer[: end - at] if self.memory is None else self.memory[at : min(at + len(buffer), end)]
             if not (count := read(view, at - begin)):
-                return False
+                return ""
             hasher.update(view[:count])
             if self.memory is None:
                 self.write(at, view[:count])
             at += count
-        return True
+        return hasher.hexdigest()
 
     def digest(self, begin: int, end: int, buffer: memoryview) -> str:
         """Return the digest of bytes [begin, end) of the file, read piece by piece into `buffer`."""
-        hasher, at = xxhash.xxh3_128(), begin
+        hasher, at = self.algorithm.new(), begin
         while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
             hasher.update(buffer[:count])
             at += count
@@ -121,7 +114,7 @@ class Landing:
         chunk = self.arrival.chunks.at(part.shard, part.at)
         extent, target = self.arrival.chunks.extent(chunk), self.targets[part.shard]
         begin, whole = part.at, part.at == extent.begin
-        hasher = xxhash.xxh3_128() if self.verify and whole else None
+        hasher = target.algorithm.new() if self.verify and whole else None
         direct = target.memory
         if direct is not None:
             target.reserve(begin, min(part.end, extent.end))
@@ -160,7 +153,7 @@ class Landing:
         if self.verify and digest is None:
             target = self.targets[extent.shard]
             if target.memory is not None:
-                digest = xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
+                digest = target.algorithm.digest(target.memory[extent.begin : extent.end])
             else:
                 digest = target.digest(extent.begin, extent.end, buffer)
         if self.verify and digest is not None and not self.arrival.chunks.accept(chunk, digest):

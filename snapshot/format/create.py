@@ -15,7 +15,15 @@ from ..._version import __version__
 from ...errors import HeaderError, SnapshotError, SourceError
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Served, Source, changed
-from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
+from .digests import (
+    ASSET_BUFFER_BYTES,
+    XXH3,
+    Algorithm,
+    AlgorithmName,
+    chunk_digests,
+    file_digest,
+    in_order,
+)
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
 from .manifest import (
@@ -42,6 +50,7 @@ def create(
     file: str | None = None,
     files: Sequence[str] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    algorithm: AlgorithmName = "xxh3-128",
     progress: Progress | None = None,
 ) -> Manifest:
     """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
@@ -52,19 +61,20 @@ def create(
     if a file is not valid, SourceError if a file cannot be read, SnapshotChanged if a file changes meanwhile, and
     ManifestError if the format does not allow the result.
     """
-    # Refuse a wrong `chunk_bytes` here, before the files are read.
-    Manifest.build(chunk_bytes=chunk_bytes, shards=(), tensors=())
+    # Refuse wrong arguments here, before the files are read.
+    how = {"chunk_bytes": chunk_bytes, "algorithm": algorithm}
+    digests = Manifest.build(**how, shards=(), tensors=()).digest_algorithm
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
     readers = 1 if isinstance(source, FolderSource) else REMOTE_READERS
     found = _read_headers(source, lay_out(source, _names(source, files, file), file), readers)
-    chunks = _digest_shards(source, found.headers, chunk_bytes, readers, progress)
-    assets = _assets(source, found.layout, readers)
+    chunks = _digest_shards(source, found.headers, chunk_bytes, readers, digests, progress)
+    assets = _assets(source, found.layout, readers, digests)
     for name, info in found.infos.items():
         if source.stat(name) != info:
             raise changed(f"{source.url}/{name}", name, "it was replaced or written to")
     provenance = Provenance(created_by=f"pilotflame {__version__}", source=origin[:4096])
-    return _manifest(found, chunks, assets, chunk_bytes=chunk_bytes, provenance=provenance)
+    return _manifest(found, chunks, assets, **how, provenance=provenance)
 
 
 def observe(source: Source, names: Sequence[str], file: str | None = None) -> Manifest:
@@ -77,7 +87,7 @@ def observe(source: Source, names: Sequence[str], file: str | None = None) -> Ma
         name: [UNKNOWN_DIGEST] * -(-header.file_bytes // DEFAULT_CHUNK_BYTES)
         for name, header in found.headers.items()
     }
-    assets = _assets(source, found.layout, HEADER_READERS)
+    assets = _assets(source, found.layout, HEADER_READERS, XXH3)
     versions = tuple(info.version for info in found.infos.values())
     # Prefer the address of a shard to the source's URL, because with another endpoint, the same URL may have other
     # bytes with the same versions.
@@ -107,8 +117,9 @@ def _read_headers(source: Source, layout: Layout, readers: int) -> _Headers:
     return _Headers(layout, infos, headers)
 
 
-def _assets(source: Source, layout: Layout, readers: int) -> tuple[Asset, ...]:
-    assets = in_order((partial(_asset, source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
+def _assets(source: Source, layout: Layout, readers: int, algorithm: Algorithm) -> tuple[Asset, ...]:
+    jobs = (partial(_asset, source, name, algorithm) for name in layout.assets)
+    assets = in_order(jobs, readers, ASSET_BUFFER_BYTES)
     return tuple(asset for asset in assets if asset is not None)
 
 
@@ -175,12 +186,17 @@ def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
 
 
 def _digest_shards(
-    source: Source, headers: dict[str, Header], chunk_bytes: int, readers: int, progress: Progress | None
+    source: Source,
+    headers: dict[str, Header],
+    chunk_bytes: int,
+    readers: int,
+    algorithm: Algorithm,
+    progress: Progress | None,
 ) -> dict[str, list[str]]:
     digests: dict[str, list[str]] = {name: [] for name in headers}
     sizes = {name: header.file_bytes for name, header in headers.items()}
     read = ByteCounter(sum(sizes.values()), progress)
-    for chunk in chunk_digests(source, sizes, chunk_bytes, readers):
+    for chunk in chunk_digests(source, sizes, chunk_bytes, readers, algorithm):
         if chunk.size_bytes != min(chunk_bytes, sizes[chunk.name] - chunk.position * chunk_bytes):
             raise _shrank(chunk.name)
         digests[chunk.name].append(chunk.digest)
@@ -188,12 +204,12 @@ def _digest_shards(
     return digests
 
 
-def _asset(source: Source, name: str, buffer: memoryview) -> Asset | None:
+def _asset(source: Source, name: str, algorithm: Algorithm, buffer: memoryview) -> Asset | None:
     """Return file `name` as an asset, or None if it is too large to be an asset."""
     size_bytes = source.stat(name).size_bytes
     if size_bytes > MAX_ASSET_BYTES:
         return None
-    digest, count = file_digest(source, name, size_bytes, buffer)
+    digest, count = file_digest(source, name, size_bytes, buffer, algorithm)
     if count != size_bytes:
         raise _shrank(name)
     return Asset(name=name, size_bytes=size_bytes, digest=digest)

@@ -7,7 +7,7 @@ from pathlib import Path
 from ...errors import SnapshotCorrupt, SnapshotError
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Progress, Source
-from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest
+from .digests import ASSET_BUFFER_BYTES, Algorithm, chunk_digests, file_digest
 from .layout import some
 from .manifest import Asset, Manifest, Shard
 
@@ -16,18 +16,18 @@ _REMEDY = "Fetch the file again."
 
 def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
     """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault."""
-    source = FolderSource(root)
+    source, algorithm = FolderSource(root), manifest.digest_algorithm
     for index in range(len(manifest.shards)):
         _check_size(source, manifest, index)
     read = ByteCounter(manifest.total_bytes, progress)
     for index, shard in enumerate(manifest.shards):
         sizes = {shard.name: shard.size_bytes}
-        for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
+        for chunk in chunk_digests(source, sizes, manifest.chunk_bytes, algorithm=algorithm):
             if chunk.digest != shard.chunks[chunk.position]:
                 raise corrupt_chunk(manifest, index, chunk.position)
             read.add(chunk.size_bytes)
     for asset in manifest.assets:
-        _check_asset(source, asset)
+        _check_asset(source, asset, algorithm)
 
 
 def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
@@ -70,14 +70,14 @@ def _check_size(source: Source, manifest: Manifest, index: int) -> None:
         raise _shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected", [], None)
 
 
-def _check_asset(source: Source, asset: Asset) -> None:
+def _check_asset(source: Source, asset: Asset, algorithm: Algorithm) -> None:
     buffer = memoryview(bytearray(min(asset.size_bytes, ASSET_BUFFER_BYTES)))
     fault = "its bytes differ"
     try:
         size_bytes = source.stat(asset.name).size_bytes
         if size_bytes != asset.size_bytes:
             fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
-        elif file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):
+        elif file_digest(source, asset.name, size_bytes, buffer, algorithm) == (asset.digest, size_bytes):
             return
     except SnapshotError as error:
         fault = error.message.rstrip(".")

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from ...errors import SourceDenied, SourceError, SourceUnavailable
 from ..fetching.arrival import Arrival
 from ..fetching.chunk_reuse import ChunkReuse
@@ -200,7 +198,6 @@ class _Remote(NamedTuple):
 
     def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
         def receive(answer: Answer) -> str:
-            hasher = xxhash.xxh3_128()
             until_s = time.monotonic() + SLOW_S + (end - begin) / SLOWEST_BYTES_S
 
             def read(view: memoryview, _done: int) -> int:
@@ -208,8 +205,7 @@ class _Remote(NamedTuple):
                     raise SourceUnavailable("The peer is slow.")
                 return answer.read_into(view)
 
-            whole = answer.size_bytes == end - begin and target.fill(begin, end, buffer, hasher, read)
-            return hasher.hexdigest() if whole else ""
+            return target.fill(begin, end, buffer, read) if answer.size_bytes == end - begin else ""
 
         return self.joined.copy(self.chunk, self.cancelled, receive)
 

@@ -70,6 +70,26 @@ class Revisions:
         return source.given_bytes
 
 
+def test_a_chunk_is_copied_within_an_algorithm_only(tmp_path: Path) -> None:
+    first, tiers = tmp_path / "first", [Tier(tmp_path / "tier", ROOMY)]
+
+    def fetched_bytes(manifest: Manifest, folder: Path) -> int:
+        source = Stopping(folder)
+        with Cache(tiers).open(manifest.with_realm(REALM), source) as lease:
+            lease.wait(LIMIT_S)
+            check(lease.root, folder)
+        return source.given_bytes
+
+    fast = make(first)
+    assert fetched_bytes(fast, first) == fast.total_bytes
+    safe = create(first, chunk_bytes=CHUNK_BYTES, algorithm="sha256")
+    assert fetched_bytes(safe, first) == safe.total_bytes
+    after = tmp_path / "after"
+    revise(first, after, "t3")
+    again = create(after, chunk_bytes=CHUNK_BYTES, algorithm="sha256")
+    assert fetched_bytes(again, after) == changed_bytes(safe, again) < again.total_bytes
+
+
 @pytest.fixture
 def revisions(tmp_path: Path) -> Revisions:
     return Revisions(tmp_path, [Tier(tmp_path / "tier", ROOMY)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,16 @@ from pathlib import Path
 import pytest
 import xxhash
 from fault_server import FaultServer
-from pilotflame.snapshot.format.digests import RUN_BYTES, chunk_digests, in_order
+from hypothesis import given
+from hypothesis import strategies as some
+from pilotflame.snapshot.format.digests import (
+    ALGORITHMS,
+    RUN_BYTES,
+    AlgorithmName,
+    chunk_digests,
+    file_digest,
+    in_order,
+)
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.http import HttpSource
 
@@ -29,6 +40,29 @@ def test_a_file_that_ends_early_has_a_short_chunk(tmp_path: Path, readers: int) 
     (tmp_path / "f").write_bytes(b"aaaabb")
     found = list(chunk_digests(FolderSource(tmp_path), {"f": 12}, 4, readers))
     assert [chunk.size_bytes for chunk in found] == [4, 2, 0]
+
+
+@given(some.binary(max_size=300), some.integers(1, 64), some.sampled_from(["xxh3-128", "sha256"]))
+def test_each_algorithm_has_the_digests_of_its_library(
+    content: bytes, chunk_bytes: int, name: AlgorithmName
+) -> None:
+    whole = {"xxh3-128": xxhash.xxh3_128, "sha256": hashlib.sha256}[name]
+    algorithm = ALGORITHMS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "f").write_bytes(content)
+        source = FolderSource(Path(folder))
+        found = list(chunk_digests(source, {"f": len(content)}, chunk_bytes, algorithm=algorithm))
+        buffer = memoryview(bytearray(chunk_bytes))
+        assert file_digest(source, "f", len(content), buffer, algorithm) == (
+            whole(content).hexdigest(), len(content),
+        )  # fmt: skip
+    parts = [content[at : at + chunk_bytes] for at in range(0, len(content), chunk_bytes)]
+    assert [chunk.digest for chunk in found] == [whole(part).hexdigest() for part in parts]
+    assert all(len(chunk.digest) == algorithm.digits for chunk in found)
+
+
+def test_digests_of_different_algorithms_differ_in_length() -> None:
+    assert len({algorithm.digits for algorithm in ALGORITHMS.values()}) == len(ALGORITHMS)
 
 
 def test_many_chunks_of_a_remote_file_come_with_one_connection(tmp_path: Path) -> None:

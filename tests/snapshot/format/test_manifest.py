@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import ManifestError, SourceMissing
+from pilotflame.snapshot.format.digests import ALGORITHMS
 from pilotflame.snapshot.format.dtypes import DTYPES
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance, read_manifest
 from pilotflame.snapshot.sources.folder import FolderSource
@@ -63,6 +64,10 @@ def many_chunks() -> list[dict[str, Any]]:
     return [{"name": name, **shard} for name in "ab"]
 
 
+def sha256_shards() -> list[dict[str, Any]]:
+    return [{**plain()["shards"][0], "chunks": ["0" * 64, "a" * 64]}]
+
+
 def parse(document: dict[str, Any]) -> Manifest:
     return Manifest.parse(json.dumps(document).encode())
 
@@ -70,6 +75,8 @@ def parse(document: dict[str, Any]) -> Manifest:
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     tensors, shards = [], []
+    algorithm = draw(st.sampled_from(sorted(ALGORITHMS)))
+    digits = ALGORITHMS[algorithm].digits
     names = draw(
         st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), unique=True, max_size=8)
     )
@@ -93,12 +100,14 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 }
             )
             end += size
-        digests = [f"{draw(st.integers(0, 2**128 - 1)):032x}" for _ in range(-(-end // CHUNK))]
+        digests = [f"{draw(st.integers(0, 16**digits - 1)):0{digits}x}" for _ in range(-(-end // CHUNK))]
         shards.append(
             {"name": f"{shard}.safetensors", "size_bytes": end, "data_offset_bytes": start, "chunks": digests}
         )
     aliases = {name: draw(st.sampled_from(tensors))["name"] for name in names} if tensors else {}
-    return parse(plain(shards=shards, tensors=tensors, aliases=aliases, first_touch=[]))
+    assets = [{"name": "config.json", "size_bytes": 2, "digest": "b" * digits}]
+    fields = {"shards": shards, "tensors": tensors, "aliases": aliases, "assets": assets}
+    return parse(plain(algorithm=algorithm, first_touch=[], **fields))
 
 
 @given(manifests())
@@ -144,6 +153,17 @@ def test_the_plain_one_is_sound() -> None:
     [
         (plain(version=2), "version"),
         (plain(algorithm="md5"), "algorithm"),
+        (plain(algorithm="sha256"), "the 64 digits of sha256"),
+        (plain(algorithm="sha256", assets=[]), "the 64 digits of sha256"),
+        (edited("chunks", ["0" * 64, "a" * 32], of="shards"), "the 32 digits of xxh3-128"),
+        (edited("chunks", ["0" * 48, "a" * 32], of="shards"), "chunks"),
+        (edited("digest", "b" * 64, of="assets"), "the 32 digits of xxh3-128"),
+        (
+            plain(
+                algorithm="sha256", observed={"url": "x", "versions": [""]}, shards=sha256_shards(), assets=[]
+            ),
+            "another algorithm than xxh3-128",
+        ),
         (plain(chunk_bytes=1), "chunk_bytes"),
         (plain(chunk_bytes=1 << 40), "chunk_bytes"),
         (plain(extra=1), "extra"),

@@ -18,6 +18,7 @@ from fault_server import FaultServer
 from pilotflame.errors import CacheError, Cancelled, SourceMissing, SourceUnavailable
 from pilotflame.snapshot.caching.cache import Cache, Lease
 from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.format.digests import ALGORITHMS, AlgorithmName
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.peering import peers as peering
@@ -130,8 +131,10 @@ def test_chunks_are_given_while_the_others_still_arrive(nodes: Nodes, weights: t
             assert following.stats.taken_bytes == manifest.total_bytes
 
 
-def test_who_comes_later_asks_no_bucket(nodes: Nodes, weights: tuple[Path, Manifest]) -> None:
-    folder, manifest = weights
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_who_comes_later_asks_no_bucket(nodes: Nodes, tmp_path: Path, algorithm: AlgorithmName) -> None:
+    folder = tmp_path / "weights"
+    manifest = make(folder, algorithm=algorithm).with_realm(REALM)
     first, second, third = nodes(3)
     first.fetch(manifest, Stopping(folder))
     denying = Stopping(folder, stop_at=0)
@@ -165,10 +168,12 @@ def test_without_a_node_that_fetched_the_rest_comes_from_the_bucket(
         bucket.go()
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_wrong_bytes_are_found_and_their_node_is_left_alone(
-    nodes: Nodes, weights: tuple[Path, Manifest]
+    nodes: Nodes, tmp_path: Path, algorithm: AlgorithmName
 ) -> None:
-    folder, manifest = weights
+    folder = tmp_path / "weights"
+    manifest = make(folder, algorithm=algorithm).with_realm(REALM)
     first, second = nodes(2)
     first.fetch(manifest, Stopping(folder))
     stored = first.tier.folder(manifest.digest) / "files" / "model.safetensors"
