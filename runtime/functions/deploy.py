@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import BaseChanged, RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialect import OWN, Entry, Requirements, parse_reference
@@ -29,6 +29,13 @@ from ..packaging import code, requirements
 from ..packaging.archive import unpack
 from ..packaging.environment import Log, ensure_environment
 from ..packaging.reuse import ReusedRevision, take
+from ..packaging.snapshots import (
+    ASSETS_FOLDER,
+    MANIFEST_FILE,
+    SourceRules,
+    describe_local,
+    describe_remote,
+)
 from ..settings.function_settings import (
     FunctionSettings,
     SnapshotPart,
@@ -39,15 +46,9 @@ from ..settings.function_settings import (
 from .progress import Progress
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
 
-if TYPE_CHECKING:
-    from ...snapshot.format.manifest import Manifest
-
-MANIFEST_FILE = "manifest.json"
 # Holds a folder for each named snapshot, with its manifest and assets. A single unnamed snapshot
 # has them in the revision's folder.
 SNAPSHOTS_FOLDER = "snapshots"
-# Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
-ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
 # Modules that a base zygote imports once for all functions that import the package. The imports take seconds and many
 # megabytes. They start no threads, so the base zygote can fork afterwards. `transformers` imports its submodules on first
@@ -80,15 +81,6 @@ class Deployment:
     """The name of that key."""
     authorize: Callable[[str], None] | None = None
     """`prepare` calls this with the function's name. It raises Forbidden if the caller may not deploy that function."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SourceRules:
-    """What snapshots of a function are fetched with: its secrets, and the policies of the key that deploys it."""
-
-    secrets: Mapping[str, str]
-    policies: DeployPolicies
-    key_id: str
 
 
 def prepare(
@@ -126,7 +118,7 @@ def prepare(
         with progress.step("packages"):
             environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
         with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
-            rules = _SourceRules(secrets_of(settings.name), policies, request.owner)
+            rules = SourceRules(secrets_of(settings.name), policies, request.owner)
             fields = _fields(staged, settings, local, environment, log, rules)
         origins = {f"env.{variable}": needs.file for variable in needs.env}
         origins |= setting_origins(folder, overrides=request.overrides)
@@ -203,7 +195,7 @@ def _fields(
     local: dict[str, Path],
     environment: tuple[Path, str],
     log: Log,
-    rules: _SourceRules,
+    rules: SourceRules,
 ) -> RevisionFields:
     """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record."""
     snapshots = {}
@@ -224,15 +216,15 @@ def _described(
     settings: FunctionSettings,
     local: dict[str, Path],
     log: Log,
-    rules: _SourceRules,
+    rules: SourceRules,
 ) -> StoredSnapshot:
     """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
     folder = _folder_of(staged, name)
     part = settings.snapshot_part if not name else SnapshotPart()
     folder.mkdir(parents=True, exist_ok=True)
     if (root := local.get(name)) is None:
-        return StoredSnapshot(url=_fetch_manifest(settings.all_snapshots[name], folder, part, log, rules))
-    _write_manifest(root, folder / MANIFEST_FILE, part, log)
+        return StoredSnapshot(url=describe_remote(settings.all_snapshots[name], folder, part, log, rules))
+    describe_local(root, folder, part, log)
     # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
     if root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve()):
         root = root.relative_to(uploaded)
@@ -416,70 +408,3 @@ def _environment(
         return ensure_environment(environments, text, log), digest
     # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
     return Path(sys.executable), digest
-
-
-def _write_manifest(snapshot: Path, target: Path, part: SnapshotPart, log: Log) -> None:
-    """Write a manifest of the weights to `target`: the manifest beside the weights, if there is one, or else a new
-    manifest.
-    """
-    # These imports are here, and in `_fetch_manifest`, so that deploys without weights do not wait for them.
-    from ...snapshot.format.create import create  # noqa: PLC0415
-    from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
-
-    beside = (snapshot if snapshot.is_dir() else snapshot.parent) / MANIFEST_NAME
-    if not beside.is_file():
-        log(f"making a manifest of {snapshot}")
-    manifest = Manifest.read(beside) if beside.is_file() else create(snapshot)
-    _needed(manifest, part, log).write(target)
-    _enlarge_pages(beside.parent, manifest)
-
-
-def _enlarge_pages(root: Path, manifest: Manifest) -> None:
-    """Read the weights into large pages of the page cache, so that workers map them in a fraction of the time."""
-    from ...snapshot.caching.memory import enlarge_cached_pages  # noqa: PLC0415  as above
-
-    # A failure is ignored: workers can map small pages too, and if a file cannot be read, the first worker reports
-    # this.
-    with contextlib.suppress(OSError, SnapshotError):
-        enlarge_cached_pages(root, manifest)
-
-
-def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
-    """Return the manifest of the part of the snapshot that the function needs."""
-    if not part.tensors and not part.slices:
-        return manifest
-    from ...snapshot.format.slices import part_of  # noqa: PLC0415  as above
-
-    needed = part_of(manifest, part.tensors, part.slices)
-    log(f"of {manifest.total_bytes:,} bytes of weights, {needed.needed_bytes:,} are needed")
-    return needed
-
-
-def _fetch_manifest(url: str, folder: Path, part: SnapshotPart, log: Log, rules: _SourceRules) -> str:
-    """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights.
-
-    Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
-    branch's present commit.
-    """
-    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
-    from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
-    from ...snapshot.sources.locate import open_source, weights_file  # noqa: PLC0415
-    from ...snapshot.sources.location import shown  # noqa: PLC0415
-    from ...snapshot.sources.realm import realm_of  # noqa: PLC0415
-    from ...snapshot.sources.source import Pinnable  # noqa: PLC0415
-
-    log(f"reading the manifest of {shown(url)}")
-    secrets, access = rules.secrets, rules.policies.access(url, rules.key_id)
-    source, file = open_source(url, secrets, access), weights_file(url)
-    if isinstance(source, Pinnable):
-        url = source.pinned()
-        source = open_source(url, secrets, access)
-        log(f"the weights are those of {url}")
-    manifest = find_manifest(source, file)
-    if manifest.observed is not None:
-        log(f"{shown(url)} has no manifest: the first fetch makes one")
-    needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets, access))
-    needed.write(folder / MANIFEST_FILE)
-    (folder / ASSETS_FOLDER).mkdir()
-    fetch_assets(manifest, source, folder / ASSETS_FOLDER)
-    return url

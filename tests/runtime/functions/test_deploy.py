@@ -19,7 +19,6 @@ from pilotflame.errors import (
 )
 from pilotflame.handlers.recognise import installed_dialects
 from pilotflame.runtime.functions.deploy import (
-    MANIFEST_FILE,
     Deployment,
     fair_threads,
     heavy_imports,
@@ -29,6 +28,7 @@ from pilotflame.runtime.functions.deploy import (
 )
 from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
 from pilotflame.runtime.packaging.requirements import requirements_digest
+from pilotflame.runtime.packaging.snapshots import MANIFEST_FILE
 from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
 from pilotflame.runtime.settings.resources import Resources
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest

@@ -15,7 +15,7 @@ import pytest
 from fault_server import Faults, FaultServer
 from live import gateway_here, until
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.functions.deploy import MANIFEST_FILE
+from pilotflame.runtime.packaging.snapshots import MANIFEST_FILE
 from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.manifest import Manifest
 from pulling import LIMIT_S, Fetching, check, fetching, make

@@ -1,0 +1,104 @@
+"""Puts what a deploy needs of a snapshot into a revision's folder: the manifest and the assets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import SnapshotError
+from ..access.deploy_policy import DeployPolicies
+from ..settings.function_settings import SnapshotPart
+from .environment import Log
+
+if TYPE_CHECKING:
+    from ...snapshot.format.manifest import Manifest
+
+MANIFEST_FILE = "manifest.json"
+# Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
+ASSETS_FOLDER = "assets"
+
+# The functions below import parts of the snapshot engine, so that deploys without weights do not wait for them.
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRules:
+    """What snapshots of a function are fetched with: its secrets, and the policies of the key that deploys it."""
+
+    secrets: Mapping[str, str]
+    policies: DeployPolicies
+    key_id: str
+
+
+def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log) -> None:
+    """Write a manifest of the weights into `folder`: the manifest beside the weights, if there is one, or else a new
+    manifest.
+    """
+    from ...snapshot.format.create import create  # noqa: PLC0415
+    from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
+
+    root = _root_of(snapshot)
+    found = Manifest.read(root) if (root / MANIFEST_NAME).is_file() else None
+    if found is None:
+        log(f"making a manifest of {snapshot}")
+    manifest = found or create(snapshot)
+    _needed(manifest, part, log).write(folder / MANIFEST_FILE)
+    _enlarge_pages(root, manifest)
+
+
+def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules: SourceRules) -> str:
+    """Fetch a remote snapshot's manifest and assets into `folder`. The zygote needs them before the weights.
+
+    Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
+    branch's present commit.
+    """
+    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
+    from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
+    from ...snapshot.sources.locate import open_source, weights_file  # noqa: PLC0415
+    from ...snapshot.sources.location import shown  # noqa: PLC0415
+    from ...snapshot.sources.realm import realm_of  # noqa: PLC0415
+    from ...snapshot.sources.source import Pinnable  # noqa: PLC0415
+
+    log(f"reading the manifest of {shown(url)}")
+    secrets, access = rules.secrets, rules.policies.access(url, rules.key_id)
+    source, file = open_source(url, secrets, access), weights_file(url)
+    if isinstance(source, Pinnable):
+        url = source.pinned()
+        source = open_source(url, secrets, access)
+        log(f"the weights come from {url}")
+    manifest = find_manifest(source, file)
+    if manifest.observed is not None:
+        log(f"{shown(url)} has no manifest: the first fetch makes one")
+    needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets, access))
+    needed.write(folder / MANIFEST_FILE)
+    (folder / ASSETS_FOLDER).mkdir()
+    fetch_assets(manifest, source, folder / ASSETS_FOLDER)
+    return url
+
+
+def _root_of(snapshot: Path) -> Path:
+    """Return the folder of the weights. `snapshot` is this folder or a file in it."""
+    return snapshot if snapshot.is_dir() else snapshot.parent
+
+
+def _enlarge_pages(root: Path, manifest: Manifest) -> None:
+    """Read the weights into large pages of the page cache, so that workers map them in a fraction of the time."""
+    from ...snapshot.caching.memory import enlarge_cached_pages  # noqa: PLC0415
+
+    # A failure is ignored: workers can map small pages too, and if a file cannot be read, the first worker reports
+    # this.
+    with contextlib.suppress(OSError, SnapshotError):
+        enlarge_cached_pages(root, manifest)
+
+
+def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
+    """Return the manifest of the part of the snapshot that the function needs."""
+    if not part.tensors and not part.slices:
+        return manifest
+    from ...snapshot.format.slices import part_of  # noqa: PLC0415
+
+    needed = part_of(manifest, part.tensors, part.slices)
+    log(f"of {manifest.total_bytes:,} bytes of weights, {needed.needed_bytes:,} are needed")
+    return needed
