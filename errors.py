@@ -20,6 +20,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── SnapshotMismatch            tensors are missing or unexpected, or their shape or dtype differs
     │   ├── SnapshotChanged             a shard is no longer the file that the manifest describes
     │   ├── SnapshotCorrupt             the size or digest of stored data differs from the manifest
+    │   ├── SignatureInvalid            the manifest has no valid signature of an accepted key
     │   ├── SourceError                 a source of weights cannot be read
     │   │   ├── SourceMissing               the bucket, object or file does not exist
     │   │   ├── SourceDenied                credentials are missing, expired or insufficient
@@ -220,6 +221,9 @@ class SnapshotChanged(SnapshotError, code="snapshot_changed"): ...
 
 
 class SnapshotCorrupt(SnapshotError, code="snapshot_corrupt"): ...
+
+
+class SignatureInvalid(SnapshotError, code="signature_invalid"): ...
 
 
 class SourceError(SnapshotError, code="source_error", status=502): ...

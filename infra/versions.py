@@ -46,6 +46,7 @@ TESTS = {
     "boto3": "snapshot/sources/test_s3.py runtime/plugins/sqs",
     "click": "runtime/commands/test_functions.py runtime/commands/test_watch.py",
     "confluent-kafka": "runtime/plugins/kafka/test_topic.py",
+    "cryptography": "snapshot/format/test_signature.py",
     "cronsim": "runtime/settings/test_schedule.py",
     "fastdigest": "runtime/plugins/request_log/test_statistics.py",
     "google-auth": "snapshot/sources/test_google.py",

@@ -263,7 +263,7 @@ async def startup(
         Dialects(load(DIALECTS, settings.plugins).values()),
         DeployPolicies(
             _gateway_policy(settings), keyring.policy, settings.snapshot_identity,
-            Addresses.of(settings.snapshot_networks), Addresses.of(settings.queue_networks),
+            Addresses.of(settings.snapshot_networks), Addresses.of(settings.queue_networks), settings.snapshot_signers,
         ),
     )  # fmt: skip
     stack.callback(functions.close_threads)

@@ -17,6 +17,7 @@ from ..errors import PackageMissing
 EXTRAS = {
     "boto3": "s3",
     "confluent_kafka": "kafka",
+    "cryptography": "signing",
     "fastdigest": "statistics",
     "google.auth": "clouds",
     "grpc": "oip",

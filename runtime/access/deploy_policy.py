@@ -131,6 +131,8 @@ class DeployPolicies:
     """The addresses from which snapshots of functions that are not trusted are fetched."""
     queue_addresses: Addresses = field(default_factory=Addresses)
     """The addresses at which the event sources of functions that are not trusted may be."""
+    snapshot_signers: tuple[str, ...] = ()
+    """The public keys by one of which every snapshot must be signed. Without keys, no signature is required."""
 
     def access(self, url: str, key_id: str) -> Access:
         """Return the rule for fetching a snapshot of a function that was deployed with this key.

@@ -17,10 +17,10 @@ from ...handlers.recognise import installed_dialects
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
 from ...snapshot.handle import is_adapter
 from ..client import display, options
+from ..client.snapshots import folder_of, read_manifest_of
 from ..link.worker_spec import Weights, WorkerSpec
 from ..packaging.requirements import check_requirements
 from ..settings.function_settings import FunctionSettings, read_settings, setting_of
-from .snapshot import folder_of, read_manifest_of
 
 T = TypeVar("T")
 SHOWN_TENSORS = 5

@@ -27,8 +27,8 @@ from ...snapshot.sources.locate import is_remote, open_source, weights_file
 from ...snapshot.sources.realm import realm_of
 from ...snapshot.sources.source import Pinnable
 from ..client import display, exit_codes, options
+from ..client.snapshots import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
 from ..settings.gateway_settings import GatewaySettings
-from .snapshot import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
 
 SHOWN_DIGEST_CHARS = 16
 

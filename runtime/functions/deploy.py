@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ..packaging.snapshots import (
     ASSETS_FOLDER,
     MANIFEST_FILE,
     SourceRules,
+    check_signed,
     describe_local,
     describe_remote,
 )
@@ -224,7 +225,7 @@ def _described(
     folder.mkdir(parents=True, exist_ok=True)
     if (root := local.get(name)) is None:
         return StoredSnapshot(url=describe_remote(settings.all_snapshots[name], folder, part, log, rules))
-    describe_local(root, folder, part, log)
+    describe_local(root, folder, part, log, rules)
     # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
     if root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve()):
         root = root.relative_to(uploaded)
@@ -234,6 +235,17 @@ def _described(
 def _folder_of(revision: Path, name: str) -> Path:
     """Return the folder of a revision that holds the manifest and the assets of a snapshot."""
     return revision / SNAPSHOTS_FOLDER / name if name else revision
+
+
+def check_signatures(store: Store, record: RevisionRecord, signers: Sequence[str]) -> None:
+    """Check that one of `signers` has signed each snapshot of a stored revision. Raises the errors of `check_signed`."""
+    code_folder = store.code(record)
+    for name, stored in record.snapshots.items():
+        root = None if stored.url is not None else code_folder / (stored.root or "")
+        try:
+            check_signed(_folder_of(code_folder.parent, name), stored.url or str(root), root, signers)
+        except SnapshotError as error:
+            raise error.about(subject_of(name)) from error
 
 
 def worker_spec(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from ...errors import Forbidden, GatewayError, PilotflameError, UnknownFunction
+from ...errors import Forbidden, GatewayError, PilotflameError, SnapshotError, UnknownFunction
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import Deployer, DeployPolicies
 from ..access.secrets import Secrets
@@ -37,7 +37,14 @@ from ..telemetry.invocation_end import GenerationEnd, InvocationEnd
 from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
-from .deploy import Deployment, prepare, requirements_of, stored_outside, worker_spec
+from .deploy import (
+    Deployment,
+    check_signatures,
+    prepare,
+    requirements_of,
+    stored_outside,
+    worker_spec,
+)
 from .function_events import FunctionEvents
 from .host_claims import HostClaims
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
@@ -357,6 +364,7 @@ class Functions:
         try:
             self._check_owner(old, record.deployed_by, record.deployer)
             self.policies.check(record.settings, stored_outside(record), record.deployed_by)
+            await self._check_signatures(record)
             live = await self._create(record, old.logs if old is not None else logs)
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress or Progress())
@@ -497,8 +505,8 @@ class Functions:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         warming, paused = list[Live](), await asyncio.to_thread(self.store.paused)
         for name, record in sorted((await asyncio.to_thread(self.store.functions)).items()):
-            fault = self.policies.fault(record.settings, stored_outside(record), record.deployed_by)
             logs = self.logs.of_function(name)
+            fault = await self._fault(record, logs)
             self._live[name] = live = await self._create(record, logs, barred=fault)
             live.function.paused = name in paused
             planning = self._adopt(live)
@@ -512,6 +520,21 @@ class Functions:
         self.hosts.update()
         warming.sort(key=_expected_waiting, reverse=True)
         self.tasks.create_task(self._warm(warming), name="warm")
+
+    async def _fault(self, record: RevisionRecord, logs: LogChannel) -> str:
+        """Return why a stored revision may not run; "" if it may. Callers of the function see it."""
+        if fault := self.policies.fault(record.settings, stored_outside(record), record.deployed_by):
+            return fault
+        try:
+            await self._check_signatures(record)
+        except SnapshotError as error:
+            logs.write("gateway", str(error), "error")
+            return f"A snapshot of {record.function} is refused ({error.code}). The log of the function says why."
+        return ""
+
+    async def _check_signatures(self, record: RevisionRecord) -> None:
+        if signers := self.policies.snapshot_signers:
+            await self._thread(functools.partial(check_signatures, self.store, record, signers))
 
     async def _warm(self, functions: list[Live]) -> None:
         """Launch zygotes one after the other. A slow zygote delays the next zygote by at most WARM_TURN_S.

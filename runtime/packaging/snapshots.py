@@ -1,9 +1,12 @@
-"""Puts what a deploy needs of a snapshot into a revision's folder: the manifest and the assets."""
+"""Puts what a deploy needs of a snapshot into a revision's folder: the manifest, its signature, and the assets.
+
+If the gateway requires signatures, they are checked here, at a deploy and for stored revisions.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,7 @@ from .environment import Log
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
+    from ...snapshot.sources.source import Source
 
 MANIFEST_FILE = "manifest.json"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
@@ -32,15 +36,19 @@ class SourceRules:
     key_id: str
 
 
-def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log) -> None:
+def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log, rules: SourceRules) -> None:
     """Write a manifest of the weights into `folder`: the manifest beside the weights, if there is one, or else a new
     manifest.
+
+    Raises SignatureInvalid if a signature is required and missing.
     """
     from ...snapshot.format.create import create  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
+    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
     root = _root_of(snapshot)
     found = Manifest.read(root) if (root / MANIFEST_NAME).is_file() else None
+    _keep_signature(FolderSource(root), found, folder, rules)
     if found is None:
         log(f"making a manifest of {snapshot}")
     manifest = found or create(snapshot)
@@ -52,7 +60,7 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
     """Fetch a remote snapshot's manifest and assets into `folder`. The zygote needs them before the weights.
 
     Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
-    branch's present commit.
+    branch's present commit. Raises SignatureInvalid if a signature is required and missing.
     """
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
@@ -69,6 +77,7 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
         source = open_source(url, secrets, access)
         log(f"the weights come from {url}")
     manifest = find_manifest(source, file)
+    _keep_signature(source, manifest, folder, rules)
     if manifest.observed is not None:
         log(f"{shown(url)} has no manifest: the first fetch makes one")
     needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets, access))
@@ -76,6 +85,41 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
     (folder / ASSETS_FOLDER).mkdir()
     fetch_assets(manifest, source, folder / ASSETS_FOLDER)
     return url
+
+
+def check_signed(folder: Path, place: str, snapshot: Path | None, signers: Sequence[str]) -> None:
+    """Check that one of `signers` has signed the manifest in the `folder` of a stored revision.
+
+    `place` is the URL or the path of the snapshot. `snapshot` is None if the weights are fetched: then the fetch
+    compares their bytes. Other weights are compared here. Raises SignatureInvalid, SnapshotCorrupt or another SnapshotError.
+    """
+    from ...snapshot.format.discover import find_signature  # noqa: PLC0415
+    from ...snapshot.format.manifest import Manifest  # noqa: PLC0415
+    from ...snapshot.format.signature import check_signature  # noqa: PLC0415
+    from ...snapshot.format.verify import verify  # noqa: PLC0415
+    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
+    from ...snapshot.sources.location import shown  # noqa: PLC0415
+
+    manifest = Manifest.read(folder / MANIFEST_FILE)
+    text = find_signature(FolderSource(folder), manifest)
+    check_signature(manifest, text, signers, shown(place))
+    if snapshot is not None:
+        verify(_root_of(snapshot), manifest)
+
+
+def _keep_signature(source: Source, manifest: Manifest | None, folder: Path, rules: SourceRules) -> None:
+    """Copy the signature beside the manifest at `source`, if there is one. Check it if signatures are required."""
+    from ...snapshot.format.discover import find_signature  # noqa: PLC0415
+    from ...snapshot.format.manifest import SIGNATURE_NAME  # noqa: PLC0415
+    from ...snapshot.format.signature import check_signature  # noqa: PLC0415
+    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
+    from ...snapshot.sources.location import shown  # noqa: PLC0415
+
+    text = find_signature(source, manifest)
+    if signers := rules.policies.snapshot_signers:
+        check_signature(manifest, text, signers, shown(source.url))
+    if text is not None:
+        FolderSource(folder).put(SIGNATURE_NAME, text)
 
 
 def _root_of(snapshot: Path) -> Path:

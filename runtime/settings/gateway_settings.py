@@ -20,6 +20,7 @@ from .validation import (
     PluginAddress,
     PositiveSeconds,
     Seconds,
+    SignerText,
     read_toml,
     split_text,
     unknown_key,
@@ -130,6 +131,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         (),
         description="URLs of snapshots that such functions may fetch with the gateway's credentials, as s3://models/*; by"
         " default none.",
+    )
+    snapshot_signers: tuple[SignerText, ...] = Field(
+        (),
+        description="Public keys as ed25519:…, which `pilotflame snapshot sign` prints. Every snapshot of a function must be"
+        " signed by one of them; by default none needs a signature.",
     )
     queue_networks: tuple[NetworkText, ...] = Field(
         (),
@@ -284,6 +290,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         "webhook_networks",
         "snapshot_networks",
         "snapshot_identity",
+        "snapshot_signers",
         "queue_networks",
         "cors_origins",
         "app_hosts",

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ...errors import SettingsError
+from ...snapshot.format.signature import SIGNER
 from .event_source import EventSource, source_kinds
 
 ENV_PREFIX = "PILOTFLAME_"
@@ -91,6 +92,16 @@ def _network_problem(network: str) -> str | None:
 
 NetworkText = Annotated[str, checked(_network_problem)]
 """A network of IP addresses."""
+
+
+def _signer_problem(key: str) -> str | None:
+    if SIGNER.fullmatch(key):
+        return None
+    return f"snapshot_signers has {key[:80]!r}, which is no public key; write it as `pilotflame snapshot sign` prints it: ed25519:…"
+
+
+SignerText = Annotated[str, checked(_signer_problem)]
+"""The public key of a signer of snapshots."""
 
 
 _PLUGIN_ADDRESS = re.compile(r"[a-z][a-z0-9_]*=(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})")

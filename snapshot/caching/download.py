@@ -22,7 +22,8 @@ from ..fetching.digest_journal import learned_digests
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, land_existing
 from ..fetching.ranges import Chunks
-from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard
+from ..format.discover import find_signature
+from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard
 from ..publish import cannot_write
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
@@ -71,6 +72,8 @@ def download(
             )  # fmt: skip
             # Sync before the manifest is written, because a folder with a manifest must be complete.
             sync_files(folder, manifest)
+            if (signature := find_signature(source, manifest)) is not None:
+                FolderSource(folder).put(SIGNATURE_NAME, signature)
             work.described().write(folder / MANIFEST_NAME)
             (folder / DIGESTS_NAME).unlink(missing_ok=True)
             (folder / MARK_NAME).unlink()

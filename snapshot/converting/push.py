@@ -14,7 +14,8 @@ from ...errors import (
     SourceMissing,
     SourceUnavailable,
 )
-from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard, read_manifest
+from ..format.discover import find_signature
+from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Composing, Progress, Source, Writable, WrittenWhole
@@ -49,7 +50,7 @@ def push(
     base: Source | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
-    """Copy the snapshot in `folder` to `destination`: shards, assets, then the manifest.
+    """Copy the snapshot in `folder` to `destination`: shards, assets, the signature if there is one, then the manifest.
 
     Verifies the files first, unless the caller has verified them and passes `verified`. Does not send a file that
     the destination already has: the destination's manifest lists the file with the same digests, and the file has the
@@ -92,6 +93,8 @@ def push(
         # This push makes the existing manifest wrong. If it breaks off, the next push must not trust that manifest.
         destination.put(MANIFEST_NAME, _BROKEN_OFF)
     copied_bytes = _send(folder, manifest, missing, destination, stock, progress)
+    if (signature := find_signature(FolderSource(folder), manifest)) is not None:
+        destination.put(SIGNATURE_NAME, signature)
     if existing is None or missing or existing.to_json() != manifest.to_json():
         destination.put(MANIFEST_NAME, manifest.to_json())
     sent_bytes = sum(file.size_bytes for file in missing)
@@ -109,6 +112,8 @@ def _push_whole(
     if not force:
         _check_same(destination, manifest)
     files: dict[str, Path | bytes] = {file.name: folder / file.name for file in manifest.files}
+    if (signature := find_signature(FolderSource(folder), manifest)) is not None:
+        files[SIGNATURE_NAME] = signature
     counter = ByteCounter(manifest.total_bytes + manifest.assets_bytes, progress)
     kept = destination.put_all({**files, MANIFEST_NAME: manifest.to_json()}, counter.add)
     there = [file for file in manifest.files if file.name in kept]

@@ -1,4 +1,4 @@
-"""Finds the manifest of a source or, if there is none, its safetensors files."""
+"""Finds the manifest of a source and its signature or, without a manifest, the safetensors files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from ...errors import SnapshotError, SourceDenied, SourceError, SourceMissing
-from ..sources.source import Listing, Source
+from ..sources.source import Listing, Source, read_all
 from .create import HEADER_READERS, observe
 from .digests import in_order
 from .layout import INDEX_SUFFIX, SUFFIX, read_index
-from .manifest import Manifest, read_manifest
+from .manifest import SIGNATURE_NAME, Manifest, read_manifest
+from .signature import MAX_SIGNATURE_BYTES
 
 INDEX = f"model{INDEX_SUFFIX}"
 # The names of files of weights that these libraries write: transformers and sentence-transformers, diffusers, PEFT.
@@ -50,6 +51,20 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
         fault = f"There are no weights at {source.url}: {why.message} {error.message}"
         raise type(missing)(fault, remedy=why.remedy, details=why.details) from error
     return observe(source, names, file)
+
+
+def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
+    """Return the content of the signature's file beside the manifest at `source`, unchecked. None if there is no file.
+
+    Returns at most one byte more than MAX_SIGNATURE_BYTES. A manifest that cannot be signed costs no request.
+    """
+    if manifest is None or manifest.algorithm != "sha256":
+        return None
+    try:
+        return read_all(source, SIGNATURE_NAME, MAX_SIGNATURE_BYTES + 1)
+    except (SourceMissing, SourceDenied):
+        # As for the manifest: S3 may answer "denied" for a missing object.
+        return None
 
 
 def names_of(source: Source, file: str | None = None) -> Sequence[str]:

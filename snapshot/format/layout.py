@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import HeaderError, SnapshotError
 from ..sources.source import Source, name_fault, read_all
 from .header import MAX_HEADER_BYTES, bulk_fault
-from .manifest import MANIFEST_NAME, MAX_ASSET_DEPTH, MAX_ASSETS
+from .manifest import MANIFEST_NAME, MAX_ASSET_DEPTH, MAX_ASSETS, SIGNATURE_NAME
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -71,7 +71,9 @@ def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> La
 def is_asset(name: str) -> bool:
     """Return True if a file of this name, in the folder of the weights or below it, is an asset."""
     path = PurePosixPath(name)
-    if path.name == MANIFEST_NAME or len(path.parts) > MAX_ASSET_DEPTH + 1 or name_fault(name) is not None:
+    if path.name in {MANIFEST_NAME, SIGNATURE_NAME}:
+        return False
+    if len(path.parts) > MAX_ASSET_DEPTH + 1 or name_fault(name) is not None:
         return False
     if any(part.startswith(".") or part == "__pycache__" for part in path.parts):
         return False

@@ -25,6 +25,8 @@ from .dtypes import DTYPES
 from .header import MAX_FILE_BYTES, MAX_RANK, MAX_TENSORS, bulk_fault, name_is_sound, repeated
 
 MANIFEST_NAME = "pilotflame.manifest.json"
+SIGNATURE_NAME = f"{MANIFEST_NAME}.sig"
+"""The file beside the manifest with its signature (see `signature`)."""
 MAX_MANIFEST_BYTES = 128 << 20
 MAX_SHARDS = 1 << 14
 MAX_CHUNKS = 1 << 20
@@ -382,10 +384,12 @@ def _check_unique(kind: str, names: Iterable[str]) -> None:
 
 def _check_files(files: Sequence[Shard | Asset]) -> None:
     _check_unique("file", (file.name for file in files))
-    if any(file.name == MANIFEST_NAME for file in files):
-        raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
+    reserved = (MANIFEST_NAME, SIGNATURE_NAME)
+    for file in files:
+        if file.name in reserved:
+            raise ValueError(f"{file.name!r} is the name of the manifest or of its signature")
     # Lists of components are sorted so that the paths below a folder directly follow the folder's own path.
-    paths = sorted(name.split("/") for name in (MANIFEST_NAME, *(file.name for file in files)))
+    paths = sorted(name.split("/") for name in (*reserved, *(file.name for file in files)))
     for one, two in pairwise(paths):
         if two[: len(one)] == one:
             raise ValueError(f"{'/'.join(one)!r} is both a file and a folder")

@@ -11,7 +11,8 @@ import pytest
 from fault_server import Faults, FaultServer
 from pilotflame.errors import CacheError, Cancelled, SnapshotCorrupt, SourceDenied
 from pilotflame.snapshot.caching.download import MARK_NAME, download
-from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.http import HttpSource
@@ -64,6 +65,20 @@ def test_a_snapshot_comes_whole(origin: Path, target: Path, server: FaultServer)
     assert stats.fetched_bytes == manifest.total_bytes
     assert reported[0] == (0, manifest.total_bytes)
     assert reported[-1] == (manifest.total_bytes, manifest.total_bytes)
+
+
+def test_digests_of_sha256_are_compared_and_the_signature_comes_too(origin: Path, target: Path) -> None:
+    manifest = create(origin, chunk_bytes=CHUNK_BYTES, algorithm="sha256")
+    manifest.write(origin / MANIFEST_NAME)
+    (origin / SIGNATURE_NAME).write_bytes(b"a signature")
+    download(manifest, FolderSource(origin), target)
+    verify(target, Manifest.read(target))
+    assert (target / SIGNATURE_NAME).read_bytes() == b"a signature"
+    data = bytearray((origin / SHARD).read_bytes())
+    data[-1] ^= 1
+    (origin / SHARD).write_bytes(data)
+    with pytest.raises(SnapshotCorrupt, match=f"Shard {SHARD}: chunk 16 of 17"):
+        download(manifest, FolderSource(origin), target.with_name("other"))
 
 
 def test_what_is_there_is_not_fetched_again(origin: Path, target: Path, server: FaultServer) -> None:

@@ -10,7 +10,7 @@ import torch
 from pilotflame.errors import CacheError, SnapshotChanged, SnapshotCorrupt, SnapshotError
 from pilotflame.snapshot.converting.push import Pushed, push
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.folder import FolderSource
 from safetensors.torch import save_file
@@ -50,6 +50,14 @@ NAMES = ["a.safetensors", "b.safetensors", "1_Pooling/config.json", "model.safet
 @pytest.fixture
 def there(tmp_path: Path) -> Noting:
     return Noting(tmp_path / "there" / "deep")
+
+
+def test_a_signature_is_sent_right_before_the_manifest(tmp_path: Path, there: Noting) -> None:
+    folder, _ = weights(tmp_path / "here")
+    manifest = create(folder, chunk_bytes=4096, algorithm="sha256")
+    (folder / SIGNATURE_NAME).write_bytes(b"a signature")
+    push(folder, manifest, there)
+    assert there.given == [*NAMES, SIGNATURE_NAME, MANIFEST_NAME]
 
 
 def test_everything_is_sent_and_the_manifest_last(tmp_path: Path, there: Noting) -> None:

@@ -1,0 +1,183 @@
+"""A gateway that requires signatures: every snapshot of a function, at each deploy and at each start of the gateway."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from fault_server import FaultServer
+from live import Gateway, failure, gateway_here, short_folder
+from pilotflame.errors import SettingsError
+from pilotflame.runtime.packaging.code import pack
+from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
+from pilotflame.snapshot.format.signature import make_key, sign
+from remote_weights import LINEAR
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SHARD = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("keys") / "key.pem"
+    make_key(found)
+    return found
+
+
+@pytest.fixture
+def weights(tmp_path: Path, key: Path) -> Path:
+    """The folder of a signed snapshot."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({"weight": torch.eye(64)}, folder / SHARD)
+    (folder / "config.json").write_text("{}")
+    manifest = create(folder, chunk_bytes=4096, algorithm="sha256")
+    manifest.write(folder / MANIFEST_NAME)
+    (folder / SIGNATURE_NAME).write_bytes(sign(manifest, key).to_json())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def signer(key: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("any")
+    save_file({"weight": torch.eye(2)}, folder / SHARD)
+    return sign(create(folder, algorithm="sha256"), key).signer
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(signer: str) -> AsyncIterator[Gateway]:
+    with short_folder() as state:
+        async with gateway_here(state, snapshot_signers=(signer,)) as running:
+            yield running
+
+
+async def refused(gateway: Gateway, **settings: object) -> str:
+    """Deploy a function that must be refused for a signature. Return why."""
+    error = failure(await gateway.send(LINEAR, {key: str(value) for key, value in settings.items()}))
+    assert (error["status"], error["type"]) == (422, "signature_invalid"), error
+    assert error["remedy"]
+    message: str = error["message"]
+    return message
+
+
+def flip_the_last_bytes(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4] + b"evil")
+
+
+async def test_remote_weights_need_an_accepted_signature(gateway: Gateway, weights: Path) -> None:
+    manifest, signature = ((weights / name).read_bytes() for name in (MANIFEST_NAME, SIGNATURE_NAME))
+    with FaultServer(weights) as server:
+        function = await gateway.deploy(LINEAR, {"snapshot": server.url}, name="net")
+        assert await function.answer() == [1.0] * 64
+        (weights / SIGNATURE_NAME).unlink()
+        assert await refused(gateway, snapshot=server.url) == f"{server.url} has no signature."
+        (weights / SIGNATURE_NAME).write_bytes(signature[:-20])
+        assert "malformed or cut off" in await refused(gateway, snapshot=server.url)
+        (weights / SIGNATURE_NAME).write_bytes(signature)
+        altered = json.loads(manifest)
+        altered["shards"][0]["chunks"][0] = "0" * 64
+        (weights / MANIFEST_NAME).write_text(json.dumps(altered))
+        assert "a signature of another manifest" in await refused(gateway, snapshot=server.url)
+        (weights / MANIFEST_NAME).unlink()
+        assert "no manifest, and so no signature" in await refused(gateway, snapshot=server.url)
+        create(weights).write(weights / MANIFEST_NAME)
+        server.requests.clear()
+        assert "digests of xxh3-128" in await refused(gateway, snapshot=server.url)
+        # It is refused before any asset or shard is read.
+        assert {request.name for request in server.requests} == {MANIFEST_NAME}
+        # The live revision still answers.
+        assert await function.answer() == [1.0] * 64
+
+
+async def test_local_weights_and_weights_in_the_archive_need_one_too(
+    gateway: Gateway, weights: Path, tmp_path: Path
+) -> None:
+    code = tmp_path / "code"
+    shutil.copytree(weights, code / "weights")
+    (code / "handler.py").write_text(LINEAR)
+
+    async def upload() -> httpx.Response:
+        headers, query = (
+            {"Content-Type": "application/gzip"},
+            {"folder": "carried", "set": "snapshot=weights"},
+        )
+        return await gateway.client.post("/v1/functions", content=pack(code), headers=headers, params=query)
+
+    assert (await upload()).status_code == 201
+    assert await gateway.function("carried").answer() == [1.0] * 64
+    (code / "weights" / SIGNATURE_NAME).unlink()
+    assert failure(await upload())["type"] == "signature_invalid"
+    unsigned = code / "weights"
+    assert await refused(gateway, snapshot=unsigned) == f"{unsigned} has no signature."
+    # Named snapshots and adapters, too.
+    style = await refused(gateway, **{"snapshots.base": weights, "snapshots.style": unsigned})
+    assert style == f"snapshots.style: {unsigned} has no signature."
+    loud = await refused(gateway, **{"snapshot": weights, "adapters.loud": unsigned})
+    assert loud == f"adapters.loud: {unsigned} has no signature."
+
+
+async def test_bytes_that_differ_from_the_signed_digests_are_refused(gateway: Gateway, weights: Path) -> None:
+    flip_the_last_bytes(weights / SHARD)
+    local = failure(await gateway.send(LINEAR, {"snapshot": str(weights)}))
+    assert local["type"] == "snapshot_corrupt"
+    with FaultServer(weights) as server:
+        # By default, a worker is ready before its weights have arrived, and then a call fails.
+        settings = {"snapshot": server.url, "wait_for_weights": True}
+        remote = failure(await gateway.send(LINEAR, settings))
+    assert remote["details"]["cause"] == "snapshot_corrupt"
+    for error in (local, remote):
+        assert "chunk 4 of 5 (from byte 16384), which holds weight, differs" in error["message"]
+
+
+async def test_a_start_checks_stored_revisions(
+    state: Path, weights: Path, signer: str, tmp_path: Path
+) -> None:
+    make_key(tmp_path / "other.pem")
+    other = sign(Manifest.read(weights), tmp_path / "other.pem").signer
+    (plain := tmp_path / "plain").mkdir()
+    save_file({"weight": torch.eye(64)}, plain / SHARD)
+    with FaultServer(weights) as server:
+        async with gateway_here(state) as gateway:
+            for name, snapshot in {"remote": server.url, "local": str(weights), "plain": str(plain)}.items():
+                await gateway.deploy(LINEAR, {"snapshot": snapshot}, name=name, check=False)
+        # The revisions were deployed before signatures were required. Two of them have one.
+        async with gateway_here(state, snapshot_signers=(other, signer)) as gateway:
+            assert await gateway.function("remote").answer() == [1.0] * 64
+            await barred(gateway, "plain", "signature_invalid", "digests of xxh3-128")
+            restarted = failure(await gateway.client.post("/v1/functions/plain/restart"))
+            assert restarted["type"] == "signature_invalid"
+            assert (await gateway.client.post("/v1/functions/local/restart")).status_code == 200
+            flip_the_last_bytes(weights / SHARD)
+            restarted = failure(await gateway.client.post("/v1/functions/local/restart"))
+            assert restarted["type"] == "snapshot_corrupt"
+        async with gateway_here(state, snapshot_signers=(signer,)) as gateway:
+            await barred(gateway, "local", "snapshot_corrupt", "which holds weight, differs")
+        # The key is no longer accepted.
+        async with gateway_here(state, snapshot_signers=(other,)) as gateway:
+            for name in ("remote", "local"):
+                await barred(gateway, name, "signature_invalid", "which is not an accepted key")
+
+
+async def barred(gateway: Gateway, name: str, code: str, why: str) -> None:
+    """Check that a function is barred. The callers learn the code of the error, and the log has the reason."""
+    error = failure(await gateway.function(name).call())
+    assert error["type"] == "function_barred"
+    assert error["message"].startswith(f"A snapshot of {name} is refused ({code}).")
+    await gateway.function(name).logged(why)
+
+
+async def test_a_signer_is_a_public_key() -> None:
+    key = f"ed25519:{'A' * 43}="
+    settings = read_gateway_settings({"PILOTFLAME_SNAPSHOT_SIGNERS": f"{key}, {key}"})
+    assert settings.snapshot_signers == (key, key)
+    with pytest.raises(SettingsError, match=r"snapshot_signers has 'key\.pem', which is no public key"):
+        read_gateway_settings({"PILOTFLAME_SNAPSHOT_SIGNERS": "key.pem"})
