@@ -21,8 +21,8 @@ from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.converting.push import Pushed, push
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.discover import find_manifest
-from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.discover import find_manifest, find_signature
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from pilotflame.snapshot.registries import upload
 from pilotflame.snapshot.registries.oci import OciSource
 from pilotflame.snapshot.registries.upload import BlobFile, BlobUpload
@@ -114,6 +114,16 @@ def test_a_pushed_snapshot_is_a_model_artifact_that_functions_fetch(opened: Regi
         "type": "layers",
         "diffIds": [layer["digest"] for layer in artifact["layers"]],
     }
+
+
+def test_a_signature_is_sent_with_the_artifact(opened: Registry, tmp_path: Path) -> None:
+    folder, _ = weights(tmp_path / "here")
+    manifest = create(folder, algorithm="sha256")
+    (folder / SIGNATURE_NAME).write_bytes(b"a signature")
+    url = f"oci://{opened.host}/org/signed:v1"
+    push(folder, manifest, OciSource(url))
+    assert find_signature(OciSource(url), find_manifest(OciSource(url))) == b"a signature"
+    assert is_fetched(url, folder, tmp_path / "cache")
 
 
 def test_what_the_registry_has_is_not_sent_again(opened: Registry, tmp_path: Path) -> None:
