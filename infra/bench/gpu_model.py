@@ -18,7 +18,7 @@ import transformers
 from control import Control, gateway
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
-from servers import HERE
+from servers import HERE, Server
 
 TEMPLATE = HERE.parents[1] / "templates" / "text-generation"
 EVENT = {"prompt": "w1 w2 w3 w4", "max_tokens": 4, "temperature": 0}
@@ -73,8 +73,8 @@ def fresh_s(folder: Path, device: str) -> float:
 class FirstTokens:
     """Times the first token of a function's stream."""
 
-    def __init__(self, control: Control, name: str) -> None:
-        self.control, self._name = control, name
+    def __init__(self, server: Server, control: Control, name: str) -> None:
+        self.server, self.control, self._name = server, control, name
         self._address = urlsplit(control.url).netloc
 
     def ms(self) -> tuple[float, bool]:
@@ -97,6 +97,6 @@ class FirstTokens:
 @contextmanager
 def deployed(folder: Path, name: str, **settings: float) -> Iterator[FirstTokens]:
     """A gateway with the template text-generation and the model in `folder`."""
-    with gateway() as (_, control):
+    with gateway() as (server, control):
         control.deploy(str(TEMPLATE), name=name, snapshot=str(folder), **settings)
-        yield FirstTokens(control, name)
+        yield FirstTokens(server, control, name)

@@ -9,17 +9,20 @@ taken round by round. `--large` uses the model of 1 GB for the parts that a smal
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import process_tree
 import tokenizers
 import torch
 import transformers
@@ -53,6 +56,7 @@ LARGE: dict[str, Any] = {
 }
 ROWS = 16
 PREFIX_TOKENS = 1024
+WEIGHTS = "model.safetensors"
 STEPS = 30
 """The steps of a measurement of the engine."""
 
@@ -216,6 +220,32 @@ def from_zero_ms(folder: Path, rounds: int) -> tuple[float, float]:
     return statistics.median(found[True]), statistics.median(found[False])
 
 
+def dirty_kb(folder: Path) -> int:
+    """Return the largest Private_Dirty of the mappings of weights, among two workers that have both answered."""
+    # Pages that are not on the disk yet count as dirty.
+    os.sync()
+    with (
+        deployed(folder, "words", **{"scale.min": 2, "concurrency": 1}) as tokens,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        tokens.control.wait_for("words", workers=2)
+        list(threads.map(lambda _: tokens.ms(), range(8)))
+        found = [
+            sum(
+                int(line.split()[1])
+                for mapping in Path(f"/proc/{process.pid}/smaps").read_text().split("VmFlags:")
+                if WEIGHTS in mapping
+                for line in mapping.splitlines()
+                if line.startswith("Private_Dirty:")
+            )
+            for process in process_tree.tree(tokens.server.pid)
+            if WEIGHTS in Path(f"/proc/{process.pid}/maps").read_text()
+        ]
+    if len(found) < 2:
+        raise RuntimeError(f"{len(found)} processes have mapped the weights, and not two")
+    return max(found)
+
+
 def rates(report: Report, shape: dict[str, Any], rounds: int) -> None:
     model = module(shape)
     engine = Engine(CausalModel(model, model.config), ROWS, 65_536)
@@ -274,6 +304,7 @@ def main() -> int:
             plain, serve = plain_ms(Path(folder)), transformers_serve_ms(Path(folder))
             others = f"ms from zero; a fresh script takes {plain:.0f} ms, `transformers serve` {serve:.0f} ms"
             report.add(f"zero_first_token_ms_{name}", cold, others)
+            report.add(f"weights_private_dirty_kb_{name}", dirty_kb(Path(folder)), "", "<= 0")
     return report.finish(arguments)
 
 

@@ -120,6 +120,28 @@ async def test_a_caller_who_leaves_frees_the_row_and_changes_no_other() -> None:
     assert not engine._runs
 
 
+async def test_the_row_of_a_caller_who_leaves_is_free_within_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = engine_of("llama", rows=2)
+    first, second = prompts(2, 20, seed=14)
+    step, members = Engine._step, list[int]()
+
+    def counted(self: Engine) -> None:
+        step(self)
+        members.append(len(self._members))
+
+    monkeypatch.setattr(Engine, "_step", counted)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(tokens(engine, second, 200))
+        stream = engine.generate(first, Sampler(GREEDY, first, ()), (), 400)
+        while members[-1:] != [2]:
+            await anext(stream)
+        left_at = len(members)
+        await stream.aclose()
+    assert 1 in members[left_at : left_at + 2]
+
+
 async def test_an_end_token_ends_a_sequence() -> None:
     engine, model = engine_of("llama")
     (prompt,) = prompts(1, 20, seed=5)
