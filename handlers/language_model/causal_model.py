@@ -45,6 +45,12 @@ class CausalModel:
         lists = (one for one in self.module.modules() if isinstance(one, nn.ModuleList))
         return next(([*one] for one in lists if len(one) == count), [])
 
+    def wait(self) -> None:
+        """Wait until the device has done what this thread has submitted. A processor has done it already."""
+        device = next(self.module.parameters()).device
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.current_stream(device).synchronize()
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights, and so of keys and values."""

@@ -15,14 +15,18 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class _Stopped(Exception):
-    """Ends a pass whose result is not wanted any more."""
+class _Stopped(BaseException):
+    """Ends a pass whose result is not wanted any more. No model catches it by chance."""
 
 
 class PassSlices:
-    """One forward pass at a time, of a model with these layers. Passes in other threads are not affected."""
+    """One forward pass at a time, of a model with these layers. Passes in other threads are not affected.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    Before it looks at the clock, a pass calls `wait`, which returns once the device has done what the pass has submitted.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], wait: Callable[[], None]) -> None:
+        self._wait = wait
         self._passes: queue.SimpleQueue[Callable[[], Tensor]] = queue.SimpleQueue()
         self._turns: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         """When the next slice ends, in seconds of the clock. None: the pass ends at once."""
@@ -37,7 +41,7 @@ class PassSlices:
             layer.register_forward_pre_hook(self._before_layer)
 
     def begin(self, run: Callable[[], Tensor], seconds: float) -> Tensor | None:
-        """Begin a pass, as `advance` continues it."""
+        """Begin a pass and run its first slice. Return and raise what `advance` does."""
         if self._thread is None:
             # A daemon: the worker's end does not wait for it.
             self._thread = threading.Thread(target=self._work, name="language-model-reads", daemon=True)
@@ -57,8 +61,10 @@ class PassSlices:
     def stop(self) -> None:
         """End the pass, if one has begun and not ended."""
         if self.paused:
-            self._turns.put(None)
-            self._reports.get()
+            report = None
+            while report is None:
+                self._turns.put(None)
+                report = self._reports.get()
             self.paused = False
 
     def _report(self) -> Tensor | None:
@@ -78,10 +84,15 @@ class PassSlices:
                 self._reports.put(run())
             except Exception as error:  # noqa: BLE001  raised by `_report`
                 self._reports.put(error)
+            except BaseException as error:  # noqa: BLE001  it must not end this thread or its caller's
+                self._reports.put(RuntimeError(f"a pass of the model ended with {error!r}"))
+            # It holds the keys and values of the prompt.
+            del run
 
     def _before_layer(self, *_: Any) -> None:
         if threading.current_thread() is not self._thread:
             return
+        self._wait()
         now_s = time.perf_counter()
         # The next layer takes as long as the latest one.
         if 2 * now_s - self._layer_s > self._until_s:

@@ -28,7 +28,7 @@ class PromptReader:
     def __init__(self, model: CausalModel, gate: Callable[[], AbstractContextManager[Any]]) -> None:
         self._model, self._gate = model, gate
         layers = model.layers if model.adapters is None else []
-        self._passes = PassSlices(layers) if layers else None
+        self._passes = PassSlices(layers, model.wait) if layers else None
         self.slices = max(1.0, len(layers) / LAYERS_A_STEP)
         """How many steps a chunk takes beside rows."""
         self._chunk: Chunk | None = None
@@ -39,7 +39,7 @@ class PromptReader:
         self.times = ChunkTimes()
 
     def tokens(self, slice_s: float) -> int:
-        """Return how many tokens the next chunk has, if each step has `slice_s` seconds for it. 0: there is no other work."""
+        """Return how many tokens the next chunk has, if each step has `slice_s` seconds for it. `slice_s` is 0 without other work."""
         if self._chunk is not None:
             return self._chunk.end - self._chunk.begin
         return self.times.tokens_within(slice_s * self.slices)
@@ -66,6 +66,8 @@ class PromptReader:
         except Exception:
             self._chunk = None
             raise
+        if logits is not None:
+            self._model.wait()
         self._taken_s += time.perf_counter() - began_s
         if logits is not None:
             self.times.note(chunk.end - chunk.begin, self._taken_s)

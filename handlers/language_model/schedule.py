@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .times import TimeLine
 
 LEAST_CHUNK, MOST_CHUNK = 4, 512
-"""The tokens of a prompt that one step reads."""
+"""The tokens of a chunk."""
 DECAY = 0.95
 """How much less each earlier chunk counts."""
 
@@ -47,7 +47,7 @@ class ScheduledSequence:
 
 
 class Chunk(NamedTuple):
-    """The tokens [begin, end) of a sequence, which a step reads. The last chunk of a sequence makes its next token."""
+    """The tokens [begin, end) of a sequence, which one or more steps read. The last chunk of a sequence makes its next token."""
 
     sequence: ScheduledSequence
     begin: int
@@ -117,7 +117,7 @@ class StepSchedule:
         return EngineStep(chunk, tuple(self.rows), dropped)
 
     def done(self, step: EngineStep, *, read: bool = True) -> None:
-        """Record a step after which each of its sequences that was to continue has a token more.
+        """Record a step. Its rows have one more token.
 
         `read` is False if a part of the chunk is left. Then the next step must get the same number of tokens, and has the same chunk, unless
         its sequence has left.
@@ -176,14 +176,11 @@ class ChunkTimes:
         """Return the seconds of a pass, and of each token. Chunks of one size show no line: then a pass costs nothing."""
         return self._times.fit(least=0.1, level=1.0)
 
-    def tokens_within(self, step_s: float) -> int:
-        """Return how many tokens of a prompt a step should read, so that the rows wait no longer than another step.
-
-        `step_s` is the time of a step of the rows, 0 without rows.
-        """
-        if not step_s:
+    def tokens_within(self, seconds: float) -> int:
+        """Return how many tokens the next chunk should have, so that it takes `seconds`. `seconds` is 0 without rows."""
+        if not seconds:
             return MOST_CHUNK
-        self._chosen = max(LEAST_CHUNK, min(2 * self._chosen, self.fitting(step_s)))
+        self._chosen = max(LEAST_CHUNK, min(2 * self._chosen, self.fitting(seconds)))
         return self._chosen
 
     def fitting(self, seconds: float) -> int:

@@ -13,8 +13,10 @@ import torch
 import transformers
 from packaging.version import Version
 from pilotflame.handlers.language_model.adapters import ModelAdapters
+from pilotflame.handlers.language_model.admission import Admission
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.engine import Engine
+from pilotflame.handlers.language_model.pass_slices import PassSlices
 from pilotflame.handlers.language_model.prefixes import Prefix, Prefixes, write
 from pilotflame.handlers.language_model.schedule import ChunkTimes
 from pilotflame.snapshot.adapters import Adapters
@@ -22,10 +24,12 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import ADAPTERS, Snapshot
 from tiny_adapters import with_adapter, write_adapter
 from tiny_causal import VOCABULARY, generated
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .test_adapters import tokens
 from .test_engine import prompts
+from .test_engine import tokens as plain_tokens
 
 pytestmark = pytest.mark.slow
 NEW = 12
@@ -142,6 +146,29 @@ async def test_the_tokens_are_those_of_generate(
         why = f", alone: {model.why_alone}" if model.why_alone else ""
         print(f"{name}: {ties} of 29 sequences end in a tie{why}")
     assert ties <= 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_prompts_that_are_read_a_layer_at_a_time_have_the_same_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if Version(transformers.__version__) < Version("5") and name not in TRIED_ON_4:
+        pytest.skip("not tried with this version of transformers")
+    monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 9)
+    monkeypatch.setattr(Admission, "chunk_s", lambda _, load: 1e-9 if load.rows else 0.0)
+    advance, paused = PassSlices.advance, list[bool]()
+
+    def noted(self: PassSlices, seconds: float) -> Tensor | None:
+        paused.append(True)
+        return advance(self, seconds)
+
+    monkeypatch.setattr(PassSlices, "advance", noted)
+    module = made(*ARCHITECTURES[name])
+    model = CausalModel(module, module.config)
+    engine, given = Engine(model, 4, 4000), prompts(8, 60)
+    found = await asyncio.gather(*(plain_tokens(engine, one, NEW) for one in given))
+    assert sum(same_until_a_tie(module, one, own) for one, own in zip(given, found, strict=True)) <= 1
+    assert bool(paused) is not bool(model.why_alone)
 
 
 def same_until_a_tie(module: Any, prompt: list[int], own: list[int]) -> bool:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +42,7 @@ class Layer(nn.Module):
 
 def sliced(count: int, fails_at: int = -1) -> tuple[Layers, PassSlices]:
     module = Layers(count, fails_at)
-    return module, PassSlices([*module.layers])
+    return module, PassSlices([*module.layers], lambda: None)
 
 
 def test_without_time_each_slice_is_one_layer() -> None:
@@ -81,6 +85,29 @@ def test_a_pass_that_is_stopped_runs_no_further_layer_and_the_next_one_runs() ->
     found = slices.begin(lambda: module(torch.ones(1)), math.inf)
     assert found is not None
     assert found.tolist() == [4.0]
+
+
+def test_a_pass_that_has_ended_holds_nothing() -> None:
+    module, slices = sliced(2)
+    given, freed = torch.zeros(1), threading.Event()
+    weakref.finalize(given, freed.set)
+    slices.begin(partial(module, given), math.inf)
+    del given
+    assert freed.wait(10)
+
+
+def test_a_pass_that_would_end_the_process_is_an_error() -> None:
+    module, slices = sliced(2)
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+        slices.begin(lambda: sys.exit(3), math.inf)
+    assert slices.begin(lambda: module(torch.zeros(1)), math.inf) is not None
+
+
+def test_the_device_is_waited_for_before_each_look_at_the_clock() -> None:
+    module, waits = Layers(3), list[int]()
+    slices = PassSlices([*module.layers], lambda: waits.append(len(module.ran)))
+    slices.begin(lambda: module(torch.zeros(1)), math.inf)
+    assert waits == [0, 1, 2]
 
 
 def test_what_a_pass_raises_is_raised_by_its_slice() -> None:
