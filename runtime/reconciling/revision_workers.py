@@ -369,7 +369,8 @@ class RevisionWorkers:
             self._hold_rung()
         self.function.prewarms.settle()
         self.note_load(now_s)
-        if self.phase is Phase.RETIRING and not (seen.unfinished or self.events.unrecovered):
+        unfinished = seen.unfinished or self.revision.dispatcher.aside or self.events.unrecovered
+        if self.phase is Phase.RETIRING and not unfinished:
             self._empty.set()
 
     def keeps_zygote(self) -> bool:

@@ -3,12 +3,12 @@
 Start reading at `revision.py`. Each part owns its state, and commands the parts below it by method calls:
 
     Revision            accepts invocations, and tells its watcher what may change the number of workers
+      EqualCalls        has the calls for which equal calls wait
       Dispatcher        has the queue and its timers; the only part that changes an invocation's state
         Deadlines       has a timer for each invocation
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
         Replica         has the link of one worker, and knows which invocations the worker has not ended
     ResponseCache       has the stored answers of all functions; a call that it answers is not submitted
-      EqualCalls        has the calls that run, for which equal calls wait
 
 `reconciling` decides how many workers there are, and starts and ends them. The package `serving` must not
 import anything of HTTP, jobs or deployments.

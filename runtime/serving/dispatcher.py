@@ -98,6 +98,8 @@ class Dispatcher:
         self._limit: ReachedLimit | None = None
         self._refusal: Refusal | None = None
         self._fails_queued = True
+        self.aside: dict[Invocation, Invocation] = {}
+        """Accepted invocations outside the queue, each with the invocation for whose output it waits."""
 
     def note_limit(self, reached: ReachedLimit | None) -> None:
         """Store the limit that now keeps workers from starting, or None if there is no such limit any more."""
@@ -211,6 +213,28 @@ class Dispatcher:
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         self.queue.requeue(invocation)
 
+    # -- invocations that wait for the output of another one
+
+    def set_aside(self, invocation: Invocation, first: Invocation) -> None:
+        """Let an invocation wait for the output of `first`. It has the time limits of a queued invocation."""
+        if invocation not in self.aside:
+            invocation.mark_queued(cold=not self._replicas.ready)
+        self.aside[invocation] = first
+        until_s = min(invocation.deadline_s, invocation.hold_until_s)
+        self._deadlines.set(invocation, until_s, time.monotonic())
+
+    def queue_aside(self, invocation: Invocation) -> None:
+        """Queue an invocation that was set aside. The queue does not refuse it, because it is accepted already."""
+        del self.aside[invocation]
+        self.requeue(invocation)
+
+    def end_aside(self, invocation: Invocation, output: Output) -> None:
+        """End an invocation with the output for which it was set aside. `on_ended` is not called."""
+        del self.aside[invocation]
+        self._deadlines.cancel(invocation)
+        invocation.cache_status += "; collapsed"
+        invocation.end(output)
+
     # -- to the workers
 
     def dispatch(self) -> None:
@@ -248,6 +272,7 @@ class Dispatcher:
         if error is not None:
             self._fail(invocation, error)
         else:
+            self.aside.pop(invocation, None)
             self._deadlines.cancel(invocation)
             invocation.end(None)
         self._remove(invocation)
@@ -265,7 +290,7 @@ class Dispatcher:
 
     def fail_queued(self, error: PilotflameError) -> None:
         """Fail all waiting invocations with `error`, because no worker will run them."""
-        for invocation in list(self.queue):
+        for invocation in [*self.queue, *self.aside]:
             self.queue.remove(invocation)
             self._fail(invocation, error)
 
@@ -277,6 +302,7 @@ class Dispatcher:
         """End an invocation, unless it has ended before. All outputs and errors of invocations pass through here."""
         if invocation.ended:
             return
+        self.aside.pop(invocation, None)
         timeline, error = invocation.timeline, outcome if isinstance(outcome, PilotflameError) else None
         if not timeline.completed_s:
             timeline.mark_responded(time.monotonic())
@@ -301,7 +327,7 @@ class Dispatcher:
     def _on_due(self, invocation: Invocation) -> None:
         now_s = time.monotonic()
         waited_s = now_s - invocation.timeline.received_s
-        cold = not (invocation.worker or self._replicas.ready)
+        cold = not (self.aside.get(invocation, invocation).worker or self._replicas.ready)
         if (replica := self._replica_of(invocation)) is not None:
             self._on_due_at_worker(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:

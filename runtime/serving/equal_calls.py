@@ -2,120 +2,90 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
-from ...errors import PilotflameError
-from .deadlines import EARLY_S, deadline_exceeded, limit_s
+from .dispatcher import Dispatcher
 from .invocation import Invocation
 
 MOST_WAITING = 1024
 """The most calls that wait for one call. Further calls run."""
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A call that waits for an equal call."""
-
-    invocation: Invocation
-    run: Callable[[], None]
-    allowed_s: float | None
-    timer: asyncio.TimerHandle | None = None
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+def _urgency(invocation: Invocation) -> tuple[int, float]:
+    """Return the key by which the queue sorts the calls of one tenant, the most urgent first."""
+    return invocation.priority, invocation.deadline_s
 
 
 @dataclass(eq=False, slots=True)
 class _SharedRun:
-    """A running call, and the equal calls that wait for it, in the order of their arrival."""
+    """A call that runs or waits in the queue, and the equal calls that wait for it."""
 
     first: Invocation
-    waiting: dict[Invocation, _Waiting] = field(default_factory=dict)
+    waiting: dict[Invocation, None] = field(default_factory=dict)
 
     def takes(self, invocation: Invocation) -> bool:
-        """Return True if an invocation may wait: it does not wait in the queue behind calls that are less urgent."""
-        in_time = bool(self.first.worker) or self.first.priority <= invocation.priority
+        """Return True if a call may wait: it does not wait in the queue behind a less urgent call."""
+        in_time = bool(self.first.worker) or _urgency(self.first) <= _urgency(invocation)
         return in_time and len(self.waiting) < MOST_WAITING
-
-    def remove(self, invocation: Invocation) -> None:
-        if (one := self.waiting.pop(invocation, None)) is not None:
-            one.stop_timer()
 
 
 class EqualCalls:
-    """The calls that run, by a key that is the same for equal calls."""
+    """The calls of a revision for which equal calls wait, by a key that is the same for equal calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, dispatcher: Dispatcher, queue: Callable[[Iterable[Invocation]], None]) -> None:
+        """`queue` queues calls that the dispatcher has set aside."""
+        self._dispatcher, self._queue = dispatcher, queue
         self._runs: dict[Hashable, _SharedRun] = {}
 
-    def start(
-        self, key: Hashable, invocation: Invocation, run: Callable[[], None], allowed_s: float | None = None
-    ) -> bool:
-        """Let an invocation wait for an equal one, and return True. If no equal one runs, call `run` and return False.
+    def wait(self, key: Hashable, invocation: Invocation) -> bool:
+        """Let a call wait for an equal call, and return True. Return False if it must run.
 
-        `run` submits the invocation. If it raises an error here, this raises the error too. A waiting invocation gets the
-        output of the first one. If the first one fails, each waiting one runs. If the caller of the first one has gone, the
-        next one runs in its place. `allowed_s` is the function's time limit, if the caller has set a shorter one.
+        A waiting call gets the output of the first one. If the handler fails, each waiting call runs. If the first one
+        ends without an answer of the handler, the most urgent waiting call runs, and the others wait for it.
         """
-        if (found := self._runs.get(key)) is None:
-            run()
-            made = self._runs[key] = _SharedRun(invocation)
-            invocation.output.add_done_callback(lambda _: self._end(key, made))
-            return False
-        if not found.takes(invocation):
-            run()
+        run = self._runs.get(key)
+        if run is None or not run.takes(invocation):
             return False
         # So that each waiting call takes little memory.
-        invocation.body = found.first.body
-        one = found.waiting[invocation] = _Waiting(invocation, run, allowed_s)
-        invocation.output.add_done_callback(lambda _: found.remove(invocation))
-        self._set_timer(found, one)
+        invocation.body = run.first.body
+        self._add(run, invocation)
         return True
+
+    def start(self, key: Hashable, first: Invocation) -> None:
+        """Let later calls wait for a submitted call, unless they wait for another one already."""
+        if key not in self._runs:
+            self._share(key, first)
+
+    def _share(self, key: Hashable, first: Invocation) -> _SharedRun:
+        run = self._runs[key] = _SharedRun(first)
+        first.output.add_done_callback(lambda _: self._end(key, run))
+        return run
+
+    def _add(self, run: _SharedRun, invocation: Invocation) -> None:
+        run.waiting[invocation] = None
+        invocation.output.add_done_callback(lambda _: run.waiting.pop(invocation, None))
+        self._dispatcher.set_aside(invocation, run.first)
 
     def _end(self, key: Hashable, run: _SharedRun) -> None:
         """End the calls that wait for one that has ended, or let them run."""
         del self._runs[key]
-        waiting, run.waiting = list(run.waiting.values()), {}
-        output = run.first.output
-        for one in waiting:
-            one.stop_timer()
-            invocation = one.invocation
-            if invocation.ended:
-                continue
-            if output.cancelled():
-                _try(invocation, partial(self.start, key, invocation, one.run, one.allowed_s))
-            elif output.exception() is not None:
-                _try(invocation, one.run)
-            else:
-                invocation.cache_status += "; collapsed"
-                invocation.end(output.result())
-
-    def _set_timer(self, run: _SharedRun, one: _Waiting) -> None:
-        now_s = time.monotonic()
-        delay_s = max(0.0, limit_s(one.invocation, now_s) - now_s)
-        one.timer = asyncio.get_running_loop().call_later(delay_s, self._on_due, run, one)
-
-    def _on_due(self, run: _SharedRun, one: _Waiting) -> None:
-        """End a waiting call at its deadline. At the end of its hold time, let it run if the first call still waits for a worker."""
-        now_s, invocation = time.monotonic(), one.invocation
-        if now_s >= invocation.deadline_s - EARLY_S:
-            waited_s = now_s - invocation.timeline.received_s
-            invocation.end(deadline_exceeded(waited_s, allowed_s=one.allowed_s))
-        elif run.first.worker:
-            self._set_timer(run, one)
-        else:
-            run.remove(invocation)
-            _try(invocation, one.run)
-
-
-def _try(invocation: Invocation, run: Callable[[], object]) -> None:
-    """Call `run`, and end the invocation with the error that it raises."""
-    try:
-        run()
-    except PilotflameError as error:
-        invocation.end(error)
+        first, output = run.first, run.first.output
+        waiting = sorted((one for one in run.waiting if not one.ended), key=_urgency)
+        if not waiting:
+            return
+        if not output.cancelled() and output.exception() is None:
+            for one in waiting:
+                self._dispatcher.end_aside(one, output.result())
+            waiting = []
+        elif first.worker:
+            # They could not be sent in their hold time, because they waited for a call that ran.
+            for one in waiting:
+                one.renew_hold(time.monotonic())
+        if waiting and not first.timeline.completed_s:
+            following = self._share(key, waiting[0])
+            for one in waiting[1:]:
+                self._add(following, one)
+            del waiting[1:]
+        self._queue(waiting)

@@ -151,6 +151,7 @@ class Invocation:
     stream: Stream | None = field(init=False)
     timeline: Timeline = field(init=False)
     timeout_s: float = field(init=False)
+    hold_s: float = field(init=False)
     patient: bool = field(init=False)
     ended: bool = field(init=False, default=False)
     execution_deadline_s: float = field(init=False, default=math.inf)
@@ -176,7 +177,7 @@ class Invocation:
         self.output = asyncio.get_running_loop().create_future()
         self.stream = Stream() if streaming else None
         self.timeline = Timeline(now_s)
-        self.timeout_s = self.deadline_s - now_s
+        self.timeout_s, self.hold_s = self.deadline_s - now_s, self.hold_until_s - now_s
         self.patient = self.execution_s is not None
 
     @property
@@ -215,6 +216,10 @@ class Invocation:
     def mark_queued(self, *, cold: bool) -> None:
         """The invocation waits in the queue. `cold` is True if no worker is ready."""
         self._cold = cold
+
+    def renew_hold(self, now_s: float) -> None:
+        """The hold time counts from `now_s`, because the invocation could not be sent before."""
+        self.hold_until_s = now_s + self.hold_s
 
     def mark_first(self) -> None:
         """The caller had a reservation: it is served before the invocations of all priorities."""

@@ -19,7 +19,6 @@ import orjson
 
 from ..access.fair_share import SharedRoom
 from ..telemetry.metrics import Reading
-from .equal_calls import EqualCalls
 from .invocation import Invocation, Output
 from .revision import Revision
 
@@ -73,8 +72,6 @@ class ResponseCache:
         self._room = SharedRoom(most)
         self._epochs = itertools.count()
         self._functions: dict[str, FunctionAnswers] = {}
-        self.equal = EqualCalls()
-        """The calls that run, for which equal calls wait."""
         # The keys of each tenant, the longest unused key first.
         self._used: defaultdict[str, OrderedDict[Key, None]] = defaultdict(OrderedDict)
 
@@ -193,15 +190,13 @@ class CachedCall:
         )
         if "no-cache" in self._wanted:
             invocation.cache_status = f"{STATUS}fwd=request"
-            self._submit(key)
+            self._submit(key, waits=False)
         elif (found := self._cache.get(key, now_s, self._max_age_s)) is not None:
             invocation.cache_status = f"{STATUS}hit; ttl={found.until_s - now_s:.0f}"
             invocation.end(found.output)
         else:
             invocation.cache_status = f"{STATUS}fwd=miss"
-            allowed_s = self._revision.policy.settings.timeout_s
-            by_caller = allowed_s if invocation.timeout_s < allowed_s else None
-            if self._cache.equal.start(key, invocation, lambda: self._submit(key), by_caller):
+            if self._submit(key, waits=True):
                 self._cache.note_waiting(function)
 
     def _not_looked_up(self) -> str | None:
@@ -210,8 +205,8 @@ class CachedCall:
             return "bypass"
         return "request" if "no-store" in self._wanted else None
 
-    def _submit(self, key: Key) -> None:
-        """Submit the invocation, and store its output at its end."""
+    def _submit(self, key: Key, *, waits: bool) -> bool:
+        """Submit the invocation, and store its output at its end. With `waits`, it may wait for an equal call: then return True."""
         invocation = self._invocation
         then = invocation.on_end
 
@@ -221,7 +216,7 @@ class CachedCall:
                 then()
 
         invocation.on_end = ended
-        self._revision.submit(invocation)
+        return self._revision.submit(invocation, key if waits else None)
 
     @property
     def _max_age_s(self) -> float:
@@ -230,7 +225,8 @@ class CachedCall:
 
     def _store(self, key: Key) -> None:
         invocation = self._invocation
-        if invocation.output.exception() is not None:
+        # The output of an invocation that was never sent is the output of an equal call, which is stored already.
+        if invocation.output.exception() is not None or not invocation.worker:
             return
         output, ttl_s = invocation.output.result(), self._rule.ttl_s or 0.0
         if len(output.payload) <= self._rule.max_answer_bytes and self._cache.put(

@@ -6,7 +6,7 @@ It accepts invocations, queues them, and has workers run them. It starts and sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from ...errors import HandlerFailed, OutputInvalid, Overloaded, PilotflameError
@@ -17,6 +17,7 @@ from ..telemetry.load_history import Arrivals, LoadSeries
 from ..telemetry.logs import RevisionLog
 from ..telemetry.timeline import WorkerTiming
 from .dispatcher import Dispatcher, Policy
+from .equal_calls import EqualCalls
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .replica import CallEvents, Replica, ReplicaState
@@ -57,6 +58,7 @@ class Revision(CallEvents):
         """
         self.spec, self.policy, self.streaming, self.replicas = spec, policy, policy.streaming, replicas
         self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended)
+        self._equal = EqualCalls(self.dispatcher, self._queue_aside)
         self._watcher, self._log, self._load, self._note_arrival = watcher, log, load, arrivals.note
         self._on_called, self._notice_at_s, self._on_begun = on_called, 0.0, on_begun
         self.retiring = False
@@ -81,12 +83,24 @@ class Revision(CallEvents):
 
     # -- invocations
 
-    def submit(self, invocation: Invocation) -> None:
-        """Send an invocation, or queue it. Raise QueueFull, Overloaded, RevisionRetired, or the error of `Dispatcher.bar`."""
+    def submit(self, invocation: Invocation, key: Hashable | None = None) -> bool:
+        """Send an invocation, or queue it. Raise QueueFull, Overloaded, RevisionRetired, or the error of `Dispatcher.bar`.
+
+        If an invocation with the same `key` runs, let this one wait for its output, and return True.
+        """
         if self.retiring:
             raise self.dispatcher.retired()
-        if self.observe is not None:
-            self.observe(invocation)
+        if key is None:
+            self._submit(invocation)
+        elif self._equal.wait(key, invocation):
+            return True
+        else:
+            self._submit(invocation)
+            self._equal.start(key, invocation)
+        return False
+
+    def _submit(self, invocation: Invocation) -> None:
+        self._begin(invocation)
         replicas = self.replicas
         if self.enough < 0 and replicas.parked and not replicas.ready:
             # A parked worker wakes and takes the invocation at once.
@@ -94,8 +108,6 @@ class Revision(CallEvents):
         if (arrived_s := invocation.timeline.received_s) >= self._notice_at_s:
             self._notice_at_s = arrived_s + CALL_NOTICE_S
             self._on_called(arrived_s)
-        for begun in self._on_begun:
-            begun(self.spec.function, invocation)
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -111,6 +123,20 @@ class Revision(CallEvents):
             self.peak = max(self.peak, in_flight)
             if not sent:
                 self._load.note_queued(arrived_s, len(self.dispatcher.queue))
+
+    def _begin(self, invocation: Invocation) -> None:
+        if self.observe is not None:
+            self.observe(invocation)
+        for begun in self._on_begun:
+            begun(self.spec.function, invocation)
+
+    def _queue_aside(self, invocations: Iterable[Invocation]) -> None:
+        """Queue invocations that waited for the output of another one, even if the revision retires."""
+        for invocation in invocations:
+            self._begin(invocation)
+            self.dispatcher.queue_aside(invocation)
+        self.dispatcher.dispatch()
+        self._watcher.look()
 
     def cancel(self, invocation: Invocation, error: PilotflameError | None = None) -> None:
         """Cancel an invocation. It fails with `error`; None means that its caller has disconnected."""

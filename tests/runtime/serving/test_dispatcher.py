@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live import Gate, failure, gone, until
-from pilotflame.errors import FunctionStopped, OutOfMemory, PilotflameError, WorkerDied
+from pilotflame.errors import ActivationTimeout, FunctionStopped, OutOfMemory, PilotflameError, WorkerDied
 from pilotflame.runtime.batching.latency_curve import Point
 from pilotflame.runtime.batching.outstanding import BatchEnd, Outstanding
 from pilotflame.runtime.launching.launcher import EndCause
@@ -18,6 +19,7 @@ from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.serving import replica
 from pilotflame.runtime.serving.dispatcher import MAX_ATTEMPTS, Dispatcher, Policy
+from pilotflame.runtime.serving.equal_calls import EqualCalls
 from pilotflame.runtime.serving.invocation import Invocation, Output
 from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.serving.replica import ReplicaState
@@ -104,6 +106,56 @@ async def test_a_refusal_is_for_those_who_wait_too_unless_they_may_wait_on():
     scene.dispatcher.bar(None)
     assert not scene.submit("waits again").ended
     assert len(scene.dispatcher.queue) == 1
+
+
+def aside(scene: Scene, first: Invocation) -> Invocation:
+    """Set an invocation aside that waits for the output of `first`. It came 2 s ago, with a hold time of 1 s."""
+    now_s = time.monotonic()
+    given = Invocation(
+        "aside", b"1", now_s=now_s - 2.0, deadline_s=now_s + 60.0, hold_until_s=now_s - 1.0
+    )  # fmt: skip
+
+    def queue(waiting: Iterable[Invocation]) -> None:
+        for one in waiting:
+            scene.dispatcher.queue_aside(one)
+
+    equal = EqualCalls(scene.dispatcher, queue)
+    equal.start("key", first)
+    assert equal.wait("key", given)
+    return given
+
+
+async def test_an_equal_call_has_its_hold_time_anew_if_the_worker_of_the_first_dies():
+    worker = Scripted()
+    scene = Scene(worker)
+    first = scene.submit("first")
+    scene.replicas.remove(worker)  # type: ignore[arg-type]
+    given = aside(scene, first)
+    await asyncio.sleep(0.01)
+    assert not given.ended
+    scene.dispatcher.recover([], [first], EndCause())
+    await asyncio.sleep(0)
+    assert isinstance(scene.error(first), WorkerDied)
+    assert list(scene.dispatcher.queue) == [given]
+    assert given.hold_until_s > time.monotonic() + 0.5
+
+
+async def test_an_equal_call_has_no_longer_hold_time_than_a_queued_call():
+    scene = Scene()
+    given = aside(scene, scene.submit("first"))
+    await asyncio.sleep(0.01)
+    assert isinstance(scene.error(given), ActivationTimeout)
+    assert [end.request_id for end in scene.ended] == ["aside"]
+
+
+async def test_a_function_that_stops_fails_equal_calls_that_wait():
+    scene = Scene(Scripted())
+    first = scene.submit("first")
+    given = aside(scene, first)
+    scene.dispatcher.bar(stopped)
+    assert isinstance(scene.error(given), FunctionStopped)
+    assert not first.ended
+    assert not scene.dispatcher.aside
 
 
 async def test_a_newcomer_does_not_overtake_those_who_wait():

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from typing import Any
 
 import httpx
 import pytest
-from live import Function, Gate, Gateway, gateway_here, until
-from pilotflame.errors import DeadlineExceeded, HandlerFailed
+from live import Function, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.serving import equal_calls
-from pilotflame.runtime.serving.equal_calls import EqualCalls
-from pilotflame.runtime.serving.invocation import Invocation, Output
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,7 +72,7 @@ async def test_after_an_error_each_runs(deploy, gateway: Gateway, gate: Gate):
     assert {answer.json()["error"]["message"].rpartition(" ")[2] for answer in answers} == {"0", "1", "2"}
 
 
-async def test_if_the_caller_of_the_first_goes_the_next_runs_and_a_deadline_holds(
+async def test_if_the_caller_of_the_first_goes_the_next_runs_and_a_deadline_holds_and_counts(
     deploy, gateway: Gateway, gate: Gate
 ):
     function = await deploy(WAITS, SETTINGS, gate=gate)
@@ -95,6 +90,66 @@ async def test_if_the_caller_of_the_first_goes_the_next_runs_and_a_deadline_hold
     answers = await running
     assert {answer.json()["number"] for answer in answers} == {1}
     assert statuses(answers) == {MISS: 1, WAITED: 2}
+    assert (await function.status())["invocations"] == {"http": {"504": 1, "200": 1}}
+
+
+async def test_if_the_time_of_the_first_is_over_the_next_runs(deploy, gateway: Gateway, gate: Gate):
+    function = await deploy(WAITS, SETTINGS, gate=gate)
+    call = asyncio.create_task(function.call({}, X_Request_Timeout="1"))
+    await gate.next("begun")
+    running = asyncio.gather(*(function.call({}) for _ in range(3)))
+    await waits(gateway, function, 3)
+    assert (await call).status_code == 504
+    second = await gate.next("begun")
+    second.go()
+    answers = await running
+    assert {answer.json()["number"] for answer in answers} == {1}
+    assert statuses(answers) == {MISS: 1, WAITED: 2}
+
+
+@pytest.mark.parametrize("change", ["deploy", "delete"])
+@pytest.mark.parametrize("end", ["leaves", "fails", "succeeds"])
+async def test_calls_that_wait_at_a_deploy_or_a_delete_still_end(
+    deploy, gateway: Gateway, gate: Gate, end: str, change: str
+):
+    function = await deploy(WAITS, SETTINGS, gate=gate)
+    event = "fail" if end == "fails" else {}
+    call = asyncio.create_task(function.call(event))
+    first = await gate.next("begun")
+    running = asyncio.gather(*(function.call(event) for _ in range(3)))
+    await waits(gateway, function, 3)
+    if change == "deploy":
+        await gateway.deploy(WAITS, SETTINGS, gate=gate, name=function.name)
+    else:
+        deleting = asyncio.create_task(gateway.client.delete(f"/v1/functions/{function.name}"))
+
+        async def deleted() -> bool:
+            return (await gateway.client.get(f"/v1/functions/{function.name}")).status_code == 404
+
+        await until(deleted, "the deletion")
+    if end == "leaves":
+        call.cancel()
+        await gate.next("begun")
+    gate.open()
+    first.go()
+    answers = await running
+    assert {answer.status_code for answer in answers} == {500 if end == "fails" else 200}
+    assert statuses(answers)[WAITED] == {"leaves": 2, "fails": 0, "succeeds": 3}[end]
+    await asyncio.wait([call])
+    if change == "delete":
+        assert (await deleting).status_code < 300
+
+
+async def test_a_pause_fails_calls_that_wait(deploy, gateway: Gateway, gate: Gate):
+    function = await deploy(WAITS, SETTINGS, gate=gate)
+    call = asyncio.create_task(function.call({}))
+    first = await gate.next("begun")
+    running = asyncio.gather(*(function.call({}) for _ in range(2)))
+    await waits(gateway, function, 2)
+    await gateway.client.post(f"/v1/functions/{function.name}/pause")
+    assert {failure(answer)["type"] for answer in await running} == {"function_paused"}
+    first.go()
+    assert (await call).status_code == 200
 
 
 async def test_no_key_waits_for_the_call_of_another_key(state, gate: Gate):
@@ -114,45 +169,24 @@ async def test_no_key_waits_for_the_call_of_another_key(state, gate: Gate):
         assert statuses(answers) == {MISS: 2}
 
 
-def invocation(**more: Any) -> Invocation:
-    now_s = time.monotonic()
-    fields: dict[str, Any] = {"now_s": now_s, "deadline_s": now_s + 9.0, "hold_until_s": now_s + 9.0}
-    return Invocation("1", b"{}", **(fields | more))
-
-
-async def test_a_call_waits_for_no_less_urgent_call_in_the_queue(monkeypatch: pytest.MonkeyPatch):
-    equal, first, urgent, ran = EqualCalls(), invocation(priority=3), invocation(priority=1), list[str]()
-    assert not equal.start("key", first, lambda: ran.append("first"))
-    assert not equal.start("key", urgent, lambda: ran.append("urgent"))
-    assert ran == ["first", "urgent"]
-    first.worker = "w1"
-    assert equal.start("key", invocation(priority=1), lambda: ran.append("no"))
+async def test_a_call_waits_for_no_less_urgent_call_in_the_queue(
+    deploy, gateway: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    function = await deploy(WAITS, SETTINGS | {"concurrency": 1, "scale.max": 1}, gate=gate)
+    before = asyncio.create_task(function.call({"size": 1}))
+    sent = await gate.next("begun")
+    calls = [asyncio.create_task(function.call({}, X_Request_Timeout="50"))]
+    await function.settled(ready=1, in_flight=1, queued=1)
+    calls.append(asyncio.create_task(function.call({}, X_Request_Timeout="40")))
+    await function.settled(ready=1, in_flight=1, queued=2)
+    calls.append(asyncio.create_task(function.call({}, X_Request_Timeout="55", X_Priority="1")))
+    await function.settled(ready=1, in_flight=1, queued=3)
+    calls.append(asyncio.create_task(function.call({}, X_Request_Timeout="55")))
+    await waits(gateway, function, 1)
     monkeypatch.setattr(equal_calls, "MOST_WAITING", 1)
-    assert not equal.start("key", invocation(), lambda: ran.append("too many"))
-    assert ran == ["first", "urgent", "too many"]
-    first.end(Output(b"", ""))
-
-
-async def test_a_call_runs_itself_when_its_hold_time_is_over_before_the_first_is_sent():
-    equal, first, ran = EqualCalls(), invocation(), asyncio.Event()
-    equal.start("key", first, lambda: None)
-    one = invocation(hold_until_s=time.monotonic() + 0.05)
-    assert equal.start("key", one, ran.set)
-    async with asyncio.timeout(5):
-        await ran.wait()
-    first.end(Output(b"", ""))
-    await asyncio.sleep(0)
-    assert not one.ended
-
-
-async def test_an_error_of_a_later_submission_ends_the_call():
-    equal, first, one = EqualCalls(), invocation(), invocation()
-    equal.start("key", first, lambda: None)
-
-    def refused() -> None:
-        raise DeadlineExceeded("refused")
-
-    assert equal.start("key", one, refused)
-    first.end(HandlerFailed("no"))
-    with pytest.raises(DeadlineExceeded, match="refused"):
-        await one.output
+    calls.append(asyncio.create_task(function.call({}, X_Request_Timeout="55")))
+    await function.settled(ready=1, in_flight=1, queued=4)
+    gate.open()
+    sent.go()
+    assert (await before).status_code == 200
+    assert statuses(list(await asyncio.gather(*calls))) == {MISS: 4, WAITED: 1}
