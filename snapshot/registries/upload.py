@@ -12,9 +12,10 @@ from urllib.parse import quote
 
 import orjson
 
-from ...errors import SnapshotChanged, SourceUnavailable
+from ...errors import SnapshotChanged, SourceDenied, SourceError, SourceMissing, SourceUnavailable
 from ..sources.exchange import Head
 from ..sources.locate import WEIGHTS_SUFFIX
+from ..sources.response import REDIRECTS
 from ..sources.retries import Retries
 from ..sources.source import opened
 from .artifact import FILEPATH, MANIFEST_TYPES, TITLE
@@ -199,8 +200,9 @@ class BlobUpload:
 
     def _exists(self) -> bool:
         head, text = self._blobs.send("HEAD", self._blobs.url_of(f"blobs/{self._file.digest}"), {})
-        # A registry redirects to its storage only if the blob is there.
-        if head.status // 100 in {2, 3} or head.status == 404:
+        if head.status in REDIRECTS:
+            return self._exists_elsewhere()
+        if head.status // 100 == 2 or head.status == 404:
             return head.status != 404
         raise self._blobs.refused(head, text, self._file.name)
 
@@ -210,6 +212,17 @@ class BlobUpload:
 
     def _note(self, at: int) -> None:
         self._at = at
+    def _exists_elsewhere(self) -> bool:
+        """Read the first byte where the registry redirects to. Return True if the blob is there, with its size."""
+        try:
+            return self._blobs.stat(self._file.digest).size_bytes == self._file.size_bytes
+        except (SourceMissing, SourceDenied):
+            # Storage may answer "denied" for a missing object.
+            return False
+
         if at > self._most and self._sent is not None:
             self._sent(at - self._most)
         self._most = max(self._most, at)
+        elif not self._url:
+            fault = f"{self._blobs.url} accepts the upload of {self._file.name} without Location."
+            raise SourceError(fault, remedy="Check the registry, and the proxies in front of it.")

@@ -174,6 +174,8 @@ class Front:
     "half"  the registry gets half of the body, and the client no response
     "lost"  the registry gets the request, and the client no response
     "gone"  the response is 404
+    "mute"  the response is 202 without Location
+    "moved" the response redirects to a path where nothing is
     """
 
     def __init__(self, found: Registry, faults: dict[str, list[str]]) -> None:
@@ -213,8 +215,9 @@ class _FrontHandler(BaseHTTPRequestHandler):
         if host == front.other:
             self.headers["Authorization"] = front.other_login
         fault = (front.faults.get(self.command) or [""]).pop(0)
-        if fault in {"busy", "gone"}:
-            return self._answer(503 if fault == "busy" else 404, [], b"")
+        if fault in {"busy", "gone", "mute", "moved"}:
+            status = {"busy": 503, "gone": 404, "mute": 202, "moved": 307}[fault]
+            return self._answer(status, [("Location", "/nothing")] if fault == "moved" else [], b"")
         answer = self._passed_on(body[: len(body) // 2] if fault == "half" else body, whole=fault != "half")
         if fault or answer is None:
             self.close_connection = True
@@ -296,6 +299,26 @@ def test_a_registry_that_stays_busy_is_an_error(opened: Registry, tmp_path: Path
         with pytest.raises(SourceError, match="503"):
             push(folder, manifest, OciSource(url), force=True)
         assert len(front.faults["PUT"]) > 90
+
+
+def test_a_registry_that_names_no_upload_is_an_error(opened: Registry, tmp_path: Path) -> None:
+    folder, manifest = weights(tmp_path / "here", seed=2)
+    with before(opened, POST=["mute"] * 100) as front:
+        with pytest.raises(SourceError, match=rf"oci://{front.host}/org/mute .* without Location"):
+            push(folder, manifest, OciSource(f"oci://{front.host}/org/mute:v1"))
+        assert len(front.faults["POST"]) == 99
+
+
+def test_a_redirect_does_not_prove_that_a_blob_is_there(opened: Registry, tmp_path: Path) -> None:
+    """The reader follows redirects of HEAD with GET, and finds the blob or not."""
+    folder, manifest = weights(tmp_path / "here", seed=3)
+    with before(opened, HEAD=["moved"] * 6) as front:
+        url = f"oci://{front.host}/org/redirected:v1"
+        assert push(folder, manifest, OciSource(url)).sent_files == 4
+        assert is_fetched(url, folder, tmp_path / "cache")
+        front.faults["HEAD"] = ["moved"] * 6
+        assert push(folder, manifest, OciSource(url)).sent_files == 0
+        assert not front.faults["HEAD"]
 
 
 def test_a_file_that_changes_while_it_is_sent_is_an_error(opened: Registry, tmp_path: Path) -> None:
