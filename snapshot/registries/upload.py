@@ -18,7 +18,7 @@ from ..sources.locate import WEIGHTS_SUFFIX
 from ..sources.response import REDIRECTS
 from ..sources.retries import Retries
 from ..sources.source import opened
-from .artifact import FILEPATH, MANIFEST_TYPES, TITLE
+from .artifact import FILEPATH, MANIFEST_TYPES, MAX_LAYERS, TITLE
 from .blobs import RegistryBlobs
 from .reference import digest_of
 
@@ -52,7 +52,7 @@ class FileRange:
                     left -= len(block)
                     yield block
         except OSError as error:
-            raise SnapshotChanged(f"{self.content!s} cannot be read any more: {error.strerror}.") from error
+            raise _unreadable(self.content, error) from error
         if left:
             fault = f"{self.content!s} became shorter while it was sent."
             raise SnapshotChanged(fault, remedy="Create the manifest again, and push again.")
@@ -69,8 +69,11 @@ class BlobFile:
 
     @staticmethod
     def of(name: str, content: Path | bytes) -> BlobFile:
-        """Read the whole file for its digest."""
-        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        """Read the whole file for its digest. Raises SnapshotChanged."""
+        try:
+            size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        except OSError as error:
+            raise _unreadable(content, error) from error
         digest = hashlib.sha256()
         for block in FileRange(content, 0, size):
             digest.update(block)
@@ -91,8 +94,11 @@ def upload(
 ) -> tuple[str, set[str]]:
     """Send the files and, last, the manifest of `tag`. Return its digest, and the names of the files that were there.
 
-    The same files have the same manifest.
+    The same files have the same manifest. Raises SourceError if there are more files than a reader takes.
     """
+    if len(files) > MAX_LAYERS:
+        fault = f"There are {len(files)} files, and an artifact at {blobs.url} may have at most {MAX_LAYERS}."
+        raise SourceError(fault, remedy="Push to s3://, or remove files from the folder.")
     layers, kept = [], set()
     for name, content in files.items():
         file = BlobFile.of(name, content)
@@ -206,12 +212,6 @@ class BlobUpload:
             return head.status != 404
         raise self._blobs.refused(head, text, self._file.name)
 
-    def _follow(self, head: Head) -> None:
-        if target := head.headers.get("location"):
-            self._url = self._blobs.url_of("blobs/uploads/", target)
-
-    def _note(self, at: int) -> None:
-        self._at = at
     def _exists_elsewhere(self) -> bool:
         """Read the first byte where the registry redirects to. Return True if the blob is there, with its size."""
         try:
@@ -220,9 +220,19 @@ class BlobUpload:
             # Storage may answer "denied" for a missing object.
             return False
 
-        if at > self._most and self._sent is not None:
-            self._sent(at - self._most)
-        self._most = max(self._most, at)
+    def _follow(self, head: Head) -> None:
+        if target := head.headers.get("location"):
+            self._url = self._blobs.url_of("blobs/uploads/", target)
         elif not self._url:
             fault = f"{self._blobs.url} accepts the upload of {self._file.name} without Location."
             raise SourceError(fault, remedy="Check the registry, and the proxies in front of it.")
+
+    def _note(self, at: int) -> None:
+        self._at = at
+        if at > self._most and self._sent is not None:
+            self._sent(at - self._most)
+        self._most = max(self._most, at)
+
+
+def _unreadable(content: Path | bytes, error: OSError) -> SnapshotChanged:
+    return SnapshotChanged(f"{content!s} cannot be read any more: {error.strerror}.")

@@ -329,6 +329,9 @@ def test_a_file_that_changes_while_it_is_sent_is_an_error(opened: Registry, tmp_
         path.write_bytes(content)
         with pytest.raises(SnapshotChanged, match=said):
             BlobUpload(source._blobs, file, None).run()
+    path.unlink()
+    with pytest.raises(SnapshotChanged, match="cannot be read any more: No such file"):
+        BlobFile.of("a.safetensors", path)
 
 
 # -- logins
@@ -405,6 +408,17 @@ def test_an_artifact_is_pushed_as_a_whole_to_a_tag(opened: Registry, tmp_path: P
     folder, manifest = weights(tmp_path / "here")
     with pytest.raises(SourceError, match="pushed as a whole"):
         push(folder, manifest, OciSource(f"oci://{opened.host}/org/part:{end}"))
+
+
+def test_more_files_than_a_reader_takes_are_refused_before_any_is_sent(
+    opened: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, manifest = weights(tmp_path / "here", seed=4)
+    monkeypatch.setattr(upload, "MAX_LAYERS", 4)
+    with before(opened) as front:
+        with pytest.raises(SourceError, match=r"5 files, .* at most 4"):
+            push(folder, manifest, OciSource(f"oci://{front.host}/org/many:v1"), force=True)
+        assert not front.logins
 
 
 def test_an_artifact_has_no_base(opened: Registry, tmp_path: Path) -> None:
