@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ...errors import (
     SourceUnavailable,
 )
 from ..format.discover import find_signature
+from ..format.layout import some
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
@@ -61,6 +63,7 @@ def push(
     because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
     A destination that is WrittenWhole keeps files with the same bytes, whatever it holds, and changes all of them at once.
+    There, `force` is needed if any file differs. Without `force` and without a signature in `folder`, its signature stays.
 
     Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed, `destination` is
     neither Writable nor WrittenWhole or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
@@ -109,10 +112,11 @@ def _push_whole(
 ) -> Pushed:
     """Write a destination whose files change all at once. Readers see the old files or the new files."""
     destination.begin_writing()
+    signature = find_signature(FolderSource(folder), manifest)
     if not force:
-        _check_same(destination, manifest)
+        signature = _check_same(destination, manifest, signature)
     files: dict[str, Path | bytes] = {file.name: folder / file.name for file in manifest.files}
-    if (signature := find_signature(FolderSource(folder), manifest)) is not None:
+    if signature is not None:
         files[SIGNATURE_NAME] = signature
     counter = ByteCounter(manifest.total_bytes + manifest.assets_bytes, progress)
     kept = destination.put_all({**files, MANIFEST_NAME: manifest.to_json()}, counter.add)
@@ -122,21 +126,45 @@ def _push_whole(
     return Pushed(len(manifest.files) - len(there), sent_bytes, len(there), kept_bytes)
 
 
-def _check_same(destination: WrittenWhole, manifest: Manifest) -> None:
-    """Raise SnapshotError if the destination holds anything but this snapshot."""
+def _check_same(destination: WrittenWhole, manifest: Manifest, signature: bytes | None) -> bytes | None:
+    """Return the signature to send: the given one or, without it, that of the same snapshot at the destination.
+
+    Raises SnapshotError if the destination holds anything but this snapshot with this signature.
+    """
     try:
         existing = read_manifest(destination) if MANIFEST_NAME in destination.names() else None
     except SourceMissing:
-        return
+        return signature
     except (SourceDenied, SourceUnavailable):
         raise
     except (SourceError, ManifestError):
         existing = None
-    if existing is None or existing.digest != manifest.digest:
-        what = "something else" if existing is None else f"another snapshot, {existing.digest[:12]}"
-        raise SnapshotError(
-            f"{destination.url} holds {what}.", remedy="Push to another tag, or move it with --force."
-        )
+    if existing is None:
+        what = "something else"
+    elif existing.digest != manifest.digest:
+        what = f"another snapshot, {existing.digest[:12]}"
+    else:
+        there = find_signature(destination, existing)
+        signature = there if signature is None else signature
+        held = {name: destination.stat(name).size_bytes for name in destination.names()}
+        wanted = {file.name: file.size_bytes for file in manifest.files}
+        differing = _contents(held, existing, there) ^ _contents(wanted, manifest, signature)
+        if not differing:
+            return signature
+        what = f"this snapshot with other files ({some(sorted({name for name, _ in differing}), 3)})"
+    raise SnapshotError(
+        f"{destination.url} holds {what}.", remedy="Push to another tag, or move it with --force."
+    )
+
+
+def _contents(
+    sizes: Mapping[str, int], manifest: Manifest, signature: bytes | None
+) -> set[tuple[str, int | bytes]]:
+    """Return the names of a snapshot's files with their sizes. The manifest and the signature have their bytes instead."""
+    files: dict[str, int | bytes] = {**sizes, MANIFEST_NAME: manifest.to_json()}
+    if signature is not None:
+        files[SIGNATURE_NAME] = signature
+    return set(files.items())
 
 
 def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:

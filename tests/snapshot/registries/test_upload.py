@@ -126,6 +126,38 @@ def test_a_signature_is_sent_with_the_artifact(opened: Registry, tmp_path: Path)
     assert is_fetched(url, folder, tmp_path / "cache")
 
 
+def test_a_push_without_a_signature_keeps_that_of_the_same_snapshot(opened: Registry, tmp_path: Path) -> None:
+    folder, _ = weights(tmp_path / "here")
+    manifest = create(folder, algorithm="sha256")
+    (signature := folder / SIGNATURE_NAME).write_bytes(b"a signature")
+    url = f"oci://{opened.host}/org/kept:v1"
+    push(folder, manifest, first := OciSource(url))
+    signature.unlink()
+    push(folder, manifest, again := OciSource(url))
+    assert again.pinned() == first.pinned()
+    signature.write_bytes(b"another one")
+    with pytest.raises(SnapshotError, match=rf"with other files \({SIGNATURE_NAME}\)"):
+        push(folder, manifest, OciSource(url))
+    signature.unlink()
+    push(folder, manifest, OciSource(url), force=True)
+    assert find_signature(OciSource(url), manifest) is None
+
+
+def test_other_files_beside_the_same_snapshot_are_replaced_by_force_only(
+    opened: Registry, tmp_path: Path
+) -> None:
+    folder, manifest = weights(tmp_path / "here")
+    url = f"oci://{opened.host}/org/beside:v1"
+    push(folder, manifest, OciSource(url))
+    layers = httpx.get(f"http://{opened.host}/v2/org/beside/manifests/v1", headers={"Accept": MANIFEST_TYPE})
+    notes = opened.layer("org/beside", b"notes", "text/plain", "NOTES")
+    opened.push("org/beside:v1", [*layers.json()["layers"], notes])
+    with pytest.raises(SnapshotError, match=r"holds this snapshot with other files \(NOTES\)"):
+        push(folder, manifest, OciSource(url))
+    push(folder, manifest, OciSource(url), force=True)
+    assert "NOTES" not in OciSource(url).names()
+
+
 def test_what_the_registry_has_is_not_sent_again(opened: Registry, tmp_path: Path) -> None:
     folder, manifest = weights(tmp_path / "here")
     url = f"oci://{opened.host}/org/again:v1"
