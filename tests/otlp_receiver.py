@@ -53,6 +53,8 @@ class OtlpReceiver:
         """Records of logs, each with the attributes of its resource."""
         self.answers: list[int] = []
         """The statuses of the next responses to logs, before they are taken."""
+        self.retry_after = ""
+        """The Retry-After of these responses."""
         self.metrics: dict[str, list[Any]] = {}
         self._changed = asyncio.Condition()
 
@@ -65,7 +67,8 @@ class OtlpReceiver:
 
     async def take_lines(self, request: web.Request) -> web.Response:
         if self.answers and (status := self.answers.pop(0)) != 200:
-            return web.Response(status=status, text="<html>")
+            headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            return web.Response(status=status, text="<html>", headers=headers)
         for group in ExportLogsServiceRequest.FromString(await request.read()).resource_logs:
             resource = values_of(group.resource.attributes)
             self.lines += [(one, resource) for scope in group.scope_logs for one in scope.log_records]

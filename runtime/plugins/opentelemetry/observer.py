@@ -48,7 +48,8 @@ class OpenTelemetry(Observer):
         if not (traces or metrics or logs):
             return None
         try:
-            from .logs import LogExport, LogTarget  # noqa: PLC0415  off costs no import
+            from .log_collector import LogTarget  # noqa: PLC0415  off costs no import
+            from .logs import LogExport  # noqa: PLC0415
             from .metrics import FunctionMetrics  # noqa: PLC0415
             from .spans import InvocationSpans  # noqa: PLC0415
         except ImportError as error:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 
 import pytest
 from otlp_receiver import OtlpReceiver, otlp_receiver, values_of
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.plugins.opentelemetry import logs
-from pilotflame.runtime.plugins.opentelemetry.logs import LogExport, LogTarget
+from pilotflame.runtime.plugins.opentelemetry import log_collector, logs
+from pilotflame.runtime.plugins.opentelemetry.log_collector import LogTarget
+from pilotflame.runtime.plugins.opentelemetry.logs import LogExport
 from pilotflame.runtime.telemetry.log_files import LogLine
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "DELAY_S", 0.01)
-    monkeypatch.setattr(logs, "RETRIES_S", (0.01, 0.01))
+    monkeypatch.setattr(log_collector, "RETRIES_S", (0.01, 0.01))
 
 
-def line(text: str) -> LogLine:
-    return LogLine(time.time(), "gateway", text, "warning", "tone", "r1")
+def line(text: str, function: str = "tone") -> LogLine:
+    return LogLine(time.time(), "gateway", text, "warning", function, "r1")
 
 
 def texts(collector: OtlpReceiver) -> list[str]:
@@ -49,7 +51,7 @@ async def test_a_busy_collector_is_asked_again_and_a_refusal_is_not(
         await collector.until(lambda: len(collector.lines) == 2)
         await asyncio.to_thread(export.shutdown)
         assert texts(collector) == ["late", "taken"]
-    warnings = [record.getMessage() for record in caplog.records if record.name == logs.__name__]
+    warnings = [record.getMessage() for record in caplog.records if record.name == log_collector.__name__]
     assert [text.rpartition(": ")[2] for text in warnings[:1]] == ["HTTP 400"]
     assert warnings[1:] == ["the collector takes lines of logs again; it did not get 1 earlier lines"]
 
@@ -63,6 +65,58 @@ async def test_too_many_lines_are_dropped_and_counted(
         await exported(collector, *"abcdef")
         assert texts(collector) == ["a", "b", "c"]
     assert "does not get 3 lines of logs: they came faster" in caplog.text
+
+
+async def test_a_batch_is_halved_if_the_collector_finds_it_too_large(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The receiver answers 413 to more than 1 MiB."""
+    long = "x" * (15 << 10)
+    async with otlp_receiver() as collector:
+        await exported(collector, *[long] * 200, "the last")
+        assert len(collector.lines) == 201
+        collector.answers = [413]
+        await exported(collector, "alone")
+    assert "does not get 1 lines of logs: HTTP 413" in caplog.text
+
+
+async def test_an_unexpected_error_loses_its_batch_and_the_thread_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logs, "BATCH_LINES", 1)
+    async with otlp_receiver() as collector:
+        export = LogExport(LogTarget.of({"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}))
+        export.note(line("without a time")._replace(at=math.nan))
+        export.note(line("half a pair")._replace(level="\udc80"))
+        await asyncio.to_thread(export.shutdown)
+        assert [(one.body.string_value, one.severity_text) for one, _ in collector.lines] == [
+            ("half a pair", "?")
+        ]
+    assert "does not get 1 lines of logs: ValueError" in caplog.text
+    assert "it did not get 1 earlier lines" in caplog.text
+
+
+async def test_a_busy_collector_chooses_the_delay_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_collector, "LONGEST_DELAY_S", 0.3)
+    async with otlp_receiver() as collector:
+        collector.answers, collector.retry_after = [429], "60"
+        export = LogExport(LogTarget.of({"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}))
+        started_s = time.monotonic()
+        export.note(line("late"))
+        await collector.until(lambda: collector.lines)
+        assert time.monotonic() - started_s >= 0.3
+        await asyncio.to_thread(export.shutdown)
+
+
+@pytest.mark.parametrize("headers", ["", "key=secret%0A"])
+async def test_the_gateways_log_shows_no_credentials(caplog: pytest.LogCaptureFixture, headers: str) -> None:
+    endpoint = "http://user:secret@127.0.0.1:9/v1/logs?key=secret"
+    variables = {"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_HEADERS": headers}
+    export = LogExport(LogTarget.of(variables))
+    export.note(line("lost"))
+    await asyncio.to_thread(export.shutdown)
+    assert "the collector at http://127.0.0.1:9/v1/logs does not get 1 lines" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_a_collector_that_is_gone_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,3 +158,11 @@ async def test_a_wrong_variable_is_named(name: str, value: str, tmp_path: Path) 
     value = str(tmp_path / value) if name == "CERTIFICATE" else value
     with pytest.raises(GatewayError, match=f"{name}='{value}'"):
         LogTarget.of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", f"OTEL_EXPORTER_OTLP_{name}": value})
+
+
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT"])
+@pytest.mark.parametrize("value", ["localhost:4318", "http://", "http://u:secret@c:x", "ftp://c"])
+async def test_an_endpoint_that_is_no_url_is_named(name: str, value: str) -> None:
+    with pytest.raises(GatewayError, match=f"^{name} is not an http") as caught:
+        LogTarget.of({name: value})
+    assert "secret" not in f"{caught.value.message}{caught.value.remedy}"
