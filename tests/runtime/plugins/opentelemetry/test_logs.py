@@ -12,8 +12,11 @@ from otlp_receiver import OtlpReceiver, otlp_receiver, values_of
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.plugins.opentelemetry import log_collector, logs
 from pilotflame.runtime.plugins.opentelemetry.log_collector import LogTarget
-from pilotflame.runtime.plugins.opentelemetry.logs import LogExport
+from pilotflame.runtime.plugins.opentelemetry.logs import LogExport, WaitingLines
+from pilotflame.runtime.plugins.opentelemetry.observer import FLUSH_S
 from pilotflame.runtime.telemetry.log_files import LogLine
+
+DELAY_S = logs.DELAY_S
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +62,7 @@ async def test_a_busy_collector_is_asked_again_and_a_refusal_is_not(
 async def test_too_many_lines_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logs, "MOST_WAITING", 3)
+    monkeypatch.setattr(logs, "MOST_WAITING_BYTES", 4 * (logs.LINE_BYTES + 1))
     monkeypatch.setattr(logs, "DELAY_S", 60)
     async with otlp_receiver() as collector:
         await exported(collector, *"abcdef")
@@ -67,11 +70,45 @@ async def test_too_many_lines_are_dropped_and_counted(
     assert "does not get 3 lines of logs: they came faster" in caplog.text
 
 
-async def test_a_batch_is_halved_if_the_collector_finds_it_too_large(
-    caplog: pytest.LogCaptureFixture,
+async def test_a_function_with_many_lines_leaves_room_for_the_lines_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "MOST_WAITING_BYTES", 20 * (logs.LINE_BYTES + 1))
+    monkeypatch.setattr(logs, "DELAY_S", 60)
+    async with otlp_receiver() as collector:
+        export = LogExport(LogTarget.of({"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}))
+        for _ in range(100):
+            export.note(line("a", "loud"))
+        export.note(line("b", "quiet"))
+        await asyncio.to_thread(export.shutdown)
+        assert texts(collector) == ["a"] * 17 + ["b"]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_backlog_is_sent_without_a_delay_between_its_batches(
+    monkeypatch: pytest.MonkeyPatch, *, stops: bool
+) -> None:
+    monkeypatch.setattr(logs, "DELAY_S", DELAY_S)
+    async with otlp_receiver() as collector:
+        export = LogExport(LogTarget.of({"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}))
+        for number in range(7 * logs.BATCH_LINES + 10):
+            export.note(line(f"{number}"))
+        async with asyncio.timeout(FLUSH_S):
+            if not stops:
+                await collector.until(lambda: len(collector.lines) >= 7 * logs.BATCH_LINES)
+            await asyncio.to_thread(export.shutdown)
+        assert texts(collector) == [f"{number}" for number in range(7 * logs.BATCH_LINES + 10)]
+
+
+async def test_a_batch_has_a_limit_of_bytes_and_is_halved_if_the_collector_finds_it_too_large(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receiver answers 413 to more than 1 MiB."""
-    long = "x" * (15 << 10)
+    waiting, long = WaitingLines(), "x" * (15 << 10)
+    for _ in range(100):
+        waiting.put(line(long), "")
+    assert sum(one.size for one in waiting.take()) <= logs.BATCH_BYTES
+    monkeypatch.setattr(logs, "BATCH_BYTES", 4 << 20)
     async with otlp_receiver() as collector:
         await exported(collector, *[long] * 200, "the last")
         assert len(collector.lines) == 201
