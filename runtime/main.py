@@ -254,7 +254,7 @@ async def startup(
     launcher, fetcher = await _launcher(
         settings, engine, listener, state, tasks, sharing, (gpus, driver.cdi_kind), stack
     )
-    events = FunctionEvents(logged=logs.heard)
+    events = FunctionEvents(logged=logs.logged)
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings,

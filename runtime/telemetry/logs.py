@@ -91,13 +91,13 @@ class LogChannel:
             listener(line)
 
     @contextlib.contextmanager
-    def listen(self, heard: Callable[[LogLine], None]) -> Iterator[None]:
-        """Call `heard` with each new line until the block ends."""
-        self._listeners.append(heard)
+    def listen(self, listener: Callable[[LogLine], None]) -> Iterator[None]:
+        """Call `listener` with each new line until the block ends."""
+        self._listeners.append(listener)
         try:
             yield
         finally:
-            self._listeners.remove(heard)
+            self._listeners.remove(listener)
 
     def tail(self, count: int, source: str = "") -> list[LogLine]:
         """Return the last `count` lines in memory, of one source or of all."""
@@ -163,7 +163,7 @@ class Logs:
 
     def __init__(self, files: LogFiles) -> None:
         self.files = files
-        self.heard: list[Callable[[LogLine], None]] = []
+        self.logged: list[Callable[[LogLine], None]] = []
         """Called with each new line of a function."""
         # A channel is kept as long as its function lives or a follower reads it.
         self._channels: WeakValueDictionary[str, LogChannel] = WeakValueDictionary()
@@ -185,8 +185,8 @@ class Logs:
     def _keep(self, file: str, line: LogLine) -> None:
         self.files.write(file, line)
         if line.function:
-            for heard in self.heard:
-                heard(line)
+            for listener in self.logged:
+                listener(line)
 
     async def facts(self) -> list[LogFacts]:
         """Return the facts about each stored log that are known without reading its lines."""
