@@ -33,10 +33,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Look up known vulnerabilities of the versions in constraints.txt."
     )
-    parser.add_argument("--timeout-s", type=float, default=60, help="time for all requests together")
-    deadline = time.monotonic() + parser.parse_args().timeout_s
+    parser.add_argument(
+        "--timeout-s", type=float, default=60, help="time for all requests, half of it for each service"
+    )
+    share_s = parser.parse_args().timeout_s / len(SERVICES)
     reasons = []
     for service in SERVICES:
+        deadline = time.monotonic() + share_s
         try:
             check_data(service, deadline)
             return judge(ask(service, CONSTRAINTS, deadline))
@@ -82,7 +85,10 @@ def ask(service: str, requirements: Path, deadline: float) -> list[dict[str, Any
         raise NoDataError(
             (ended.stderr.strip().splitlines() or [f"pip-audit ended with {ended.returncode}"])[-1]
         )
-    packages: list[dict[str, Any]] = json.loads(ended.stdout)["dependencies"]
+    try:
+        packages: list[dict[str, Any]] = json.loads(ended.stdout)["dependencies"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NoDataError(f"pip-audit printed no report: {ended.stdout.strip()[:80]!r}") from error
     return packages
 
 

@@ -61,10 +61,19 @@ def test_an_exception_is_named_by_any_id(monkeypatch: pytest.MonkeyPatch) -> Non
         ("import sys; sys.exit('ConnectionError: refused')", "ConnectionError: refused"),
         ("import threading; threading.Event().wait()", "no answer in time"),
         ("print('{\"dependencies\": []}')", "has no vulnerabilities of requests==2.19.0"),
+        ("print('Found no problem')", "pip-audit printed no report: 'Found no problem'"),
+        ("print('{\"error\": 1}')", "pip-audit printed no report: '{\"error\": 1}'"),
+        ("print('[]')", "pip-audit printed no report: '[]'"),
     ],
 )
 def test_without_data_the_audit_is_skipped_in_one_line(tmp_path: Path, stand_in: str, reason: str) -> None:
     done = run(tmp_path, stand_in, "--timeout-s", "2")
-    # The time is that of both services together.
     assert done.stdout.startswith(f"The audit was skipped. pypi: {reason}; osv: ")
     assert (done.stdout.count("\n"), done.returncode) == (1, 0), done.stderr
+
+
+def test_a_service_that_does_not_answer_leaves_time_for_the_other(tmp_path: Path) -> None:
+    hangs = ANSWERS.replace("    print", "    import threading; threading.Event().wait()\n    print", 1)
+    package = {"name": "lamp", "version": "1.0", "vulns": []}
+    done = run(tmp_path, hangs.replace("FOUND", repr([package])), "--timeout-s", "4")
+    assert done.stdout.startswith("Audited 1 packages."), done.stdout
