@@ -13,10 +13,12 @@ import grpc
 from google.protobuf.message import Message
 from multidict import CIMultiDict
 
-from ....errors import BadInput, InvocationError, PilotflameError
+from ....errors import BadInput, InvocationError, Overloaded, PilotflameError
+from ...access.fair_share import SharedRoom
 from ...access.keys import Caller
 from ...api.backend import Backend
 from ...api.plugin import Entrance
+from ...http.event_stream import LAST_EVENT_S
 from ...http.requests import TIMEOUT, request_id_of, too_large
 from ...http.responses import MAX_ON_LOOP_BYTES, invocation_headers
 from ...serving.invocation import Invocation
@@ -38,12 +40,45 @@ _DATA_TYPES = {
 _MODEL_ROUTE = "/v2/models/{model}"
 
 
+class Responses:
+    """Writes the responses to a call. Each counts in a room until the caller has read it, or until `close`."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], room: SharedRoom, owner: str) -> None:
+        self._context, self._room, self._owner = context, room, owner
+        self._writing = asyncio.Lock()
+        self.unread = 0
+        """The bytes of the responses that are being written, or whose write was cancelled."""
+
+    async def write(self, response: Message, timeout_s: float | None = None) -> None:
+        """Write a response. gRPC holds it, also after a cancelled write, until the caller reads it or goes.
+
+        Raise Overloaded if the owner's callers have left too many bytes unread, TimeoutError if the write takes longer
+        than `timeout_s`, and gRPC's InternalError if the caller has gone.
+        """
+        size = response.ByteSize()
+        if not self._room.takes(self._owner, size):
+            fault = "The gateway holds as many bytes of responses as it may, which callers have not read."
+            raise Overloaded(fault, remedy="Read the responses to your other requests.")
+        self._room.add(self._owner, size)
+        self.unread += size
+        async with self._writing, asyncio.timeout(timeout_s):
+            await self._context.write(response)
+        self._room.remove(self._owner, size)
+        self.unread -= size
+
+    def close(self) -> None:
+        """Count no response any more."""
+        self._room.remove(self._owner, self.unread)
+        self.unread = 0
+
+
 class GrpcCall(NamedTuple):
-    """An admitted call: its headers, its caller, and gRPC's context."""
+    """An admitted call: its headers, its caller, gRPC's context, and its responses."""
 
     headers: CIMultiDict[str]
     caller: Caller
     context: grpc.aio.ServicerContext[Any, Any]
+    responses: Responses
 
 
 class _Running(NamedTuple):
@@ -74,18 +109,21 @@ class GrpcMethods:
         """Write the outputs that a function yields as responses to a ModelInferRequest of a stream.
 
         Return the last response, which is not written: the output of a function that does not yield, or an empty response if
-        the caller wants it. Return None if no response follows.
+        the caller wants it. Return None if no response follows. Raise TimeoutError if the function's outputs are not
+        written LAST_EVENT_S after the deadline.
         """
         async with self._running(sent, call, streams=True) as running:
             stream, names = running.invocation.stream, running.names
             if stream is None:
                 output = await running.invocation.output
                 return infer_response(output, **names, parameters=is_final(True))
-            while pieces := await stream.take():
-                for piece in pieces:
-                    await write(infer_response(output_of(piece), **names, parameters=is_final(False)))
-                    stream.consumed(1)
-            await running.invocation.output
+            left_s = max(0.0, running.invocation.deadline_s - time.monotonic())
+            async with asyncio.timeout(left_s + LAST_EVENT_S):
+                while pieces := await stream.take():
+                    for piece in pieces:
+                        await write(infer_response(output_of(piece), **names, parameters=is_final(False)))
+                        stream.consumed(1)
+                await running.invocation.output
         return (
             message("ModelInferResponse", **names, parameters=is_final(True))
             if running.asked.empty_final

@@ -21,16 +21,26 @@ import grpc
 from google.protobuf.message import DecodeError
 from multidict import CIMultiDict
 
-from ....errors import BadInput, GatewayError, InputTimeout, InvocationError, Overloaded, PilotflameError
+from ....errors import (
+    BadInput,
+    Cancelled,
+    DeadlineExceeded,
+    GatewayError,
+    InputTimeout,
+    InvocationError,
+    Overloaded,
+    PilotflameError,
+)
 from ...access.fair_share import SharedRoom
 from ...api.backend import Backend
 from ...api.guard import Admitted
 from ...api.plugin import Entrance
+from ...http.large_answers import MAX_BYTES
 from ...http.responses import retry_headers
 from ...http.tls import Certificate
 from .errors import error_text
 from .grpc_messages import CLASSES, message
-from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method
+from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method, Responses
 from .grpc_requests import is_final
 from .repository import Repository
 
@@ -55,6 +65,9 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE, 504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
 _INFER = METHODS["ModelInfer"]
+UNREAD = DeadlineExceeded(
+    "The caller did not read a response in time.", remedy="Read the responses as they arrive."
+)
 
 
 class GrpcServer(grpc.GenericRpcHandler):
@@ -63,7 +76,7 @@ class GrpcServer(grpc.GenericRpcHandler):
     def __init__(self, backend: Backend, repository: Repository, entrance: Entrance) -> None:
         self._backend, self._entrance = backend, entrance
         self._methods = GrpcMethods(backend, repository, entrance)
-        self._open = SharedRoom(MOST_OPEN)
+        self._open, self._unread = SharedRoom(MOST_OPEN), SharedRoom(MAX_BYTES)
         self._arriving: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @contextlib.asynccontextmanager
@@ -115,34 +128,47 @@ class GrpcServer(grpc.GenericRpcHandler):
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], _: Any, context: Any,
     ) -> None:  # fmt: skip
         """Admit a call, and answer it. End it with the status of its error."""
-        error = await self._failure(method, headers, answer, context)
-        if error is not None and not context.done():
-            context.set_trailing_metadata(
-                [(name.lower(), text) for name, text in retry_headers(error).items()]
-            )
-            text = error_text(error).encode()[:MOST_TEXT_BYTES].decode(errors="ignore")
-            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), text)
+        with contextlib.ExitStack() as counts:
+            error = await self._failure(method, headers, answer, context, counts)
+            if error is not None and not context.done():
+                context.set_trailing_metadata(
+                    [(name.lower(), text) for name, text in retry_headers(error).items()]
+                )
+                text = error_text(error).encode()[:MOST_TEXT_BYTES].decode(errors="ignore")
+                # gRPC sends the status after a response that is being written. It holds the response, and this call
+                # counts, until the caller has read it or has gone.
+                with contextlib.suppress(grpc.aio.InternalError):  # the caller has gone
+                    await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), text)
 
     async def _failure(
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
+        counts: contextlib.ExitStack,
     ) -> PilotflameError | None:  # fmt: skip
+        """Answer a call. Return its error. `counts`: what the call counts in until its end."""
         try:
             admitted = await self._entrance.admit(headers, method.route)
-            call = GrpcCall(headers, admitted.caller, context)
+            responses = Responses(context, self._unread, admitted.caller.owner)
+            counts.callback(responses.close)
+            call = GrpcCall(headers, admitted.caller, context, responses)
             if method.route is None:
-                await context.write(await method.answer(self._methods, None, call))
+                await responses.write(await method.answer(self._methods, None, call))
                 return None
-            with self._counted(call.caller.owner, admitted):
-                await answer(call, admitted)
+            counts.enter_context(self._counted(call.caller.owner, admitted))
+            await answer(call, admitted)
         except PilotflameError as error:
             return error
+        except TimeoutError:
+            return UNREAD
+        except grpc.aio.InternalError:
+            # `context.done()` may become true later.
+            return Cancelled("The caller has gone.")
         except Exception:
-            # A write to a caller that has gone fails with an exception of gRPC's own.
-            if not context.done():
-                # gRPC would send the text of the exception.
-                LOG.exception("a call with a %s failed", method.request)
-                return InvocationError("The call failed.", remedy="The gateway's log has the reason.")
-        return None
+            # gRPC would send the text of the exception.
+            LOG.exception("a call with a %s failed", method.request)
+            return InvocationError("The call failed.", remedy="The gateway's log has the reason.")
+        else:
+            # The end of the caller's key may have ended a stream during a write.
+            return UNREAD if responses.unread else None
 
     @contextlib.contextmanager
     def _counted(self, owner: str, admitted: Admitted) -> Iterator[None]:
@@ -170,7 +196,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             if sent is grpc.aio.EOF:
                 raise BadInput("The call has no message.")
             request = _parsed(method.request, sent)
-            await call.context.write(await method.answer(self._methods, request, call))
+            await call.responses.write(await method.answer(self._methods, request, call))
         finally:
             admitted.leave()
 
@@ -179,14 +205,18 @@ class GrpcServer(grpc.GenericRpcHandler):
 
         The stream ends when the caller's key is revoked or expires, or when the gateway ends.
         """
-        places, writing = asyncio.Semaphore(MOST_STREAMED), asyncio.Lock()
+        places = asyncio.Semaphore(MOST_STREAMED)
         first: Admitted | None = admitted
         try:
+            # gRPC sends the metadata with the first response otherwise, and sends no status if that write is cancelled.
+            await call.context.send_initial_metadata(())
             async with self._backend.endless.limited(call.caller), asyncio.TaskGroup() as tasks:
                 while (sent := await self._next(call)) is not grpc.aio.EOF:
                     await places.acquire()
                     given, first = first, None
-                    tasks.create_task(self._answer(sent, call, given, places, writing))
+                    tasks.create_task(self._answer(sent, call, given, places))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         finally:
             if first is not None:
                 first.leave()
@@ -200,17 +230,15 @@ class GrpcServer(grpc.GenericRpcHandler):
             return grpc.aio.EOF
 
     async def _answer(
-        self, sent: bytes, call: GrpcCall, admitted: Admitted | None, places: asyncio.Semaphore, writing: asyncio.Lock
-    ) -> None:  # fmt: skip
+        self, sent: bytes, call: GrpcCall, admitted: Admitted | None, places: asyncio.Semaphore
+    ) -> None:
         """Answer one request of a stream. `admitted`: its admission, if it has one already."""
         request_id = ""
 
         async def write(response: Any, **fields: Any) -> None:
             # A caller that does not read lets nothing be written, and then the function's stream stops too.
-            async with writing:
-                await call.context.write(
-                    message("ModelStreamInferResponse", infer_response=response, **fields)
-                )
+            streamed = message("ModelStreamInferResponse", infer_response=response, **fields)
+            await call.responses.write(streamed, self._backend.body_timeout_s)
 
         try:
             try:

@@ -13,11 +13,12 @@ import grpc
 import numpy as np
 import pytest
 import trustme
-from live import WAITS_ASYNC, Gate, free_port, gateway_here, home_client, short_folder
+from live import WAITS_ASYNC, Gate, free_port, gateway_here, home_client, short_folder, until
 from oidc_issuer import AUDIENCE, Issuer
 from oip_server import PASSING, Server, key
 from pilotflame.errors import GatewayError, PluginError
 from pilotflame.runtime.http import tls
+from pilotflame.runtime.plugins.oip import grpc_server
 from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
 from pilotflame.runtime.plugins.oip.grpc_server import MOST_ARRIVING
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -42,7 +43,7 @@ def passing(value: float, model: str = "passing") -> Any:
 
 
 def stub(address: str) -> tuple[grpc.aio.Channel, Any]:
-    channel = grpc.aio.insecure_channel(address)
+    channel = grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", -1)])
     return channel, service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
@@ -267,6 +268,100 @@ async def test_a_stream_that_is_not_read_stops_taking_requests(server: Server) -
                     written.append(1)
         assert len(written) < 200
         stream.cancel()
+
+
+ENDLESS = """
+from collections.abc import Iterator
+from typing import Annotated
+import numpy
+import pilotflame
+from pydantic import BaseModel
+
+class X(BaseModel):
+    x: Annotated[numpy.ndarray, pilotflame.Tensor("FP32", [-1])]
+
+def handler(event: X) -> Iterator[X]:
+    while True:
+        yield X(x=numpy.zeros(1 << 20, "f4"))
+"""
+
+
+async def begun_stream(calls: Any, requests: int, **fields: Any) -> Any:
+    """Begin a stream with requests whose responses are not read."""
+    stream = calls.ModelStreamInfer(**fields)
+    for _ in range(requests):
+        await stream.write(passing(1.0, "endless"))
+    return stream
+
+
+async def no_answers() -> bool:
+    """Return True if no request of a stream is being answered in this process."""
+    return not any("_answer" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+async def code_of_the_end(stream: Any) -> grpc.StatusCode:
+    """Read the rest of a stream. Return its status."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+    return await stream.code()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "body_timeout_s", "reads"),
+    [(3.0, 60.0, True), (60.0, 1.0, True), (60.0, 1.0, False)],
+    ids=["deadline", "write", "gone"],
+)
+async def test_responses_that_are_not_read_end_and_count_until_the_caller_reads_or_goes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, timeout_s: float, body_timeout_s: float, reads: bool,
+) -> None:  # fmt: skip
+    # Beside a response of 4 MiB, 12 MiB are too many for the same owner, but not for another owner.
+    monkeypatch.setattr(grpc_server, "MAX_BYTES", 35 << 19)
+    with short_folder() as folder:
+        address = f"127.0.0.1:{free_port()}"
+        settings: dict[str, Any] = {"plugin_ports": (f"oip={address}",), "body_timeout_s": body_timeout_s}
+        async with gateway_here(folder / "state", **settings) as gateway:
+            await gateway.deploy(ENDLESS, {"concurrency": 4, "timeout_s": timeout_s}, name="endless")
+            await gateway.deploy(PASSING, name="passing")
+            lazy, other = [(("authorization", f"Bearer {await key(gateway)}"),) for _ in range(2)]
+            row = np.zeros(3 << 20, "<f4").tobytes()
+            large = request("passing", "x", "FP32", [3 << 20], raw=row)
+            channel, calls = stub(address)
+            async with channel:
+                stream = await begun_stream(calls, 1, metadata=lazy)
+                await stream.read()
+                await until(no_answers, "the stream ends")
+                expected = [(lazy, grpc.StatusCode.UNAVAILABLE), (other, grpc.StatusCode.OK)]
+                for metadata, code in expected:
+                    call = calls.ModelInfer(large, metadata=metadata)
+                    assert await call.code() is code, await call.details()
+                if reads:
+                    assert await code_of_the_end(stream) is grpc.StatusCode.DEADLINE_EXCEEDED
+                else:
+                    stream.cancel()
+
+                async def has_room() -> bool:
+                    return await calls.ModelInfer(large, metadata=lazy).code() is grpc.StatusCode.OK
+
+                await until(has_room, "the responses count no more")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("most", [4 << 20, -1], ids=["refuses", "cancels"])
+async def test_a_caller_that_goes_during_a_write_is_no_error(
+    server: Server, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    """The caller refuses a response that is longer than `most` bytes, or cancels the stream."""
+    await server.gateway.deploy(ENDLESS, {"concurrency": 4}, name="endless")
+    async with grpc.aio.insecure_channel(server.grpc, [("grpc.max_receive_message_length", most)]) as channel:
+        calls = service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        for _ in range(5):
+            stream = await begun_stream(calls, 4)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stream.read()
+            stream.cancel()
+            await until(no_answers, "the stream ends")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_open_calls_without_a_key_stop_nobody(server: Server) -> None:
