@@ -244,6 +244,11 @@ def check_signatures(store: Store, record: RevisionRecord, signers: Sequence[str
         root = None if stored.url is not None else code_folder / (stored.root or "")
         try:
             check_signed(_folder_of(code_folder.parent, name), stored.url or str(root), root, signers)
+        except OSError as error:
+            fault = f"{root} cannot be checked: {error.strerror}."
+            raise SnapshotError(fault, remedy="Check the rights of this folder.").about(
+                subject_of(name)
+            ) from error
         except SnapshotError as error:
             raise error.about(subject_of(name)) from error
 

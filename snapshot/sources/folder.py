@@ -94,7 +94,13 @@ class FolderSource:
             fault = f"{name[:80]!r} is not a file name inside {self._root}: {fault}."
             raise SourceMissing(fault, remedy="Name files relative to the snapshot's folder.")
         path = self._root / name
-        if "/" in name and not path.parent.resolve().is_relative_to(self._root.resolve()):
+        try:
+            inside = "/" not in name or path.parent.resolve().is_relative_to(self._root.resolve())
+        # Before Python 3.13, `resolve` raises RuntimeError for a loop of symlinks.
+        except (OSError, RuntimeError) as error:
+            fault = f"{path.parent} cannot be followed: {error}."
+            raise SourceMissing(fault, remedy="Check the links in this path.") from error
+        if not inside:
             fault = f"{name!r} leads out of {self._root} through a linked directory."
             raise SourceMissing(fault, remedy="Link the file itself, or copy the directory.")
         return path

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pilotflame.errors import CacheError, SnapshotError
+from pilotflame.errors import CacheError, SnapshotError, SourceMissing
 from pilotflame.runtime.testing.source import OBJECTS, SourceTests
 from pilotflame.snapshot.sources.folder import FolderSource
 
@@ -41,6 +41,12 @@ def test_a_linked_directory_that_leaves_the_folder_is_refused(tmp_path: Path) ->
     with pytest.raises(SnapshotError, match="linked directory"):
         FolderSource(inside).stat("out/secret")
     assert FolderSource(inside).stat("near/f").size_bytes == 2
+
+
+def test_a_loop_of_links_is_a_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SourceMissing, match="loop cannot be followed"):
+        FolderSource(tmp_path).stat("loop/f")
 
 
 def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
