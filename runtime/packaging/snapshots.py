@@ -43,12 +43,13 @@ def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log, r
     Raises SignatureInvalid if a signature is required and missing.
     """
     from ...snapshot.format.create import create  # noqa: PLC0415
-    from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
+    from ...snapshot.format.manifest import MANIFEST_NAME, read_manifest  # noqa: PLC0415
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
     root = _root_of(snapshot)
-    found = Manifest.read(root) if (root / MANIFEST_NAME).is_file() else None
-    _keep_signature(FolderSource(root), found, folder, rules)
+    source = FolderSource(root)
+    found = read_manifest(source) if (root / MANIFEST_NAME).is_file() else None
+    _keep_signature(source, found, folder, rules)
     if found is None:
         log(f"making a manifest of {snapshot}")
     manifest = found or create(snapshot)

@@ -19,6 +19,7 @@ from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from pilotflame.snapshot.format.signature import make_key, sign
+from pilotflame.snapshot.format.slices import Slice, part_of
 from remote_weights import LINEAR
 from safetensors.torch import save_file
 
@@ -123,6 +124,17 @@ async def test_local_weights_and_weights_in_the_archive_need_one_too(
     assert style == f"snapshots.style: {unsigned} has no signature."
     loud = await refused(gateway, **{"snapshot": weights, "adapters.loud": unsigned})
     assert loud == f"adapters.loud: {unsigned} has no signature."
+
+
+async def test_local_manifests_with_a_part_added_after_signing_are_refused(
+    gateway: Gateway, weights: Path
+) -> None:
+    part_of(Manifest.read(weights), [], {"weight": Slice(dim=0, rank=0, world=2)}).write(
+        weights / MANIFEST_NAME
+    )
+    error = failure(await gateway.send(LINEAR, {"snapshot": str(weights)}))
+    assert (error["type"], error["status"]) == ("manifest_invalid", 422)
+    assert "it has `part`" in error["message"]
 
 
 async def test_bytes_that_differ_from_the_signed_digests_are_refused(gateway: Gateway, weights: Path) -> None:
