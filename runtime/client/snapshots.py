@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 
 import click
 
-from ...errors import ManifestError
+from ...errors import ManifestError, SignatureInvalid
 from ...snapshot.format.digests import ALGORITHMS
 from ...snapshot.format.discover import find_manifest, find_signature
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
@@ -76,12 +77,14 @@ def read_manifest_of(path: str | Path) -> Manifest:
 def signer_of(path: Path, manifest: Manifest, signers: Collection[str]) -> str | None:
     """Return the key that the signature beside a manifest names. The signature is checked only if `signers` are given.
 
-    Raise SignatureInvalid if the check fails.
+    Raise SignatureInvalid if the check fails. Without `signers`, return None for a malformed signature.
     """
     text = find_signature(FolderSource(folder_of(path)), manifest)
     if signers:
         return check_signature(manifest, text, signers, str(path))
-    return None if text is None else SnapshotSignature.parse(text, str(path)).signer
+    with contextlib.suppress(SignatureInvalid):
+        return None if text is None else SnapshotSignature.parse(text, str(path)).signer
+    return None
 
 
 def facts(manifest: Manifest) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import SnapshotError
+from ...errors import SnapshotError, SourceError
 from ..access.deploy_policy import DeployPolicies
 from ..settings.function_settings import SnapshotPart
 from .environment import Log
@@ -49,7 +49,7 @@ def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log, r
     root = _root_of(snapshot)
     source = FolderSource(root)
     found = read_manifest(source) if (root / MANIFEST_NAME).is_file() else None
-    _keep_signature(source, found, folder, rules)
+    _keep_signature(source, found, folder, log, rules)
     if found is None:
         log(f"making a manifest of {snapshot}")
     manifest = found or create(snapshot)
@@ -78,7 +78,7 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
         source = open_source(url, secrets, access)
         log(f"the weights come from {url}")
     manifest = find_manifest(source, file)
-    _keep_signature(source, manifest, folder, rules)
+    _keep_signature(source, manifest, folder, log, rules)
     if manifest.observed is not None:
         log(f"{shown(url)} has no manifest: the first fetch makes one")
     needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets, access))
@@ -108,7 +108,9 @@ def check_signed(folder: Path, place: str, snapshot: Path | None, signers: Seque
         verify(_root_of(snapshot), manifest)
 
 
-def _keep_signature(source: Source, manifest: Manifest | None, folder: Path, rules: SourceRules) -> None:
+def _keep_signature(
+    source: Source, manifest: Manifest | None, folder: Path, log: Log, rules: SourceRules
+) -> None:
     """Copy the signature beside the manifest at `source`, if there is one. Check it if signatures are required."""
     from ...snapshot.format.discover import find_signature  # noqa: PLC0415
     from ...snapshot.format.manifest import SIGNATURE_NAME  # noqa: PLC0415
@@ -116,8 +118,14 @@ def _keep_signature(source: Source, manifest: Manifest | None, folder: Path, rul
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
 
-    text = find_signature(source, manifest)
-    if signers := rules.policies.snapshot_signers:
+    signers, text = rules.policies.snapshot_signers, None
+    try:
+        text = find_signature(source, manifest)
+    except SourceError as error:
+        if signers:
+            raise
+        log(f"the signature was not copied: {error.message}")
+    if signers:
         check_signature(manifest, text, signers, shown(source.url))
     if text is not None:
         FolderSource(folder).put(SIGNATURE_NAME, text)

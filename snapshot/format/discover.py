@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ...errors import SnapshotError, SourceDenied, SourceError, SourceMissing
+from ...errors import SnapshotError, SourceDenied, SourceError, SourceMissing, SourceUnavailable
 from ..sources.source import Listing, Source, read_all
 from .create import HEADER_READERS, observe
 from .digests import in_order
@@ -57,13 +57,16 @@ def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
     """Return the content of the signature's file beside the manifest at `source`, unchecked. None if there is no file.
 
     Returns at most one byte more than MAX_SIGNATURE_BYTES. A manifest that cannot be signed costs no request.
+    Raises SourceUnavailable if the source does not answer.
     """
     if manifest is None or manifest.algorithm != "sha256":
         return None
     try:
         return read_all(source, SIGNATURE_NAME, MAX_SIGNATURE_BYTES + 1)
-    except (SourceMissing, SourceDenied):
-        # As for the manifest: S3 may answer "denied" for a missing object.
+    except SourceUnavailable:
+        raise
+    # As for the manifest: S3 may answer "denied" for a missing object. Other servers may answer with status 400 or 405.
+    except SourceError:
         return None
 
 

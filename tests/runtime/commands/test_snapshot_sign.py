@@ -46,6 +46,12 @@ def test_a_snapshot_is_signed_and_verified(weights: Path, tmp_path: Path) -> Non
     assert (told["signer"], told["signer_accepted"]) == (signer, False)
     assert f"intact and signed by {signer} (not checked without --signer)" in run("verify", weights).output
     assert f"intact and signed by {signer}:" in run("verify", weights, "--signer", signer).output
+    signature = (weights / SIGNATURE_NAME).read_bytes()
+    (weights / SIGNATURE_NAME).write_bytes(signature[:-20])
+    assert facts("verify", weights)["signer"] is None
+    with pytest.raises(SignatureInvalid, match="malformed"):
+        run("verify", weights, "--signer", signer)
+    (weights / SIGNATURE_NAME).write_bytes(signature)
     # The signature is no asset of a manifest that is made later, and then belongs to another manifest.
     (weights / "more.json").write_text("{}")
     run("create", weights, "--digests", "sha256")

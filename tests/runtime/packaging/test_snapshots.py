@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
-from fault_server import FaultServer
+from fault_server import Faults, FaultServer, Request
 from live import Gateway, failure, gateway_here, short_folder
 from pilotflame.errors import SettingsError
 from pilotflame.runtime.packaging.code import pack
@@ -135,6 +136,18 @@ async def test_local_manifests_with_a_part_added_after_signing_are_refused(
     error = failure(await gateway.send(LINEAR, {"snapshot": str(weights)}))
     assert (error["type"], error["status"]) == ("manifest_invalid", 422)
     assert "it has `part`" in error["message"]
+
+
+async def test_a_deploy_without_required_signatures_needs_none(state: Path, weights: Path) -> None:
+    def faults(status: int, request: Request) -> Faults:
+        return Faults(status=status if request.name == SIGNATURE_NAME else None)
+
+    async with gateway_here(state) as gateway:
+        with FaultServer(weights) as server:
+            for status in (405, 503):
+                server.faults = functools.partial(faults, status)
+                function = await gateway.deploy(LINEAR, {"snapshot": server.url}, name="net", check=False)
+        await function.logged("the signature was not copied")
 
 
 async def test_bytes_that_differ_from_the_signed_digests_are_refused(gateway: Gateway, weights: Path) -> None:
