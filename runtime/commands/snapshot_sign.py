@@ -71,6 +71,9 @@ def sign(path: str | Path, key: Path, new_key: bool, as_json: bool) -> None:
     The manifest must have digests of sha256, because other digests do not withstand forged bytes. The command prints the
     public key, which PILOTFLAME_SNAPSHOT_SIGNERS and `verify --signer` take.
 
+    At a URL, it signs the manifest that the storage sends now. Compare the printed digest with the digest that
+    `create --json` or `push --json` has printed, or sign the folder before you push it.
+
     \b
     Examples:
       pilotflame snapshot sign weights/ --key signing.pem --new-key
@@ -85,4 +88,5 @@ def sign(path: str | Path, key: Path, new_key: bool, as_json: bool) -> None:
     source.put(SIGNATURE_NAME, made.to_json())
     file = f"{source.url}/{SIGNATURE_NAME}"
     found = {"signature": file, "signer": made.signer, "digest": manifest.digest}
-    display.print_result(found, f"wrote {file}: signed by {made.signer}", as_json=as_json)
+    text = f"wrote {file}: manifest {manifest.digest} is signed by {made.signer}"
+    display.print_result(found, text, as_json=as_json)

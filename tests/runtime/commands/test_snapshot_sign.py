@@ -41,6 +41,7 @@ def test_a_snapshot_is_signed_and_verified(weights: Path, tmp_path: Path) -> Non
     made = facts("sign", weights, "--key", key, "--new-key")
     assert made["signature"] == str(weights / SIGNATURE_NAME)
     assert made["digest"] == Manifest.read(weights).digest
+    assert made["digest"] in run("sign", weights, "--key", key).output
     signer = made["signer"]
     told = facts("verify", weights)
     assert (told["signer"], told["signer_accepted"]) == (signer, False)
