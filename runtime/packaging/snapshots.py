@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import SnapshotError, SourceError
+from ...errors import SignatureInvalid, SnapshotError, SourceError
 from ..access.deploy_policy import DeployPolicies
 from ..settings.function_settings import SnapshotPart
 from .environment import Log
@@ -92,7 +92,8 @@ def check_signed(folder: Path, place: str, snapshot: Path | None, signers: Seque
     """Check that one of `signers` has signed the manifest in the `folder` of a stored revision.
 
     `place` is the URL or the path of the snapshot. `snapshot` is None if the weights are fetched: then the fetch
-    compares their bytes. Other weights are compared here. Raises SignatureInvalid, SnapshotCorrupt or another SnapshotError.
+    compares their bytes. Other weights are compared here, and their folder may have no further assets. Raises
+    SignatureInvalid, SnapshotCorrupt or another SnapshotError.
     """
     from ...snapshot.format.discover import find_signature  # noqa: PLC0415
     from ...snapshot.format.manifest import Manifest  # noqa: PLC0415
@@ -105,7 +106,22 @@ def check_signed(folder: Path, place: str, snapshot: Path | None, signers: Seque
     text = find_signature(FolderSource(folder), manifest)
     check_signature(manifest, text, signers, shown(place))
     if snapshot is not None:
+        _refuse_unsigned(_root_of(snapshot), manifest)
         verify(_root_of(snapshot), manifest)
+
+
+def _refuse_unsigned(root: Path, manifest: Manifest) -> None:
+    """Raise SignatureInvalid if `root` has a file that would be an asset, and the signed manifest does not name it."""
+    from ...snapshot.format.layout import is_asset  # noqa: PLC0415
+    from ...snapshot.format.manifest import MAX_ASSET_BYTES  # noqa: PLC0415
+    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
+
+    source, named = FolderSource(root), {file.name for file in manifest.files}
+    for name in source.names():
+        if name not in named and is_asset(name) and source.stat(name).size_bytes <= MAX_ASSET_BYTES:
+            fault = f"{root} has the file {name}, which the signed manifest does not name."
+            remedy = "Take the file away. Or make the manifest again, and sign it."
+            raise SignatureInvalid(fault, remedy=remedy)
 
 
 def _keep_signature(

@@ -120,6 +120,12 @@ async def test_local_weights_and_weights_in_the_archive_need_one_too(
     assert failure(await upload())["type"] == "signature_invalid"
     unsigned = code / "weights"
     assert await refused(gateway, snapshot=unsigned) == f"{unsigned} has no signature."
+    # Our code would read such a file.
+    shutil.copy(weights / SIGNATURE_NAME, unsigned)
+    (unsigned / "chat_template.jinja").write_text("evil")
+    assert "has the file chat_template.jinja" in failure(await upload())["message"]
+    assert "has the file chat_template.jinja" in await refused(gateway, snapshot=unsigned)
+    (unsigned / SIGNATURE_NAME).unlink()
     # Named snapshots and adapters, too.
     style = await refused(gateway, **{"snapshots.base": weights, "snapshots.style": unsigned})
     assert style == f"snapshots.style: {unsigned} has no signature."
