@@ -23,6 +23,7 @@ from ..entry_points import APIS, DIALECTS, OBSERVERS, check_names, load
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from ..handlers.recognise import Dialects
 from ..snapshot.caching.node import Budgets
+from ..snapshot.extras import require
 from .access.control_socket import control_socket
 from .access.deploy_policy import DeployPolicies, DeployPolicy
 from .access.keyring import Keyring
@@ -261,10 +262,7 @@ async def startup(
         await FunctionHistories.open(state / "habits", tasks, ledger.account),
         Reconciler(GpuPlaces(gpus, driver), settings.max_workers, keyring.max_workers),
         Dialects(load(DIALECTS, settings.plugins).values()),
-        DeployPolicies(
-            _gateway_policy(settings), keyring.policy, settings.snapshot_identity,
-            Addresses.of(settings.snapshot_networks), Addresses.of(settings.queue_networks), settings.snapshot_signers,
-        ),
+        _deploy_policies(settings, keyring),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -356,11 +354,18 @@ def _warn_of_keys(engine: str | None, keyring: Keyring, state: Path, url: str, *
         LOG.warning("%s", NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
 
 
-def _gateway_policy(settings: GatewaySettings) -> DeployPolicy:
-    return DeployPolicy(
+def _deploy_policies(settings: GatewaySettings, keyring: Keyring) -> DeployPolicies:
+    """Return the policies for deploys. Raise PackageMissing if signatures are required and cannot be checked."""
+    if settings.snapshot_signers:
+        require({"The setting snapshot_signers": "cryptography"})
+    gateway = DeployPolicy(
         kind=settings.policy_kind, networks=settings.policy_networks, images=settings.policy_images,
         snapshots=settings.policy_snapshots, queues=settings.policy_queues, gpus=settings.policy_gpus,
         memory_mb=settings.policy_memory_mb, cpus=settings.policy_cpus,
+    )  # fmt: skip
+    return DeployPolicies(
+        gateway, keyring.policy, settings.snapshot_identity,
+        Addresses.of(settings.snapshot_networks), Addresses.of(settings.queue_networks), settings.snapshot_signers,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest_asyncio
 import torch
 from fault_server import Faults, FaultServer, Request
 from live import Gateway, failure, gateway_here, short_folder
-from pilotflame.errors import SettingsError
+from pilotflame.errors import PackageMissing, SettingsError
 from pilotflame.runtime.packaging.code import pack
 from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
 from pilotflame.snapshot.format.create import create
@@ -204,6 +205,16 @@ async def barred(gateway: Gateway, name: str, code: str, why: str) -> None:
     assert error["type"] == "function_barred"
     assert error["message"].startswith(f"A snapshot of {name} is refused ({code}).")
     await gateway.function(name).logged(why)
+
+
+async def test_a_gateway_without_cryptography_refuses_to_require_signatures(
+    state: Path, signer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(PackageMissing, match="needs cryptography") as refusal:
+        async with gateway_here(state, snapshot_signers=(signer,)):
+            pass
+    assert "pilotflame[signing]" in refusal.value.remedy
 
 
 async def test_a_signer_is_a_public_key() -> None:
