@@ -45,7 +45,7 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── FunctionStopped             the function may run nothing now
     │   │   │   ├── BudgetExhausted             it has used what its owner allows for a day
     │   │   │   ├── FunctionPaused              its owner has paused it
-    │   │   │   └── FunctionBarred              a policy no longer allows it to run
+    │   │   │   └── FunctionBarred              a policy no longer allows it to run, or its weights are still compared
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit

@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from ..packaging.snapshots import (
     ASSETS_FOLDER,
     MANIFEST_FILE,
     SourceRules,
-    check_signed,
     describe_local,
     describe_remote,
+    folder_of,
 )
 from ..settings.function_settings import (
     FunctionSettings,
@@ -47,9 +47,6 @@ from ..settings.function_settings import (
 from .progress import Progress
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
 
-# Holds a folder for each named snapshot, with its manifest and assets. A single unnamed snapshot
-# has them in the revision's folder.
-SNAPSHOTS_FOLDER = "snapshots"
 REQUIREMENTS_FILE = "requirements.txt"
 # Modules that a base zygote imports once for all functions that import the package. The imports take seconds and many
 # megabytes. They start no threads, so the base zygote can fork afterwards. `transformers` imports its submodules on first
@@ -220,7 +217,7 @@ def _described(
     rules: SourceRules,
 ) -> StoredSnapshot:
     """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
-    folder = _folder_of(staged, name)
+    folder = folder_of(staged, name)
     part = settings.snapshot_part if not name else SnapshotPart()
     folder.mkdir(parents=True, exist_ok=True)
     if (root := local.get(name)) is None:
@@ -230,27 +227,6 @@ def _described(
     if root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve()):
         root = root.relative_to(uploaded)
     return StoredSnapshot(root=root)
-
-
-def _folder_of(revision: Path, name: str) -> Path:
-    """Return the folder of a revision that holds the manifest and the assets of a snapshot."""
-    return revision / SNAPSHOTS_FOLDER / name if name else revision
-
-
-def check_signatures(store: Store, record: RevisionRecord, signers: Sequence[str]) -> None:
-    """Check that one of `signers` has signed each snapshot of a stored revision. Raises the errors of `check_signed`."""
-    code_folder = store.code(record)
-    for name, stored in record.snapshots.items():
-        root = None if stored.url is not None else code_folder / (stored.root or "")
-        try:
-            check_signed(_folder_of(code_folder.parent, name), stored.url or str(root), root, signers)
-        except OSError as error:
-            fault = f"{root} cannot be checked: {error.strerror}."
-            raise SnapshotError(fault, remedy="Check the rights of this folder.").about(
-                subject_of(name)
-            ) from error
-        except SnapshotError as error:
-            raise error.about(subject_of(name)) from error
 
 
 def worker_spec(
@@ -305,7 +281,7 @@ def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
 
 
 def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, access: Access) -> Weights:
-    folder = _folder_of(code_folder.parent, name)
+    folder = folder_of(code_folder.parent, name)
     if stored.url is not None:
         assets, manifest = folder / ASSETS_FOLDER, folder / MANIFEST_FILE
         return Weights(

@@ -22,6 +22,7 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..packaging.environment import EnvironmentLauncher, discard_unused, shrink_cache
 from ..packaging.reuse import FileDigests, lacking
+from ..packaging.snapshots import check_signatures
 from ..reconciling.function import Function
 from ..reconciling.function_histories import FunctionHistories
 from ..reconciling.gpu_places import GpuPlaces
@@ -39,7 +40,6 @@ from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .deploy import (
     Deployment,
-    check_signatures,
     prepare,
     requirements_of,
     stored_outside,
@@ -59,6 +59,8 @@ LOG = logging.getLogger(__name__)
 DEPLOY_THREADS = 4
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
+# Why a function is barred after a start of the gateway, until its local weights are compared with their signed digests.
+UNREAD = "The gateway still compares the weights with their signed digests. Try again later."
 
 T = TypeVar("T")
 
@@ -503,11 +505,14 @@ class Functions:
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
-        warming, paused = list[Live](), await asyncio.to_thread(self.store.paused)
+        warming, unread = list[Live](), list[Live]()
+        paused = await asyncio.to_thread(self.store.paused)
         for name, record in sorted((await asyncio.to_thread(self.store.functions)).items()):
             logs = self.logs.of_function(name)
-            fault = await self._fault(record, logs)
+            fault = await self._fault(record, logs, read=False)
             self._live[name] = live = await self._create(record, logs, barred=fault)
+            if fault == UNREAD:
+                unread.append(live)
             live.function.paused = name in paused
             planning = self._adopt(live)
             # The plan of the idle period depends on its age, which counts on from before the restart. So the plan may
@@ -520,21 +525,49 @@ class Functions:
         self.hosts.update()
         warming.sort(key=_expected_waiting, reverse=True)
         self.tasks.create_task(self._warm(warming), name="warm")
+        self.tasks.create_task(self._compare(unread), name="compare")
 
-    async def _fault(self, record: RevisionRecord, logs: LogChannel) -> str:
-        """Return why a stored revision may not run; "" if it may. Callers of the function see it."""
+    async def _compare(self, functions: list[Live]) -> None:
+        """Compare the local weights of functions with their signed digests, and let the functions run after that."""
+        for live in filter(self._is_live, functions):
+            try:
+                fault = await self._fault(live.record, live.logs, read=True)
+            except GatewayError:
+                return
+            # A deploy or a restart compares the weights itself.
+            if self._is_live(live):
+                live.function.barred = fault
+                live.logs.write("gateway", fault or "the weights have the signed digests")
+                live.workers.look()
+                for callback in self.events.live:
+                    callback(live.record.function)
+
+    def _is_live(self, live: Live) -> bool:
+        return self._live.get(live.record.function) is live and not self._closing
+
+    async def _fault(self, record: RevisionRecord, logs: LogChannel, *, read: bool) -> str:
+        """Return why a stored revision may not run; "" if it may. Callers of the function see it.
+
+        Without `read`, return UNREAD if weights have to be read. Raise GatewayError if the gateway shuts down meanwhile.
+        """
         if fault := self.policies.fault(record.settings, stored_outside(record), record.deployed_by):
             return fault
         try:
-            await self._check_signatures(record)
+            complete = await self._check_signatures(record, read=read)
         except SnapshotError as error:
             logs.write("gateway", str(error), "error")
             return f"A snapshot of {record.function} is refused ({error.code}). The log of the function says why."
-        return ""
+        return "" if complete else UNREAD
 
-    async def _check_signatures(self, record: RevisionRecord) -> None:
-        if signers := self.policies.snapshot_signers:
-            await self._thread(functools.partial(check_signatures, self.store, record, signers))
+    async def _check_signatures(self, record: RevisionRecord, *, read: bool = True) -> bool:
+        """Check the required signatures. Without `read`, return False if weights have to be read."""
+        if not (signers := self.policies.snapshot_signers):
+            return True
+
+        code, stored = self.store.code(record), record.snapshots.items()
+        places = {name: at.url or code / (at.root or "") for name, at in stored}
+        progress = (lambda _done, _total: self._check_open()) if read else None
+        return await self._thread(functools.partial(check_signatures, code.parent, places, signers, progress))
 
     async def _warm(self, functions: list[Live]) -> None:
         """Launch zygotes one after the other. A slow zygote delays the next zygote by at most WARM_TURN_S.
@@ -542,7 +575,7 @@ class Functions:
         If a function is called before its turn, it launches its zygote at once.
         """
         for live in functions:
-            if self._live.get(live.record.function) is live and not self._closing:
+            if self._is_live(live):
                 light = live.builds_within(LIGHT_S)
                 warm = self.tasks.create_task(live.workers.warm_zygote(shared_only=light))
                 await asyncio.wait([warm], timeout=WARM_TURN_S)

@@ -6,23 +6,31 @@ If the gateway requires signatures, they are checked here, at a deploy and for s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import SignatureInvalid, SnapshotError, SourceError
+from ...errors import SignatureInvalid, SnapshotChanged, SnapshotError, SourceError
+from ...snapshot.handle import subject_of
 from ..access.deploy_policy import DeployPolicies
 from ..settings.function_settings import SnapshotPart
 from .environment import Log
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
-    from ...snapshot.sources.source import Source
+    from ...snapshot.sources.source import Progress, Source
 
 MANIFEST_FILE = "manifest.json"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
 ASSETS_FOLDER = "assets"
+# Holds a folder for each named snapshot, with its manifest and assets. A single unnamed snapshot
+# has them in the revision's folder.
+SNAPSHOTS_FOLDER = "snapshots"
+# Has the state of a local snapshot's files when they were last compared with signed digests.
+COMPARED_FILE = "compared"
 
 # The functions below import parts of the snapshot engine, so that deploys without weights do not wait for them.
 
@@ -88,26 +96,97 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
     return url
 
 
-def check_signed(folder: Path, place: str, snapshot: Path | None, signers: Sequence[str]) -> None:
-    """Check that one of `signers` has signed the manifest in the `folder` of a stored revision.
+def folder_of(revision: Path, name: str) -> Path:
+    """Return the folder of a revision that holds the manifest and the assets of a snapshot."""
+    return revision / SNAPSHOTS_FOLDER / name if name else revision
 
-    `place` is the URL or the path of the snapshot. `snapshot` is None if the weights are fetched: then the fetch
-    compares their bytes. Other weights are compared here, and their folder may have no further assets. Raises
-    SignatureInvalid, SnapshotCorrupt or another SnapshotError.
+
+def check_signatures(
+    revision: Path, places: Mapping[str, str | Path], signers: Sequence[str], progress: Progress | None
+) -> bool:
+    """Check that one of `signers` has signed each snapshot of a stored revision, whose folder is `revision`.
+
+    `places` maps the names of the snapshots to URLs and paths. A fetch compares the weights at a URL. Other weights are
+    compared here, except if they have not changed since they were compared for any revision of the function. If `progress`
+    is None, no weights are read, and the result is False if some should be. Raises SignatureInvalid, SnapshotCorrupt or
+    another SnapshotError.
     """
+    complete = True
+    for name, place in places.items():
+        try:
+            complete &= _check_signed(revision, name, place, signers, progress)
+        except SnapshotError as error:
+            raise error.about(subject_of(name)) from error
+    return complete
+
+
+def _check_signed(
+    revision: Path, name: str, place: str | Path, signers: Sequence[str], progress: Progress | None
+) -> bool:
     from ...snapshot.format.discover import find_signature  # noqa: PLC0415
     from ...snapshot.format.manifest import Manifest  # noqa: PLC0415
     from ...snapshot.format.signature import check_signature  # noqa: PLC0415
-    from ...snapshot.format.verify import verify  # noqa: PLC0415
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
 
+    folder = folder_of(revision, name)
     manifest = Manifest.read(folder / MANIFEST_FILE)
     text = find_signature(FolderSource(folder), manifest)
-    check_signature(manifest, text, signers, shown(place))
-    if snapshot is not None:
-        _refuse_unsigned(_root_of(snapshot), manifest)
-        verify(_root_of(snapshot), manifest)
+    check_signature(manifest, text, signers, shown(str(place)))
+    if isinstance(place, str):
+        return True
+    try:
+        earlier = revision.parent.glob(str(folder_of(Path("*"), name) / COMPARED_FILE))
+        state = _compare(_root_of(place), manifest, _compared(earlier), progress)
+    except OSError as error:
+        fault = f"{place} cannot be checked: {error.strerror}."
+        raise SnapshotError(fault, remedy="Check the rights of this folder.") from error
+    # Without the file, for example if the disk is full, the weights are read again.
+    with contextlib.suppress(OSError):
+        (folder / COMPARED_FILE).write_text(state)
+    return bool(state)
+
+
+def _compared(files: Iterable[Path]) -> Iterator[str]:
+    for file in files:
+        # Old revisions can be removed meanwhile.
+        with contextlib.suppress(OSError):
+            yield file.read_text()
+
+
+def _compare(root: Path, manifest: Manifest, compared: Iterable[str], progress: Progress | None) -> str:
+    """Compare the weights in `root` with their signed manifest, and return the state of the files.
+
+    Weights whose state is in `compared` are not read. If `progress` is None, return "" instead of reading weights.
+    """
+    from ...snapshot.format.verify import verify  # noqa: PLC0415
+
+    _refuse_unsigned(root, manifest)
+    state = _state_of(root, manifest)
+    if state in compared:
+        return state
+    if progress is None:
+        return ""
+    verify(root, manifest, progress)
+    if _state_of(root, manifest) != state:
+        raise SnapshotChanged(f"{root} was written to while it was compared.", remedy="Try again.")
+    return state
+
+
+def _state_of(root: Path, manifest: Manifest) -> str:
+    """Return a digest of the manifest and of its files' inodes, sizes and times. A write to a file changes it."""
+    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
+
+    source, state = FolderSource(root), hashlib.sha256(manifest.digest.encode())
+    for file in manifest.files:
+        descriptor = source.open(file.name)
+        try:
+            found = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        facts = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        state.update(repr(facts).encode())
+    return state.hexdigest()
 
 
 def _refuse_unsigned(root: Path, manifest: Manifest) -> None:

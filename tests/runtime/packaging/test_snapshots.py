@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import os
 import shutil
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,14 +17,16 @@ import pytest
 import pytest_asyncio
 import torch
 from fault_server import Faults, FaultServer, Request
-from live import Gateway, failure, gateway_here, short_folder
-from pilotflame.errors import PackageMissing, SettingsError
+from live import LIMIT_S, Gateway, failure, gateway_here, short_folder
+from pilotflame.errors import GatewayError, PackageMissing, SettingsError
 from pilotflame.runtime.packaging.code import pack
 from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from pilotflame.snapshot.format.signature import make_key, sign
 from pilotflame.snapshot.format.slices import Slice, part_of
+from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.sources.source import Progress
 from remote_weights import LINEAR
 from safetensors.torch import save_file
 
@@ -42,7 +47,9 @@ def weights(tmp_path: Path, key: Path) -> Path:
     folder = tmp_path / "weights"
     folder.mkdir()
     save_file({"weight": torch.eye(64)}, folder / SHARD)
-    (folder / "config.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
+    for name in ("config.json", "1_Pooling/config.json"):
+        (folder / name).write_text("{}")
     manifest = create(folder, chunk_bytes=4096, algorithm="sha256")
     manifest.write(folder / MANIFEST_NAME)
     (folder / SIGNATURE_NAME).write_bytes(sign(manifest, key).to_json())
@@ -199,8 +206,55 @@ async def test_a_start_checks_stored_revisions(
                 await barred(gateway, name, "signature_invalid", "which is not an accepted key")
 
 
+async def test_local_weights_are_compared_in_the_background_and_only_after_a_change(
+    state: Path, weights: Path, signer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, held, reads, stopped = threading.Event(), threading.Event(), list[Path](), threading.Event()
+
+    def slow(root: Path, manifest: Manifest, progress: Progress) -> None:
+        reads.append(root)
+        begun.set()
+        try:
+            while not held.wait(0.01):
+                progress(0, manifest.total_bytes)
+            verify(root, manifest, progress)
+        except GatewayError:
+            stopped.set()
+            raise
+
+    monkeypatch.setattr("pilotflame.snapshot.format.verify.verify", slow)
+    settings = {"snapshot": str(weights)}
+    async with gateway_here(state) as gateway:
+        await gateway.deploy(LINEAR, settings, name="local", check=False)
+    async with gateway_here(state, snapshot_signers=(signer,)):
+        assert await asyncio.to_thread(begun.wait, LIMIT_S)
+    # The end of the gateway ends the reading.
+    assert await asyncio.to_thread(stopped.wait, LIMIT_S)
+    reads.clear()
+    async with gateway_here(state, snapshot_signers=(signer,)) as gateway:
+        # The gateway serves before the weights are read.
+        error = failure(await gateway.function("local").call())
+        assert (error["status"], error["type"]) == (503, "function_barred")
+        assert "still compares the weights" in error["message"]
+        held.set()
+        await gateway.function("local").logged("the weights have the signed digests")
+        assert await gateway.function("local").answer() == [1.0] * 64
+        await gateway.deploy(LINEAR, settings, name="local", check=False)
+    async with gateway_here(state, snapshot_signers=(signer,)) as gateway:
+        await gateway.deploy(LINEAR, settings, name="local", check=False)
+        assert reads == [weights]
+        os.utime(weights / SHARD)
+        await gateway.deploy(LINEAR, settings, name="local", check=False)
+        assert reads == [weights] * 2
+    shutil.rmtree(weights / "1_Pooling")
+    (weights / "1_Pooling").symlink_to("1_Pooling")
+    async with gateway_here(state, snapshot_signers=(signer,)) as gateway:
+        await barred(gateway, "local", "source_missing", "1_Pooling cannot be followed")
+
+
 async def barred(gateway: Gateway, name: str, code: str, why: str) -> None:
     """Check that a function is barred. The callers learn the code of the error, and the log has the reason."""
+    await gateway.function(name).logged(f"A snapshot of {name} is refused ({code}).")
     error = failure(await gateway.function(name).call())
     assert error["type"] == "function_barred"
     assert error["message"].startswith(f"A snapshot of {name} is refused ({code}).")
