@@ -14,6 +14,7 @@ from pilotflame.snapshot.caching.memory import has_huge_pages
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
+from pilotflame.snapshot.format.digests import XXH3
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.sources.http import HttpSource
 
@@ -30,13 +31,13 @@ class Files:
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(descriptor, size_bytes)
         if not kept and not has_huge_pages(self.folder):
-            return ShardTarget(name, descriptor)
+            return ShardTarget(name, descriptor, XXH3)
         view = memoryview(mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED))
         if not kept:
-            return ShardTarget(name, descriptor, view, fresh=True)
+            return ShardTarget(name, descriptor, XXH3, view, fresh=True)
         for offset in range(0, size_bytes, mmap.PAGESIZE):
             view[offset] = 1
-        return ShardTarget(name, descriptor, view)
+        return ShardTarget(name, descriptor, XXH3, view)
 
     def close(self) -> None:
         for target in self.targets:

@@ -197,7 +197,7 @@ class _Download:
             undo.callback(path.unlink, missing_ok=True)
         if os.fstat(descriptor).st_size != shard.size_bytes:
             os.ftruncate(descriptor, shard.size_bytes)
-        self.targets.append(ShardTarget(str(path), descriptor, algorithm=self.manifest.digest_algorithm))
+        self.targets.append(ShardTarget(str(path), descriptor, self.manifest.digest_algorithm))
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
         """Raise CacheError if a file that existed before the download differs from the snapshot in any chunk.

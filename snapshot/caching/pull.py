@@ -410,7 +410,7 @@ class Pull:
         if memory is not None:
             opened.callback(_unmap, memory)
         return ShardTarget(
-            str(self.files / name), descriptor, memory, fresh=fresh, algorithm=self._manifest.digest_algorithm
+            str(self.files / name), descriptor, self._manifest.digest_algorithm, memory, fresh=fresh
         )
 
     def _publish(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..format.digests import XXH3, Algorithm
+from ..format.digests import Algorithm
 from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import corrupt_chunk
 from ..publish import cannot_write
@@ -37,9 +37,9 @@ class ShardTarget:
 
     name: str
     descriptor: int
+    algorithm: Algorithm
     memory: memoryview | None = None
     fresh: bool = False
-    algorithm: Algorithm = XXH3
 
     def reserve(self, begin: int, end: int) -> None:
         """Allocate the pages of bytes [begin, end), if needed. Raises OSError if the file system is full.

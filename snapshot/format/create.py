@@ -196,7 +196,7 @@ def _digest_shards(
     digests: dict[str, list[str]] = {name: [] for name in headers}
     sizes = {name: header.file_bytes for name, header in headers.items()}
     read = ByteCounter(sum(sizes.values()), progress)
-    for chunk in chunk_digests(source, sizes, chunk_bytes, readers, algorithm):
+    for chunk in chunk_digests(source, sizes, chunk_bytes, readers, algorithm=algorithm):
         if chunk.size_bytes != min(chunk_bytes, sizes[chunk.name] - chunk.position * chunk_bytes):
             raise _shrank(chunk.name)
         digests[chunk.name].append(chunk.digest)

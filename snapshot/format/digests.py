@@ -76,7 +76,8 @@ def chunk_digests(
     sizes: Mapping[str, int],
     chunk_bytes: int,
     readers: int = 1,
-    algorithm: Algorithm = XXH3,
+    *,
+    algorithm: Algorithm,
 ) -> Iterator[DigestedChunk]:
     """Yield the digests of all chunks of the files in `sizes`, which maps names to bytes, in the order of `sizes`."""
     run_bytes = max(1, RUN_BYTES // chunk_bytes) * chunk_bytes if readers > 1 else chunk_bytes
@@ -92,7 +93,7 @@ def chunk_digests(
 
 
 def file_digest(
-    source: Source, name: str, size_bytes: int, buffer: memoryview, algorithm: Algorithm = XXH3
+    source: Source, name: str, size_bytes: int, buffer: memoryview, algorithm: Algorithm
 ) -> tuple[str, int]:
     """Read at most `size_bytes` of file `name` through `buffer`. Return the digest and the number of the bytes read."""
     state, done_bytes = algorithm.new(), 0

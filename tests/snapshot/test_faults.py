@@ -30,6 +30,7 @@ from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.digests import XXH3
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan, restore
@@ -99,7 +100,7 @@ def files_in(folder: Path, manifest: Manifest) -> Iterator[list[ShardTarget]]:
     try:
         for shard in manifest.shards:
             descriptor = os.open(folder / shard.name, os.O_RDWR | os.O_CREAT)
-            opened.append(ShardTarget(shard.name, descriptor))
+            opened.append(ShardTarget(shard.name, descriptor, XXH3))
             os.ftruncate(descriptor, shard.size_bytes)
         yield opened
     finally:

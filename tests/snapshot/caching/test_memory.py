@@ -23,6 +23,7 @@ from pilotflame.snapshot.caching.memory import (
 )
 from pilotflame.snapshot.caching.node import Budgets, node_cache, node_tiers, release_memory
 from pilotflame.snapshot.fetching.landing import ShardTarget
+from pilotflame.snapshot.format.digests import XXH3
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import make
@@ -86,7 +87,7 @@ def test_a_mounted_folder_is_private_and_runs_nothing(mounted: Path) -> None:
 def test_reserved_pages_are_zeros_until_they_are_written(mounted: Path) -> None:
     with (mounted / "file").open("w+b") as file:
         file.truncate(3 * MIB)
-        target = ShardTarget("file", file.fileno(), memoryview(bytearray()), fresh=True)
+        target = ShardTarget("file", file.fileno(), XXH3, memoryview(bytearray()), fresh=True)
         target.reserve(MIB, 3 * MIB)
         assert os.fstat(file.fileno()).st_blocks * 512 >= 2 * MIB
         assert os.pread(file.fileno(), 16, MIB) == bytes(16)
@@ -95,7 +96,7 @@ def test_reserved_pages_are_zeros_until_they_are_written(mounted: Path) -> None:
 def test_a_full_one_says_so_before_anybody_is_killed(mounted: Path) -> None:
     with (mounted / "file").open("w+b") as file:
         file.truncate(64 * MIB)
-        target = ShardTarget("model.safetensors", file.fileno(), memoryview(bytearray()), fresh=True)
+        target = ShardTarget("model.safetensors", file.fileno(), XXH3, memoryview(bytearray()), fresh=True)
         target.reserve(0, 4 * MIB)
         with pytest.raises(OSError, match="No space left"):
             target.reserve(4 * MIB, 64 * MIB)

@@ -12,6 +12,7 @@ import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.chunk_reuse import COPIERS, MOST_WRONG, ChunkReuse, Place
 from pilotflame.snapshot.fetching.landing import ShardTarget
+from pilotflame.snapshot.format.digests import XXH3
 from pilotflame.snapshot.format.manifest import Manifest, Shard
 
 CHUNK, COUNT = 64 << 10, 200
@@ -31,7 +32,7 @@ class Presumed:
         )
         (folder / "there").write_bytes(self.data)
         self.there = os.open(folder / "there", os.O_RDWR)
-        self.target = ShardTarget("s", os.open(folder / "here", os.O_RDWR | os.O_CREAT))
+        self.target = ShardTarget("s", os.open(folder / "here", os.O_RDWR | os.O_CREAT), XXH3)
         os.ftruncate(self.target.descriptor, len(self.data))
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from pilotflame.snapshot.fetching import fetch as fetch_module
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
+from pilotflame.snapshot.format.digests import XXH3
 from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.source import ObjectInfo
@@ -140,7 +141,7 @@ def targets_in(folder: Path, manifest: Manifest) -> Iterator[list[ShardTarget]]:
         for shard in manifest.shards:
             descriptor = os.open(folder / shard.name, os.O_RDWR | os.O_CREAT)
             os.ftruncate(descriptor, shard.size_bytes)
-            opened.append(ShardTarget(shard.name, descriptor))
+            opened.append(ShardTarget(shard.name, descriptor, XXH3))
         yield opened
     finally:
         for target in opened:
@@ -212,7 +213,7 @@ def test_memory_that_is_known_to_be_there_is_read_into(tmp_path: Path) -> None:
     memory = bytearray(b"\xff" * (3 * CHUNK + 5))
     arrival = Arrival(manifest)
     with targets_in(tmp_path, manifest) as (target,):
-        touched = ShardTarget("s0", target.descriptor, memoryview(memory))
+        touched = ShardTarget("s0", target.descriptor, XXH3, memoryview(memory))
         fetch(manifest, FaultySource(objects), [touched], arrival)
     assert bytes(memory) == objects["s0"]
 
@@ -245,7 +246,7 @@ def test_faults_that_pass_are_healed_bit_for_bit(
     folder = tmp_path_factory.mktemp("fetch")
     arrival = Arrival(manifest)
     with targets_in(folder, manifest) as targets:
-        given = [ShardTarget(target.name, target.descriptor, _mapped(target), fresh=True) if mapped else target
+        given = [ShardTarget(target.name, target.descriptor, XXH3, _mapped(target), fresh=True) if mapped else target
                  for target in targets]  # fmt: skip
         fetch(manifest, source, given, arrival, connections=connections)
     assert arrival.complete
@@ -389,7 +390,7 @@ def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
         with pytest.raises(CacheError, match="s0 cannot be written: No space left"):
-            fetch(manifest, FaultySource(objects), [ShardTarget("s0", descriptor)], Arrival(manifest))
+            fetch(manifest, FaultySource(objects), [ShardTarget("s0", descriptor, XXH3)], Arrival(manifest))
     finally:
         os.close(descriptor)
 

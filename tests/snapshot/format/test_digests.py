@@ -17,6 +17,7 @@ from hypothesis import strategies as some
 from pilotflame.snapshot.format.digests import (
     ALGORITHMS,
     RUN_BYTES,
+    XXH3,
     AlgorithmName,
     chunk_digests,
     file_digest,
@@ -30,7 +31,7 @@ from pilotflame.snapshot.sources.http import HttpSource
 def test_chunks_cover_the_files_in_order(tmp_path: Path, readers: int) -> None:
     (tmp_path / "f").write_bytes(b"aaaabbbbcc")
     (tmp_path / "g").write_bytes(b"dd")
-    found = list(chunk_digests(FolderSource(tmp_path), {"f": 10, "g": 2}, 4, readers))
+    found = list(chunk_digests(FolderSource(tmp_path), {"f": 10, "g": 2}, 4, readers, algorithm=XXH3))
     parts = [("f", 0, b"aaaa"), ("f", 1, b"bbbb"), ("f", 2, b"cc"), ("g", 0, b"dd")]
     assert found == [(name, index, len(part), xxhash.xxh3_128_hexdigest(part)) for name, index, part in parts]
 
@@ -38,7 +39,7 @@ def test_chunks_cover_the_files_in_order(tmp_path: Path, readers: int) -> None:
 @pytest.mark.parametrize("readers", [1, 3])
 def test_a_file_that_ends_early_has_a_short_chunk(tmp_path: Path, readers: int) -> None:
     (tmp_path / "f").write_bytes(b"aaaabb")
-    found = list(chunk_digests(FolderSource(tmp_path), {"f": 12}, 4, readers))
+    found = list(chunk_digests(FolderSource(tmp_path), {"f": 12}, 4, readers, algorithm=XXH3))
     assert [chunk.size_bytes for chunk in found] == [4, 2, 0]
 
 
@@ -69,9 +70,9 @@ def test_many_chunks_of_a_remote_file_come_with_one_connection(tmp_path: Path) -
     (tmp_path / "f").write_bytes(random.Random(1).randbytes(RUN_BYTES + 5000))
     sizes = {"f": RUN_BYTES + 5000}
     with FaultServer(tmp_path) as server:
-        found = list(chunk_digests(HttpSource(server.url), sizes, 1 << 20, 4))
+        found = list(chunk_digests(HttpSource(server.url), sizes, 1 << 20, 4, algorithm=XXH3))
         assert server.connections <= 3
-    assert found == list(chunk_digests(FolderSource(tmp_path), sizes, 1 << 20))
+    assert found == list(chunk_digests(FolderSource(tmp_path), sizes, 1 << 20, algorithm=XXH3))
 
 
 @pytest.mark.parametrize("readers", [1, 3])
