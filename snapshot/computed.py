@@ -22,8 +22,6 @@ from .format.manifest import MANIFEST_NAME, Manifest
 from .handle import Snapshot
 from .publish import cannot_write, publish_folder, sync
 
-# The number of snapshots with other keys that stay beside the present one, for a rollback.
-KEPT_OTHERS = 1
 # How long a worker waits for another worker that computes the same snapshot.
 COMPUTE_TIMEOUT_S = 900.0
 _LOCK = "lock"
@@ -70,12 +68,12 @@ class ComputedSnapshots:
         return _map(place)
 
     def _remove_others(self, place: Path) -> None:
-        """Remove the snapshots that were used before the KEPT_OTHERS latest ones, or that do not fit into the limit."""
+        """Remove the snapshots that were used least recently and do not fit into the limit."""
         others = [path for path in self.folder.iterdir() if path.is_dir() and path != place]
         left_bytes = self.limit_bytes - _bytes(place)
-        for number, other in enumerate(sorted(others, key=_used_s, reverse=True)):
+        for other in sorted(others, key=_used_s, reverse=True):
             left_bytes -= _bytes(other)
-            if number >= KEPT_OTHERS or left_bytes < 0:
+            if left_bytes < 0:
                 # A worker that has mapped it keeps its bytes.
                 shutil.rmtree(other, ignore_errors=True)
 

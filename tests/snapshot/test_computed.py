@@ -66,14 +66,19 @@ def test_a_damaged_one_is_computed_again(tmp_path: Path, damage: str) -> None:
     assert kept.open("one", numbers).load("a")["a"].sum() == 1024
 
 
-def test_the_one_before_stays_if_it_fits(tmp_path: Path) -> None:
+def test_the_latest_ones_stay_if_they_fit(tmp_path: Path) -> None:
     kept = ComputedSnapshots(tmp_path, MANY)
-    for number, key in enumerate(("one", "two", "three")):
+    # A deploy that fails after it has computed takes the place of no live revision.
+    for number, key in enumerate(("live", "fails", "fails again", "next")):
         kept.open(key, numbers)
         os.utime(tmp_path / key, (number, number))
-    assert names(tmp_path) == {"two", "three"}
+    assert names(tmp_path) == {"live", "fails", "fails again", "next"}
+    # It is used, and so the latest.
+    held = kept.open("live", refused)
+    size = sum(file.stat().st_size for file in (tmp_path / "live").iterdir())
+    ComputedSnapshots(tmp_path, 5 * size // 2).open("other", numbers)
+    assert names(tmp_path) == {"live", "other"}
     # The bytes of a mapped one stay.
-    held = kept.open("two", refused)
     ComputedSnapshots(tmp_path, 5000).open("four", numbers)
     assert names(tmp_path) == {"four"}
     assert held.load("a")["a"].sum() == 1024
