@@ -49,6 +49,8 @@ class ComputedSnapshots:
                 # Another worker may have computed it meanwhile.
                 if (found := _mapped(place)) is None:
                     found = self._computed(place, compute)
+        except _ComputationFailed as failed:
+            raise failed.error from failed.error.__cause__
         except (OSError, CacheError) as error:
             fault = cannot_write(self.folder, error) if isinstance(error, OSError) else error
             # A CacheError would say that the function's weights are not whole.
@@ -60,7 +62,10 @@ class ComputedSnapshots:
         for left in (place, *self.folder.glob(".*/")):
             shutil.rmtree(left, ignore_errors=True)
         with publish_folder(place) as made:
-            compute(made)
+            try:
+                compute(made)
+            except (OSError, CacheError) as error:
+                raise _ComputationFailed(error) from error
             create(made).write(made / MANIFEST_NAME)
             for file in made.iterdir():
                 sync(file)
@@ -76,6 +81,14 @@ class ComputedSnapshots:
             if left_bytes < 0:
                 # A worker that has mapped it keeps its bytes.
                 shutil.rmtree(other, ignore_errors=True)
+
+
+class _ComputationFailed(Exception):
+    """Carries an error of `compute` past the handlers of errors of the folder."""
+
+    def __init__(self, error: OSError | CacheError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _map(place: Path) -> Snapshot:

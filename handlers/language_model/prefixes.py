@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def write(
     """Read the prefixes with the model, and write their keys and values into a folder.
 
     `origin` has the facts about the model on which they depend. Raise SnapshotError if the model keeps something else, or if
-    keys and values take more than `most_bytes`.
+    keys and values take more than `most_bytes`, or if the folder cannot be written.
     """
     check_keeps(model)
     tensors: dict[str, Tensor] = {}
@@ -81,11 +82,16 @@ def write(
         raise SnapshotError(
             message, remedy="Shorten them, or raise the gateway's setting keep_prefixes_bytes."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS)
     listed = {prefix.name: list(prefix.ids) for prefix in prefixes}
     text = json.dumps({"origin": dict(origin), "layers": rows.layers, "prefixes": listed})
-    (folder / FILE).write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / TENSORS)
+        (folder / FILE).write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        message = f"The prefixes cannot be written to {folder}: {why}."
+        raise SnapshotError(message, remedy="Free some space, or choose another place.") from error
 
 
 @dataclass

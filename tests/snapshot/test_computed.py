@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotflame.errors import SnapshotError
+from pilotflame.errors import CacheError, SnapshotError, StorageFull
 from pilotflame.snapshot.computed import ComputedSnapshots
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
@@ -90,6 +90,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         ComputedSnapshots(tmp_path / "file" / "below", MANY).open("one", numbers)
     # A CacheError would be of the weights.
     assert type(raised.value) is SnapshotError
+
+
+@pytest.mark.parametrize(
+    "error", [CacheError("of the weights"), StorageFull("of the weights"), TimeoutError("late"), OSError(5, "I/O")]
+)  # fmt: skip
+def test_an_error_of_the_computation_stays_as_it_is(tmp_path: Path, error: Exception) -> None:
+    def fails(_: Path) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        ComputedSnapshots(tmp_path, MANY).open("one", fails)
+    assert raised.value is error
+    assert names(tmp_path) == set()
 
 
 def _compute(folder: Path, link: Connection) -> None:

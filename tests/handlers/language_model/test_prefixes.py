@@ -11,7 +11,7 @@ import pytest
 from pilotflame.errors import SnapshotError
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.engine import Engine
-from pilotflame.handlers.language_model.prefixes import FILE, Prefix, Prefixes, write
+from pilotflame.handlers.language_model.prefixes import FILE, TENSORS, Prefix, Prefixes, write
 from pilotflame.handlers.language_model.schedule import ChunkTimes
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
@@ -100,3 +100,12 @@ def test_a_model_with_a_state_has_no_prefixes(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="type conv"):
         write(model, BEGINNINGS, ORIGIN, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    model = CausalModel(tiny("llama"), tiny("llama").config)
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / TENSORS).mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "taken"):
+        with pytest.raises(SnapshotError, match=f"cannot be written to {folder}"):
+            write(model, BEGINNINGS, ORIGIN, folder)
