@@ -2,25 +2,29 @@
 
     <folder>/lock              held by the worker that computes
     <folder>/<key>/            a complete snapshot with its manifest, which later workers map
+    <folder>/<key>.verified    which zygote has verified these files last, and their versions
     <folder>/.<key>.<random>/  one that is being written, or that a killed worker has left
 
 A snapshot is written and synced under a hidden name, and renamed when it is complete. The next worker that computes removes what
-killed workers have left.
+killed workers have left. The first worker of each zygote reads all bytes and compares the digests. A damaged snapshot is computed again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import CacheError, SnapshotError
+from ..errors import CacheError, SnapshotCorrupt, SnapshotError
 from .caching.flock import locked_file
 from .format.create import create
 from .format.manifest import MANIFEST_NAME, Manifest
 from .handle import Snapshot
 from .publish import cannot_write, publish_folder, sync
+from .sources.folder import FolderSource
 
 # How long a worker waits for another worker that computes the same snapshot.
 COMPUTE_TIMEOUT_S = 900.0
@@ -33,6 +37,8 @@ class ComputedSnapshots:
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         """`limit_bytes` is the size of all snapshots in `folder`, beyond which the older ones are removed."""
         self.folder, self.limit_bytes = folder, limit_bytes
+        # A zygote makes this object, and its workers inherit it.
+        self._zygote = secrets.token_hex(8)
 
     def open(self, key: str, compute: Callable[[Path], None]) -> Snapshot:
         """Return the snapshot with this key, mapped. If it is not there, `compute` writes its files into the folder that it gets.
@@ -41,13 +47,13 @@ class ComputedSnapshots:
         stays locked, or if `compute` has written no snapshot.
         """
         place = self.folder / key
-        if (found := _mapped(place)) is not None:
+        if (found := self._mapped(place)) is not None:
             return found
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with locked_file(self.folder / _LOCK, COMPUTE_TIMEOUT_S):
                 # Another worker may have computed it meanwhile.
-                if (found := _mapped(place)) is None:
+                if (found := self._mapped(place)) is None:
                     found = self._computed(place, compute)
         except _ComputationFailed as failed:
             raise failed.error from failed.error.__cause__
@@ -70,7 +76,30 @@ class ComputedSnapshots:
             for file in made.iterdir():
                 sync(file)
         self._remove_others(place)
-        return _map(place)
+        return _map(place, Manifest.read(place))
+
+    def _mapped(self, place: Path) -> Snapshot | None:
+        """Return a snapshot, mapped; None if it is absent or damaged."""
+        try:
+            manifest = Manifest.read(place)
+            self._verify(place, manifest)
+            return _map(place, manifest)
+        except (OSError, SnapshotError):
+            return None
+
+    def _verify(self, place: Path, manifest: Manifest) -> None:
+        """Raise SnapshotError if a byte differs. Read nothing if a worker of this zygote has verified the present files."""
+        source, mark = FolderSource(place), place.with_name(f"{place.name}.verified")
+        shards, assets = [one.name for one in manifest.shards], [one.name for one in manifest.assets]
+        versions = [source.stat(name).version for name in (MANIFEST_NAME, *shards, *assets)]
+        facts = " ".join((self._zygote, *versions)).encode()
+        if mark.is_file() and mark.read_bytes() == facts:
+            return
+        # The digest of a new manifest also finds damage of the manifest.
+        if create(place).digest != manifest.digest:
+            raise SnapshotCorrupt(f"{place} is damaged.")
+        with contextlib.suppress(OSError):
+            mark.write_bytes(facts)
 
     def _remove_others(self, place: Path) -> None:
         """Remove the snapshots that were used least recently and do not fit into the limit."""
@@ -81,6 +110,7 @@ class ComputedSnapshots:
             if left_bytes < 0:
                 # A worker that has mapped it keeps its bytes.
                 shutil.rmtree(other, ignore_errors=True)
+                other.with_name(f"{other.name}.verified").unlink(missing_ok=True)
 
 
 class _ComputationFailed(Exception):
@@ -91,20 +121,12 @@ class _ComputationFailed(Exception):
         self.error = error
 
 
-def _map(place: Path) -> Snapshot:
-    found = Snapshot(place, Manifest.read(place / MANIFEST_NAME))
+def _map(place: Path, manifest: Manifest) -> Snapshot:
+    found = Snapshot(place, manifest)
     found.open()
     # The time of the folder says when it was used last.
     os.utime(place)
     return found
-
-
-def _mapped(place: Path) -> Snapshot | None:
-    """Return a snapshot, mapped; None if it is absent or damaged."""
-    try:
-        return _map(place)
-    except (OSError, SnapshotError):
-        return None
 
 
 def _bytes(folder: Path) -> int:
