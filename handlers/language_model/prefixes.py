@@ -65,6 +65,7 @@ def write(
     """
     check_keeps(model)
     tensors: dict[str, Tensor] = {}
+    size_bytes = 0
     for prefix in prefixes:
         rows = model.new_rows(len(prefix.ids))
         rows.lengths = [0]
@@ -74,14 +75,15 @@ def write(
             if pair is not None:
                 for kind, tensor in zip(("keys", "values"), pair, strict=True):
                     tensors[f"{prefix.name}.{layer}.{kind}"] = tensor.cpu().contiguous()
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if most_bytes is not None and size > most_bytes:
-        message = (
-            f"The prefixes take {size:,} bytes, and this node keeps at most {most_bytes:,} for a function."
-        )
-        raise SnapshotError(
-            message, remedy="Shorten them, or raise the gateway's setting keep_prefixes_bytes."
-        )
+                    size_bytes += tensor.nbytes
+        # Stop before all of them are in memory.
+        if most_bytes is not None and size_bytes > most_bytes:
+            message = (
+                f"The prefixes take more than {most_bytes:,} bytes, which this node keeps for a function."
+            )
+            raise SnapshotError(
+                message, remedy="Shorten them, or raise the gateway's setting keep_prefixes_bytes."
+            )
     listed = {prefix.name: list(prefix.ids) for prefix in prefixes}
     text = json.dumps({"origin": dict(origin), "layers": rows.layers, "prefixes": listed})
     try:

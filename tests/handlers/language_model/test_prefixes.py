@@ -109,3 +109,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "taken"):
         with pytest.raises(SnapshotError, match=f"cannot be written to {folder}"):
             write(model, BEGINNINGS, ORIGIN, folder)
+
+
+def test_no_prefix_is_computed_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalModel(tiny("llama"), tiny("llama").config)
+    read: list[int] = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda rows, ids: (read.append(len(ids[0])), forward(rows, ids)))
+    with pytest.raises(SnapshotError, match="more than 1 bytes"):
+        write(model, BEGINNINGS, ORIGIN, tmp_path / "out", most_bytes=1)
+    assert read == [len(BEGINNINGS[0].ids)]
+    assert not (tmp_path / "out").exists()
