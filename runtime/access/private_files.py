@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -62,6 +64,26 @@ def remove_leftovers(folder: Path) -> None:
     """Remove temporary files that a crashed process left in `folder`, since they may hold keys or secrets."""
     for leftover in folder.glob(".*"):
         leftover.unlink(missing_ok=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, also if its owner has no rights on folders in it. Raise OSError or RecursionError if files remain."""
+    for parent, names, _ in os.walk(folder):
+        for name in names:
+            # It may be a symbolic link, or another process may have removed it.
+            with contextlib.suppress(OSError):
+                let_owner_write(Path(parent, name))
+    shutil.rmtree(folder)
+
+
+def let_owner_write(folder: Path) -> None:
+    """Give the owner of a folder all rights on it, and others none. Raise OSError if it is no folder, or a symbolic link."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # A descriptor of O_PATH needs no rights on the folder, and fchmod does not take it.
+        Path(f"/proc/self/fd/{descriptor}").chmod(0o700)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -158,8 +158,8 @@ class Store:
         """Make the store's folders, and remove unfinished files that a crash has left. Call this first."""
         self._functions.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._staging.exists():
-            shutil.rmtree(self._staging)
-        self._staging.mkdir(mode=0o700)
+            self._remove(self._staging)
+        self._staging.mkdir(mode=0o700, exist_ok=True)
         self.weights.discard_unused()
         for folder in self._functions.glob("*/"):
             for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
@@ -240,7 +240,7 @@ class Store:
             gone = not folder.exists()
         if gone:
             self._discard_computed(record.function)
-        shutil.rmtree(aside)
+        self._remove(aside)
 
     def functions(self) -> dict[str, RevisionRecord]:
         """Return the record of each function's live revision, by the function's name."""
@@ -298,7 +298,7 @@ class Store:
             except FileNotFoundError:
                 raise UnknownFunction.named(name) from None
             sync(self._functions)
-        shutil.rmtree(aside)
+        self._remove(aside)
         self.weights.discard_unused()
 
     def revisions(self, name: str) -> list[RevisionRecord]:
@@ -359,7 +359,7 @@ class Store:
             for revision, aside in removed.items():
                 (self._folder(name) / revision).rename(aside)
         for aside in removed.values():
-            shutil.rmtree(aside)
+            self._remove(aside)
         self.weights.discard_unused()
         return list(removed)
 
@@ -381,12 +381,24 @@ class Store:
             self._discard(kept / name)
 
     def _discard(self, folder: Path) -> None:
-        """Remove a folder of computed files, if it is there."""
+        """Remove a folder of computed files, if it is there. Report a folder that cannot be removed."""
         aside = self._aside(folder.name)
-        with contextlib.suppress(FileNotFoundError):
+        try:
+            private_files.let_owner_write(folder)
             folder.rename(aside)
-            # A compiler that outlived its worker may still write there.
-            shutil.rmtree(aside, ignore_errors=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._report(f"{folder} cannot be removed: {error.strerror}")
+        else:
+            self._remove(aside)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a folder in which functions may have taken rights from its owner. Report it if files remain."""
+        try:
+            private_files.remove_folder(folder)
+        except (OSError, RecursionError) as error:
+            self._report(f"{folder} cannot be removed completely: {error}")
 
     def _aside(self, name: str) -> Path:
         return self._staging / f"{name}.{secrets.token_hex(8)}"

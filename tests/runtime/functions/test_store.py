@@ -6,7 +6,11 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -144,6 +148,77 @@ def test_stored_prefixes_go_with_their_function(tmp_path: Path, reports: Reports
     assert kept.folder.exists()
     store.delete("tone")
     assert not kept.folder.exists()
+
+
+def unprivileged(run: Callable[[Path], object]) -> None:
+    """Call `run` with a new folder in a child without root's rights, which `tmp_path` needs if root runs the tests."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        if child := os.fork():
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return
+        code = 1
+        try:
+            if not os.getuid():
+                os.chown(name, 65534, 65534)
+                os.setgroups([])
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+            run(Path(name))
+            code = 0
+        finally:
+            # Neither pytest nor the caller goes on in the child.
+            sys.stderr.write(traceback.format_exc() if code else "")
+            os._exit(code)
+
+
+def lock_up(root: Path, name: str) -> Path:
+    """Write prefixes in which nobody may do anything, with a link to a folder outside. Return that folder."""
+    folder, outside = root / "prefixes" / name / "key", root / "outside"
+    outside.mkdir(exist_ok=True)
+    (folder / "below").mkdir(parents=True)
+    (folder / "below" / "file").touch()
+    (folder / "link").symlink_to(outside)
+    for locked in (outside, folder / "below", folder, folder.parent):
+        locked.chmod(0)
+    return outside
+
+
+def test_a_function_that_locks_its_prefixes_can_be_deleted() -> None:
+    def run(root: Path) -> None:
+        reports = Reports()
+        store = Store(root, reports)
+        store.start()
+        deploy(store, "tone")
+        outside = lock_up(root, "tone")
+        store.delete("tone")
+        assert not list((root / "prefixes").iterdir())
+        # A crash left them in `staging`, and beside it.
+        lock_up(root, "gone")
+        shutil.copytree(root / "functions", root / "staging" / "x")
+        (root / "staging" / "x").chmod(0)
+        Store(root, reports).start()
+        assert not list((root / "prefixes").iterdir())
+        assert (staged(root), reports, stat.S_IMODE(outside.stat().st_mode)) == ([], [], 0)
+
+    unprivileged(run)
+
+
+def test_the_store_starts_whatever_is_left(tmp_path: Path, reports: Reports) -> None:
+    Store(tmp_path, reports).start()
+    folder = os.open(tmp_path / "staging", os.O_RDONLY)
+    # Before Python 3.13, shutil cannot remove a folder that is so deep.
+    for _ in range(1500):
+        os.mkdir("deep", dir_fd=folder)
+        below = os.open("deep", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    try:
+        Store(tmp_path, reports).start()
+        assert not staged(tmp_path) or "cannot be removed completely" in reports[0]
+    finally:
+        # pytest removes its folders with shutil, too.
+        subprocess.run(["rm", "-r", tmp_path / "staging"], check=True)
 
 
 def test_a_withdrawn_revision_leaves_compiled_code_to_the_others(store: Store, tmp_path: Path) -> None:
