@@ -348,7 +348,7 @@ class Store:
 
         The newest `keep` revisions remain (by default the retention's count), while their total size is within the
         retention's limit. The newest revision, the live revision and the revisions in `busy` always remain. If the live
-        revision cannot be read, nothing is removed.
+        revision cannot be read, nothing is removed. Stored prefixes are removed once no revision declares any.
         """
         with self._lock:
             if (live := self.current(name)) is None:
@@ -358,6 +358,8 @@ class Store:
             removed = {revision: self._aside(name) for revision in old}
             for revision, aside in removed.items():
                 (self._folder(name) / revision).rename(aside)
+            if not any(record.settings.prefixes for record in self.revisions(name)):
+                self._discard(self._prefixes / name)
         for aside in removed.values():
             self._remove(aside)
         self.weights.discard_unused()

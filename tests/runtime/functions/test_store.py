@@ -146,6 +146,12 @@ def test_stored_prefixes_go_with_their_function(tmp_path: Path, reports: Reports
     (kept.folder / "key").mkdir(parents=True)
     Store(tmp_path, reports).start()
     assert kept.folder.exists()
+    store.prune("tone", 2)
+    assert kept.folder.exists()
+    # The last revision that declares some is gone.
+    store.prune("tone", 1)
+    assert not kept.folder.exists()
+    (kept.folder / "key").mkdir(parents=True)
     store.delete("tone")
     assert not kept.folder.exists()
 
@@ -172,7 +178,7 @@ def unprivileged(run: Callable[[Path], object]) -> None:
 
 
 def lock_up(root: Path, name: str) -> Path:
-    """Write prefixes in which nobody may do anything, with a link to a folder outside. Return that folder."""
+    """Write prefixes without any rights, with a link to a folder outside. Return that folder."""
     folder, outside = root / "prefixes" / name / "key", root / "outside"
     outside.mkdir(exist_ok=True)
     (folder / "below").mkdir(parents=True)
