@@ -465,7 +465,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         if self.prefixes and (self.image.name is not None or self.image.unbuilt or limited):
             limit = "resources.tmp_mb" if limited else "image.name"
             raise ValueError(
-                f"prefixes cannot be used with {limit}, because nothing would limit what workers write there; make"
+                f"prefixes cannot be used with {limit}, because nothing would limit what workers write in the folder of the stored prefixes; make"
                 " them with `pilotflame snapshot prefixes`, and name the folder in [snapshots]"
             )
         return self
