@@ -30,8 +30,8 @@ class PromptBeginning(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-# The names of tensors begin with it.
 BEGINNINGS: TypeAdapter[dict[str, PromptBeginning]] = TypeAdapter(
+    # The names of tensors begin with the names of the beginnings.
     dict[Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")], PromptBeginning]
 )
 
@@ -65,9 +65,16 @@ class DeclaredPrefixes:
             return dict(fields)
         try:
             with (self.code / file).open("rb") as stream:
-                tools = json.loads(stream.read(MOST_TOOL_BYTES))
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else f"it is no JSON ({error})"
-            message = f"prefixes.{name}.tools: {file!r} cannot be read: {why}."
-            raise SettingsError(message, remedy="Name a file of the function's folder.") from error
-        return {**fields, "tools": tools}
+                text = stream.read(MOST_TOOL_BYTES + 1)
+            if len(text) > MOST_TOOL_BYTES:
+                raise _unreadable(name, file, f"it has more than {MOST_TOOL_BYTES >> 20} MiB")
+            return {**fields, "tools": json.loads(text)}
+        except OSError as error:
+            raise _unreadable(name, file, str(error.strerror)) from error
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(name, file, f"it is no JSON ({error})") from error
+
+
+def _unreadable(name: str, file: str, why: str) -> SettingsError:
+    message = f"prefixes.{name}.tools: {file!r} cannot be read: {why}."
+    return SettingsError(message, remedy="Name a JSON file of the function's folder.")

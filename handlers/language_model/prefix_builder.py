@@ -42,10 +42,10 @@ class PrefixBuilder:
         """The facts about the model on which its keys and values depend."""
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         files = [self._snapshot.path / name for name in names]
-        told = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
+        tokenizer = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
         manifest = self._snapshot.manifest.model_copy(update={"realm": "", "part": None})
         return {
-            "weights": manifest.digest, "tokenizer": told.hexdigest(), "dtype": str(self._model.dtype),
+            "weights": manifest.digest, "tokenizer": tokenizer.hexdigest(), "dtype": str(self._model.dtype),
             "transformers": transformers.__version__,
         }  # fmt: skip
 
@@ -60,7 +60,15 @@ class PrefixBuilder:
         return {prefix.name: len(prefix.ids) for prefix in found}
 
     def declare(self, declared: DeclaredPrefixes, engine: Engine) -> None:
-        """Let each worker give the declared prefixes to the engine. Raise SettingsError, which names the field that does not fit."""
+        """Let each worker give the declared prefixes to the engine.
+
+        Raise SettingsError, which names the field that does not fit, or if another model has declared them.
+        """
+        if declared.prepare is not None:
+            raise SettingsError(
+                "Two models have the declared prefixes, which belong to one model.",
+                remedy="Give context.prefixes to one call of language_model only.",
+            )
         found = []
         for name, fields in declared.beginnings().items():
             try:
@@ -78,7 +86,7 @@ class PrefixBuilder:
         def compute(folder: Path) -> None:
             with self._snapshot.gate():
                 write(self._model, prefixes, self.origin, folder, kept.limit_bytes)
-            LOG.info("keys and values of [prefixes] are computed: %s", ", ".join(map(_told, prefixes)))
+            LOG.info("keys and values of [prefixes] are computed: %s", ", ".join(map(_described, prefixes)))
 
         found = Prefixes(kept.open(key, compute))
         found.read(self.origin)
@@ -101,11 +109,11 @@ class PrefixBuilder:
 
     def _common(self, fields: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the tokens of these messages that do not depend on the message after them."""
-        heard = ({"role": "user", "content": text} for text in ("A", "b"))
+        endings = ({"role": "user", "content": text} for text in ("A", "b"))
         try:
             chats = [
-                GenerationRequest.model_validate({**fields, "messages": [*fields["messages"], one]})
-                for one in heard
+                GenerationRequest.model_validate({**fields, "messages": [*fields["messages"], ending]})
+                for ending in endings
             ]
         except ValidationError as error:
             raise InputInvalid(f"{error.errors()[0]['msg']}.", remedy="Change the prefix.") from None
@@ -114,5 +122,5 @@ class PrefixBuilder:
         return tuple(token for token, _ in same)
 
 
-def _told(prefix: Prefix) -> str:
+def _described(prefix: Prefix) -> str:
     return f"{prefix.name} ({len(prefix.ids)} tokens)"

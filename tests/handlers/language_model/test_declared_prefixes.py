@@ -17,7 +17,7 @@ import pytest_asyncio
 import torch
 from live import Gateway, gateway_here, gone, short_folder
 from pilotflame.errors import SettingsError
-from pilotflame.handlers.language_model.declared_prefixes import DeclaredPrefixes
+from pilotflame.handlers.language_model.declared_prefixes import MOST_TOOL_BYTES, DeclaredPrefixes
 from pilotflame.handlers.language_model.model import LanguageModel
 from pilotflame.runtime.worker.confinement import landlock_version
 from pilotflame.snapshot.computed import ComputedSnapshots
@@ -200,11 +200,15 @@ async def test_a_deploy_with_wrong_prefixes_fails_and_names_the_field(served: Ga
         ({"tools": [{"function": {"name": "a b"}}]}, "prefixes.a.tools.0.function.name: "),
         ({"tools": "none.json"}, "prefixes.a.tools: 'none.json' cannot be read: No such file"),
         ({"tools": "bad.json"}, "prefixes.a.tools: 'bad.json' cannot be read: it is no JSON"),
+        ({"tools": "deep.json"}, "prefixes.a.tools: 'deep.json' cannot be read: it is no JSON"),
+        ({"tools": "large.json"}, "prefixes.a.tools: 'large.json' cannot be read: it has more than 4 MiB"),
     ],
 )
 def test_values_that_do_not_fit(tmp_path: Path, prefix: dict[str, Any], told: str) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "large.json").write_text("[" + " " * MOST_TOOL_BYTES + "]")
     assert told in refused(tmp_path, prefix)
 
 
@@ -233,3 +237,30 @@ def test_more_bytes_than_the_node_keeps(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="more than 10,000 bytes, which this node keeps") as raised:
         declared.prepare()
     assert "keep_prefixes_bytes" in str(raised.value)
+
+
+def test_two_models_cannot_share_declared_prefixes(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    declared = DeclaredPrefixes(
+        {"a": {"messages": [SYSTEM]}}, tmp_path, ComputedSnapshots(tmp_path / "kept", 0)
+    )
+    snapshot = Snapshot(tmp_path / "model", create(tmp_path / "model"))
+    LanguageModel(snapshot, rows=1, window=512, prefixes=declared)
+    with pytest.raises(SettingsError, match="Two models have the declared prefixes"):
+        LanguageModel(snapshot, rows=1, window=512, prefixes=declared)
+
+
+def test_prefixes_with_a_damaged_list_are_computed_again(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    for _ in range(2):
+        kept = ComputedSnapshots(tmp_path / "kept", 1 << 30)
+        declared = DeclaredPrefixes({"a": {"messages": [SYSTEM]}}, tmp_path, kept)
+        snapshot = Snapshot(tmp_path / "model", create(tmp_path / "model"))
+        model = LanguageModel(snapshot, rows=1, window=512, prefixes=declared)
+        snapshot.open()
+        assert declared.prepare is not None
+        declared.prepare()
+        assert model.engine.prefixes is not None
+        (listed,) = (tmp_path / "kept").glob("*/prefixes.json")
+        assert listed.stat().st_size
+        listed.write_text("")
