@@ -56,6 +56,12 @@ def accepts_events(request: web.Request) -> bool:
     return EVENT_STREAM_TYPE in request.headers.get("Accept", "")
 
 
+def last_event_id(request: web.Request) -> int:
+    """Return the number of the last event that a reader has received. It is 0 if the header is absent or invalid."""
+    text = request.headers.get("Last-Event-ID", "0")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
 async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder) -> web.StreamResponse:
     """Send the events that `encode` returns at each change of the job, until the job has ended.
 
@@ -63,9 +69,7 @@ async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncode
     """
     response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)
-    # With an invalid Last-Event-ID, all pieces are sent, from the first.
-    text = request.headers.get("Last-Event-ID", "0")
-    last = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    last = last_event_id(request)
     try:
         async for changed, pieces in jobs.follow(job.function, job.id, last, every_s=HEARTBEAT_S):
             await response.write(b"".join(encode(changed, pieces)) or HEARTBEAT)

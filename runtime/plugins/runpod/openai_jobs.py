@@ -32,6 +32,8 @@ ROUTES: Mapping[str, type[ChatRequest] | type[CompletionRequest]] = {
     CHAT: ChatRequest,
     "/v1/completions": CompletionRequest,
 }
+MOST_READ = 1000
+"""The most pieces that are read from the store at once."""
 FORM = "openai_job"
 """The form of webhooks of such jobs. It is also the key in `Job.extra` of what their answers need from the request."""
 
@@ -85,12 +87,15 @@ class OpenAiOutput:
             else (CompletionRequest.model_construct(**fields), "cmpl")
         )
         self.streams = bool(kept["stream"])
+        self.read = 0
+        """The number of the last piece that `numbered` has read."""
         self._answer = CompletionAnswer(f"{prefix}-{job.id}", asked, int(job.created_s))
         self._function, self._running = job.function, int(kept["n"])
 
     def numbered(self, pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         """Yield the text of the events of each delta, as JSON. The last delta's text ends the stream. Without a stream, yield nothing."""
         for number, piece in pieces if self.streams else ():
+            self.read = number
             delta = delta_of(self._function, piece)
             text = self._answer.piece(0, delta)
             if delta.finish_reason is not None:
@@ -134,13 +139,26 @@ async def read_in_form(job: Job) -> Job:
     return job if output_of(job) is None else await asyncio.to_thread(in_form, job)
 
 
-async def pieces_of(store: JobStore, job: Job, after: int, most: int) -> list[tuple[int, bytes]]:
-    """Return the numbers and the JSON of the pieces of a job's output after piece number `after`, at most `most`."""
-    if (output := output_of(job)) is None:
+async def read_until(store: JobStore, job: Job, output: OpenAiOutput, after: int) -> None:
+    """Let an output read the pieces up to number `after`, because the texts of later pieces depend on them."""
+    while output.streams and output.read < after:
+        if not (found := await store.pieces(job.id, output.read, min(MOST_READ, after - output.read))):
+            return
+        await asyncio.to_thread(lambda pieces: [*output.numbered(pieces)], found)
+
+
+async def pieces_of(
+    store: JobStore, job: Job, output: OpenAiOutput | None, after: int, most: int
+) -> list[tuple[int, bytes]]:
+    """Return the numbers and the JSON of the pieces of a job's output after piece number `after`, at most `most`.
+
+    `output` is the result of `output_of`. It may have read pieces before, but none after number `after`.
+    """
+    if output is None:
         return await store.pieces(job.id, after, most)
     if output.streams:
-        # The text of a piece depends on the pieces before it.
-        found = await store.pieces(job.id, 0, after + most)
+        await read_until(store, job, output, after)
+        found = await store.pieces(job.id, output.read, most)
         numbered = await asyncio.to_thread(lambda: [*output.numbered(found)])
         return [(number, text) for number, text in numbered if number > after]
     # The answer is one piece, which is there at the end.

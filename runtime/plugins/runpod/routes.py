@@ -22,7 +22,7 @@ from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
-from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, last_event_id, send_job
 from ...http.requests import Headers, dump_json, load_json, owner_of, validate
 from ...http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
 from ...http.routes import Choices, Number, Parameter, Route, header
@@ -31,6 +31,7 @@ from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
 from ...jobs.outbox import WebhookBodies
 from ...telemetry.invocation_end import Source
 from . import openai_jobs
+from .openai_jobs import OpenAiOutput
 
 MAX_LISTED = 1000
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
@@ -241,10 +242,12 @@ class QueueApi(ApiPlugin):
         """Return the pieces after `?after=`, or without it the pieces since the last poll, or send all as events."""
         job = await self._job(request)
         if accepts_events(request):
-            return await send_job(request, self._jobs, job, _encoder(job))
+            return await self._send(request, job)
         polls, poller = "after" not in request.query, (job.id, owner_of(request))
         after = self._polled.get(poller, 0) if polls else AFTER.read(request)
-        pieces = await openai_jobs.pieces_of(self._jobs.store, job, after, PIECES_PER_POLL)
+        pieces = await openai_jobs.pieces_of(
+            self._jobs.store, job, openai_jobs.output_of(job), after, PIECES_PER_POLL
+        )
         # RunPod's clients do not send `?after=`. So store the number after which their next poll continues.
         if polls and pieces:
             self._polled[poller] = pieces[-1][0]
@@ -256,6 +259,12 @@ class QueueApi(ApiPlugin):
             self._polled.pop(poller, None)
         found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
         return json_response({"id": job.id, "status": job.state, "stream": found})
+
+    async def _send(self, request: web.Request, job: Job) -> web.StreamResponse:
+        """Send a job's pieces as events, after the piece in `Last-Event-ID`."""
+        if (output := openai_jobs.output_of(job)) is not None:
+            await openai_jobs.read_until(self._jobs.store, job, output, last_event_id(request))
+        return await send_job(request, self._jobs, job, _encoder(output))
 
     def _live(self, request: web.Request) -> Live:
         return self._backend.functions.get(request.match_info["function"])
@@ -303,8 +312,8 @@ def _wait_s(request: web.Request) -> float:
     return min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
 
 
-def _encoder(asked: Job) -> JobEncoder:
-    state, output = None, openai_jobs.output_of(asked)
+def _encoder(output: OpenAiOutput | None) -> JobEncoder:
+    state = None
 
     def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
         nonlocal state

@@ -114,6 +114,24 @@ async def test_a_poll_returns_the_texts_since_the_last_one(deploy, gate: Gate) -
     assert texts == output
 
 
+@pytest.mark.parametrize("route", [CHAT, COMPLETION])
+async def test_a_stream_of_events_is_resumed_anywhere(echo: Function, route: str) -> None:
+    queue = Queue(echo)
+    id_ = await queue.run(job("one - two", route, stream=True, n=2))
+    await queue.ended(id_)
+    whole = await events(queue, id_)
+    numbers = [int(number) for number in re.findall(r"id: (\d+)\n", whole)]
+    assert len(numbers) > 2
+    for number in numbers:
+        rest = whole.partition(f"id: {number}\n")[2].partition("\n\n")[2]
+        assert await events(queue, id_, str(number)) == rest
+
+
+async def events(queue: Queue, id_: str, last: str = "") -> str:
+    headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
+    return (await queue.function.client.get(f"{queue.base}/stream/{id_}", headers=headers)).text
+
+
 async def test_a_job_that_fails_has_the_error(echo: Function) -> None:
     queue = Queue(echo)
     for more in ({}, {"stream": True}):
