@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NotRequired, TypeAlias
 
 import orjson
@@ -62,17 +62,21 @@ def last_event_id(request: web.Request) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
-async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder) -> web.StreamResponse:
+async def send_job(
+    request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder, ended: Callable[[Job], Awaitable[Job]] | None = None
+) -> web.StreamResponse:  # fmt: skip
     """Send the events that `encode` returns at each change of the job, until the job has ended.
 
-    If the job can no longer be read, the last event is `error`.
+    If the job can no longer be read, the last event is `error`. `encode` gets the job that `ended` returns for the ended job.
     """
     response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)
     last = last_event_id(request)
     try:
         async for changed, pieces in jobs.follow(job.function, job.id, last, every_s=HEARTBEAT_S):
-            await response.write(b"".join(encode(changed, pieces)) or HEARTBEAT)
+            final = changed.state.final and not pieces
+            shown = await ended(changed) if final and ended is not None else changed
+            await response.write(b"".join(encode(shown, pieces)) or HEARTBEAT)
     except PilotflameError as error:
         await response.write(event("error", orjson.dumps(error.to_wire())))
     await response.write_eof()

@@ -264,7 +264,7 @@ class QueueApi(ApiPlugin):
         """Send a job's pieces as events, after the piece in `Last-Event-ID`."""
         if (output := openai_jobs.output_of(job)) is not None:
             await openai_jobs.read_until(self._jobs.store, job, output, last_event_id(request))
-        return await send_job(request, self._jobs, job, _encoder(output))
+        return await send_job(request, self._jobs, job, _encoder(output), openai_jobs.read_in_form)
 
     def _live(self, request: web.Request) -> Live:
         return self._backend.functions.get(request.match_info["function"])
@@ -324,6 +324,6 @@ def _encoder(output: OpenAiOutput | None) -> JobEncoder:
             yield event("output", piece, number)
         if job.state.final and not pieces:
             name = "completed" if job.state is JobState.COMPLETED else "error"
-            yield event(name, orjson.dumps(shown(openai_jobs.in_form(job))))
+            yield event(name, orjson.dumps(shown(job)))
 
     return encode

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, short_folder
+from pilotflame.runtime.plugins.runpod import openai_jobs
 from receiver import receiving
 
 from .test_routes import Queue
@@ -130,6 +132,20 @@ async def test_a_stream_of_events_is_resumed_anywhere(echo: Function, route: str
 async def events(queue: Queue, id_: str, last: str = "") -> str:
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
     return (await queue.function.client.get(f"{queue.base}/stream/{id_}", headers=headers)).text
+
+
+async def test_the_last_event_does_not_block_the_event_loop(deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(await deploy(ECHO))
+    threads: list[int] = []
+    in_form = openai_jobs.in_form
+    monkeypatch.setattr(
+        openai_jobs, "in_form", lambda job: threads.append(threading.get_ident()) or in_form(job)
+    )
+    for more in ({}, {"stream": True}):
+        id_ = await queue.run(job("one two", **more))
+        assert "event: completed" in await events(queue, id_)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 async def test_a_job_that_fails_has_the_error(echo: Function) -> None:
