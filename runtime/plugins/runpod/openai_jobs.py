@@ -86,11 +86,15 @@ class OpenAiOutput:
             if kept["chat"]
             else (CompletionRequest.model_construct(**fields), "cmpl")
         )
-        self.streams = bool(kept["stream"])
+        self.streams, self.attempts = bool(kept["stream"]), job.attempts
         self.read = 0
         """The number of the last piece that `numbered` has read."""
         self._answer = CompletionAnswer(f"{prefix}-{job.id}", asked, int(job.created_s))
         self._function, self._running = job.function, int(kept["n"])
+
+    def precedes(self, job: Job, after: int) -> bool:
+        """Return True if the output has read no piece after number `after`, and none of an attempt before the present one."""
+        return self.read <= after and self.attempts == job.attempts
 
     def numbered(self, pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         """Yield the text of the events of each delta, as JSON. The last delta's text ends the stream. Without a stream, yield nothing."""

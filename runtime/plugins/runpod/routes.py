@@ -156,6 +156,8 @@ class QueueApi(ApiPlugin):
         # Maps (job, owner) to the number of the last piece that a poll has returned. The job that was polled last is at
         # the end. An administrator has an entry of their own, so their polls take no pieces from the job's owner.
         self._polled: OrderedDict[tuple[str, str], int] = OrderedDict()
+        # The outputs of jobs with requests of OpenAI's API, which have read the pieces that the polls have returned.
+        self._outputs: dict[tuple[str, str], OpenAiOutput] = {}
 
     def routes(self) -> list[Route]:
         def row(method: str, path: str, handler: Handler, summary: str, response: Any, **more: Any) -> Route:
@@ -245,18 +247,23 @@ class QueueApi(ApiPlugin):
             return await self._send(request, job)
         polls, poller = "after" not in request.query, (job.id, owner_of(request))
         after = self._polled.get(poller, 0) if polls else AFTER.read(request)
-        pieces = await openai_jobs.pieces_of(
-            self._jobs.store, job, openai_jobs.output_of(job), after, PIECES_PER_POLL
-        )
+        # A poll at the same time gets an output of its own.
+        known = self._outputs.pop(poller, None) if polls else None
+        output = known if known is not None and known.precedes(job, after) else openai_jobs.output_of(job)
+        pieces = await openai_jobs.pieces_of(self._jobs.store, job, output, after, PIECES_PER_POLL)
+        last = max(pieces[-1][0] if pieces else 0, output.read if output is not None else 0)
         # RunPod's clients do not send `?after=`. So store the number after which their next poll continues.
-        if polls and pieces:
-            self._polled[poller] = pieces[-1][0]
+        if polls and last > after:
+            self._polled[poller] = last
             self._polled.move_to_end(poller)
             if len(self._polled) > MAX_POLLERS:
-                self._polled.popitem(last=False)
+                self._outputs.pop(self._polled.popitem(last=False)[0], None)
         # The job has ended, and the polls have returned all pieces. The next poll starts with the first piece again.
         elif polls and job.state.final:
             self._polled.pop(poller, None)
+            self._outputs.pop(poller, None)
+        if output is not None and output.streams and polls and poller in self._polled:
+            self._outputs[poller] = output
         found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
         return json_response({"id": job.id, "status": job.state, "stream": found})
 

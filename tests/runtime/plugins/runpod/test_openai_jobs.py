@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, short_folder
-from pilotflame.runtime.plugins.runpod import openai_jobs
+from pilotflame.runtime.plugins.runpod import openai_jobs, routes
 from receiver import receiving
 
 from .test_routes import Queue
@@ -132,6 +132,26 @@ async def test_a_stream_of_events_is_resumed_anywhere(echo: Function, route: str
 async def events(queue: Queue, id_: str, last: str = "") -> str:
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
     return (await queue.function.client.get(f"{queue.base}/stream/{id_}", headers=headers)).text
+
+
+async def test_polls_encode_each_piece_once(deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue(await deploy(ECHO))
+    id_ = await queue.run(job("one two three four five", stream=True))
+    output = (await queue.ended(id_))["output"]
+    monkeypatch.setattr(routes, "PIECES_PER_POLL", 2)
+    encoded: list[bytes] = []
+    delta_of = openai_jobs.delta_of
+    monkeypatch.setattr(openai_jobs, "delta_of", lambda *given: encoded.append(given[1]) or delta_of(*given))
+    for _ in range(2):
+        encoded.clear()
+        texts: list[str] = []
+        while found := (await queue.get(f"stream/{id_}"))["stream"]:
+            texts += [piece["output"] for piece in found]
+        assert texts == output
+        assert len(encoded) == len(set(encoded)) == 5
+    # With `after`, a poll neither uses nor changes what other polls have read.
+    found = (await queue.get(f"stream/{id_}", after=3))["stream"]
+    assert [piece["output"] for piece in found] == output[3:5]
 
 
 async def test_the_last_event_does_not_block_the_event_loop(deploy, monkeypatch: pytest.MonkeyPatch) -> None:
