@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from ...errors import Forbidden, GatewayError, PilotflameError, SnapshotError, UnknownFunction
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import Deployer, DeployPolicies
+from ..access.host_claims import HostClaims
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
@@ -46,7 +47,6 @@ from .deploy import (
     worker_spec,
 )
 from .function_events import FunctionEvents
-from .host_claims import HostClaims
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
 from .rest import LIGHT_S
