@@ -23,6 +23,7 @@ import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
+from pilotflame.snapshot.format.digests import XXH3
 from pilotflame.snapshot.format.header import read_header
 from pilotflame.snapshot.format.manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -168,7 +169,7 @@ def main(there: Path, here: Path) -> None:
     try:
         os.ftruncate(descriptor, manifest.shards[0].size_bytes)
         arrival = Arrival(manifest)
-        stats = fetch(manifest, FolderSource(there), [Sparse(NAME, descriptor)], arrival)
+        stats = fetch(manifest, FolderSource(there), [Sparse(NAME, descriptor, XXH3)], arrival)
     finally:
         os.close(descriptor)
     fetch_bytes = memory_bytes("VmHWM") - before_bytes
