@@ -22,7 +22,7 @@ LENGTHS = 200
 SHARE = 0.9
 """The share of the callers' time for a token that a step may take."""
 READING_SHARE = 0.8
-"""The time for reading a prompt in each step, as a share of the rows' time. A layer that ends late then still leaves less than two steps between two tokens."""
+"""The time for reading a prompt in each step, as a share of the rows' time. The rest is for a layer that ends late."""
 DEFAULT_LENGTH = 128
 """The tokens of an answer before any has ended."""
 

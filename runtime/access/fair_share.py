@@ -22,6 +22,11 @@ class SharedRoom:
         self._most, self._total = most, 0
         self._of: Counter[str] = Counter()
 
+    @property
+    def total(self) -> int:
+        """How much all owners use."""
+        return self._total
+
     def takes(self, owner: str, size: int) -> bool:
         """Return True if the owner may use `size` more."""
         free = self._most - self._total - size

@@ -42,6 +42,11 @@ class FunctionEvents:
     removed: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion has ended. Then no process of the function runs any more."""
 
+    def note_live(self, function: str) -> None:
+        """Call the callbacks of `live`."""
+        for callback in self.live:
+            callback(function)
+
 
 class Observer:
     """Follows the events of all functions, as a plugin in the group `pilotflame.observers` does. This class does nothing.

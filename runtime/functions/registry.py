@@ -39,13 +39,7 @@ from ..telemetry.invocation_end import GenerationEnd, InvocationEnd
 from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
-from .deploy import (
-    Deployment,
-    prepare,
-    requirements_of,
-    stored_outside,
-    worker_spec,
-)
+from .deploy import Deployment, prepare, requirements_of, stored_outside, worker_spec
 from .function_events import FunctionEvents
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
@@ -145,8 +139,7 @@ class Functions:
         """Let a function start workers at once, although the last starts failed. Also run its waiting jobs."""
         live = self.get(name)
         live.workers.reset()
-        for callback in self.events.live:
-            callback(name)
+        self.events.note_live(name)
         return live
 
     async def pause(self, name: str, *, paused: bool) -> Live:
@@ -165,8 +158,7 @@ class Functions:
                 live.function.decisions.note("pause" if paused else "resume", "owner")
                 live.logs.write("gateway", f"{name} is paused" if paused else f"{name} is resumed")
                 live.workers.look()
-                for callback in self.events.live:
-                    callback(name)
+                self.events.note_live(name)
         return live
 
     def all(self) -> list[Live]:
@@ -408,8 +400,7 @@ class Functions:
         self._adopt(live)
         live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
-        for callback in self.events.live:
-            callback(name)
+        self.events.note_live(name)
         retirement = self.tasks.create_task(self._retire(name, old))
         self._retirements[retirement] = old
         retirement.add_done_callback(self._retirements.pop)
@@ -539,8 +530,7 @@ class Functions:
                 live.function.barred = fault
                 live.logs.write("gateway", fault or "the weights have the signed digests")
                 live.workers.look()
-                for callback in self.events.live:
-                    callback(live.record.function)
+                self.events.note_live(live.record.function)
 
     def _is_live(self, live: Live) -> bool:
         return self._live.get(live.record.function) is live and not self._closing
@@ -563,7 +553,6 @@ class Functions:
         """Check the required signatures. Without `read`, return False if weights have to be read."""
         if not (signers := self.policies.snapshot_signers):
             return True
-
         code, stored = self.store.code(record), record.snapshots.items()
         places = {name: at.url or code / (at.root or "") for name, at in stored}
         progress = (lambda _done, _total: self._check_open()) if read else None

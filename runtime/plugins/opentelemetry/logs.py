@@ -44,7 +44,7 @@ class WaitingLines:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._lines: deque[WaitingLine] = deque()
-        self._room, self._bytes, self._overflow = SharedRoom(MOST_WAITING_BYTES), 0, 0
+        self._room, self._overflow = SharedRoom(MOST_WAITING_BYTES), 0
         self._closed = False
 
     def put(self, line: LogLine, traceparent: str) -> None:
@@ -55,7 +55,6 @@ class WaitingLines:
                 self._overflow += 1
                 return
             self._room.add(line.function, size)
-            self._bytes += size
             self._lines.append(WaitingLine(line, traceparent, size))
             if len(self._lines) == 1 or self._ready():
                 self._changed.notify()
@@ -88,11 +87,10 @@ class WaitingLines:
     def _remove_first(self) -> WaitingLine:
         first = self._lines.popleft()
         self._room.remove(first.line.function, first.size)
-        self._bytes -= first.size
         return first
 
     def _ready(self) -> bool:
-        return self._closed or len(self._lines) >= BATCH_LINES or self._bytes >= BATCH_BYTES
+        return self._closed or len(self._lines) >= BATCH_LINES or self._room.total >= BATCH_BYTES
 
 
 class LogExport:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +23,13 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(run_here: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a command in this process."""
     return run_here
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """The folder of a small model."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file({"first": np.zeros((300, 2), np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder

@@ -24,15 +24,6 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(snapshot, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    save_file({"first": np.zeros((300, 2), np.float32)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     with moto_server() as endpoint:

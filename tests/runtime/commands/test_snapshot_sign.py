@@ -6,31 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from pilotflame.errors import SignatureInvalid, SnapshotCorrupt, SnapshotError
-from pilotflame.runtime.commands.snapshot import snapshot
 from pilotflame.snapshot.format.manifest import SIGNATURE_NAME, Manifest
-from safetensors.numpy import save_file
 
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(snapshot, [str(argument) for argument in arguments], catch_exceptions=False)
+from .test_snapshot import run
 
 
 def facts(*arguments: object) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
     return found
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    save_file({"first": np.zeros((300, 2), np.float32)}, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
-    return folder
 
 
 def test_a_snapshot_is_signed_and_verified(weights: Path, tmp_path: Path) -> None:
