@@ -21,17 +21,23 @@ LENGTHS = 200
 """The answers whose lengths are known."""
 SHARE = 0.9
 """The share of the callers' time for a token that a step may take."""
-READING_SHARE = 0.8
+READING_SHARE = 0.75
 """The time for reading a prompt in each step, as a share of the rows' time. The rest is for a layer that ends late."""
 DEFAULT_LENGTH = 128
 """The tokens of an answer before any has ended."""
+SHORT = 0.1
+"""The share of answers that are shorter than a short one."""
 
 
 class Targets(NamedTuple):
-    """What a caller needs, in seconds. `first_by_s` is a time on the engine's clock, and `token_s` the mean time of a later token."""
+    """What a caller needs, in seconds."""
 
     first_by_s: float = math.inf
+    """When the first token comes at the latest, on the engine's clock."""
     token_s: float = math.inf
+    """The mean time of a later token."""
+    done_by_s: float = math.inf
+    """When the answer ends at the latest, on the engine's clock."""
 
 
 class EngineLoad(NamedTuple):
@@ -71,11 +77,18 @@ class Admission:
     def first_token_s(self, load: EngineLoad, tokens: int, most_new: int) -> float:
         """Return in how many seconds a prompt of `tokens` has been read, if it arrives now."""
         read_s = self._reading_s([*load.unread, tokens], load)
-        if (behind := load.rows + len(load.unread) + 1 - load.most_rows) <= 0:
-            return read_s
-        # One of the rows ends in the mean time of an answer, divided by the number of rows.
-        free_s = behind * self._length(most_new) * self._token_s(load.most_rows) / load.most_rows
-        return max(read_s, free_s + self._reading_s([tokens], load))
+        free_s = self._free_s(load, most_new, self._token_s(load.most_rows))
+        return max(read_s, free_s + self._reading_s([tokens], load)) if free_s else read_s
+
+    def soonest_s(self, load: EngineLoad, tokens: int, most_new: int) -> float:
+        """Return in how many seconds a prompt of `tokens` has its whole answer, if it arrives now and the answer is a short one.
+
+        Prompts count as if they were read without rows, and steps as if no prompt were read. So a caller with less time gets no answer.
+        """
+        step_s = self.step_s(min(load.most_rows, load.rows + 1))
+        pass_s, token_s = self.chunks.line()
+        read_s = sum(pass_s + unread * token_s for unread in (*load.unread, tokens))
+        return max(read_s, self._free_s(load, most_new, step_s)) + (self._short(most_new) - 1) * step_s
 
     def later_token_s(self, load: EngineLoad) -> float:
         """Return the mean time of the later tokens of a request that arrives now."""
@@ -92,6 +105,14 @@ class Admission:
         rest_s = SHARE * load.token_s - step_s if load.token_s < math.inf else 0.0
         return max(READING_SHARE * step_s, rest_s)
 
+    def _free_s(self, load: EngineLoad, most_new: int, token_s: float) -> float:
+        """Return in how many seconds a request that arrives now has a row, if each token of the others takes `token_s`.
+
+        One of the rows ends in the mean time of an answer, divided by the number of rows.
+        """
+        behind = max(0, load.rows + len(load.unread) + 1 - load.most_rows)
+        return behind * self._length(most_new) * token_s / load.most_rows
+
     def _token_s(self, rows: int) -> float:
         """Return the time of a token of `rows` rows. While prompts are read, it is that of two steps."""
         return 2 * self.step_s(rows)
@@ -100,6 +121,11 @@ class Admission:
         """Return the mean length of answers of at most `most` tokens."""
         known = self._lengths or (DEFAULT_LENGTH,)
         return sum(min(one, most) for one in known) / len(known)
+
+    def _short(self, most: int) -> int:
+        """Return the tokens of a short answer of at most `most` tokens; 1 before any has ended."""
+        known = sorted(self._lengths) or [1]
+        return min(most, known[int(SHORT * len(known))])
 
     def _reading_s(self, prompts: Sequence[int], load: EngineLoad) -> float:
         """Return how long it takes to read prompts one after the other, beside the rows."""

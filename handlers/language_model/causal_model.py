@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .adapters import ModelAdapters
+from .ragged_attention import ragged_attention
 from .rows import Alone, Rows
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -79,7 +80,7 @@ class CausalModel:
             "logits_to_keep": 1,
         }
         taken = {name: value for name, value in arguments.items() if name in self._takes}
-        with torch.inference_mode():
+        with torch.inference_mode(), ragged_attention():
             if self.adapters is None:
                 found = self.module(**taken)
             else:

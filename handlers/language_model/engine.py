@@ -29,6 +29,8 @@ from .schedule import Chunk, ScheduledSequence, StepSchedule
 NO_TARGETS = Targets()
 LEAST_RETRY_S = 0.1
 """The shortest time after which a refused request should come again."""
+LEAST_SLICE_S = 1e-3
+"""The shortest time for reading a prompt, which then reads a layer. 0 would mean all of it."""
 LOG = logging.getLogger(__name__)
 
 
@@ -179,8 +181,9 @@ class Engine:
         step = self._schedule.step(self._reader.tokens(slice_s))
         for sequence in step.dropped:
             self._leave(self._runs[sequence])
-        made = self._continue()
-        found = self._read(step.chunk, slice_s if step.rows else 0.0) if step.chunk is not None else None
+        made, late_s = self._continue()
+        slice_s = max(LEAST_SLICE_S, slice_s - late_s) if step.rows else 0.0
+        found = self._read(step.chunk, slice_s) if step.chunk is not None else None
         self._schedule.done(step, read=found is not None)
         for run, token in [*made, *(found or ())]:
             self._give(run, token)
@@ -221,36 +224,46 @@ class Engine:
         load = self._load(self._schedule.unread)
         if (token_s := self._admission.later_token_s(load)) > run.targets.token_s:
             return _overloaded(f"A token would take {token_s * 1e3:.0f} ms at present.", LEAST_RETRY_S)
-        most_new = run.sequence.most_tokens - run.sequence.tokens
-        return self._late(run, self._admission.first_token_s(load, _unread(run), most_new))
+        return self._late(run, load, run.sequence.most_tokens - run.sequence.tokens)
 
-    def _late(self, run: _Run, first_s: float) -> Overloaded | None:
-        """Return the refusal of a sequence whose first token would come in `first_s`; None if that is in time."""
-        late_s = time.monotonic() + first_s - run.targets.first_by_s
-        text = f"The first token would come {late_s:.1f} s later than the request allows."
-        return _overloaded(text, late_s) if late_s > 0 else None
+    def _late(self, run: _Run, load: EngineLoad, most_new: int) -> Overloaded | None:
+        """Return the refusal of a sequence whose first token or whose end would come too late; None if both are in time."""
+        unread, now_s = run.sequence.tokens - run.sequence.stored, time.monotonic()
+        late_s = now_s + self._admission.first_token_s(load, unread, most_new) - run.targets.first_by_s
+        if late_s > 0:
+            return _overloaded(
+                f"The first token would come {late_s:.2f} s later than the request allows.", late_s
+            )
+        late_s = now_s + self._admission.soonest_s(load, unread, most_new) - run.targets.done_by_s
+        if late_s > 0:
+            return _overloaded(
+                f"Even a short answer would end {late_s:.2f} s later than the request allows.", late_s
+            )
+        return None
 
     def _refuse_late(self) -> None:
         """Fail the sequences that are next and would be late, if they have made no token."""
         while (sequence := self._schedule.next) is not None:
             run = self._runs[sequence]
-            refusal = self._late(run, self._admission.first_token_s(self._load(()), _unread(run), 1))
+            refusal = self._late(run, self._load(()), 1)
             if refusal is None or len(run.ids) > run.prompt:
                 return
             run.put(refusal)
             self._end(run)
 
-    def _continue(self) -> list[_Made]:
-        """Make the next token of each row."""
+    def _continue(self) -> tuple[list[_Made], float]:
+        """Make the next token of each row. Return also by how many seconds this took longer than predicted."""
         if not (members := self._members):
-            return []
+            return [], 0.0
+        predicted_s = self._admission.step_s(len(members))
         began_s = time.perf_counter()
         logits = self.model.forward(
             self._rows, [[run.ids[-1]] for run in members], [run.adapter for run in members]
         )
         made = _choose(members, logits)
-        self._admission.note_step(len(members), time.perf_counter() - began_s)
-        return made
+        taken_s = time.perf_counter() - began_s
+        self._admission.note_step(len(members), taken_s)
+        return made, max(0.0, taken_s - predicted_s)
 
     def _read(self, chunk: Chunk, slice_s: float) -> list[_Made] | None:
         """Read a chunk for about `slice_s` seconds, or to its end if this is 0. Return None if it is not read yet.
@@ -335,10 +348,6 @@ def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
             ends = token in run.ends
             made.append((run, Token(token, logprobs, ends, ends or run.sampler.complete)))
     return made
-
-
-def _unread(run: _Run) -> int:
-    return run.sequence.tokens - run.sequence.stored
 
 
 def _overloaded(text: str, late_s: float) -> Overloaded:

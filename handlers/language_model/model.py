@@ -105,12 +105,15 @@ class LanguageModel:
         self.engine.rehearse()
         self.tokenizer.decode(self.tokenizer.encode("Hello"))
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
+    async def generate(
+        self, request: GenerationRequest, deadline: float | None = None
+    ) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.
 
-        Raises InputInvalid if the request does not fit the model.
+        `deadline` is the Unix time in seconds after which no answer is needed, such as `context.deadline`. Raises InputInvalid if the request
+        does not fit the model, and Overloaded if it would be late.
         """
-        plan = await asyncio.to_thread(self._plan, request)
+        plan = await asyncio.to_thread(self._plan, request, deadline)
         if self._adapters is not None and request.adapter is not None:
             await self._adapters.arrive(request.adapter)
         answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
@@ -118,7 +121,7 @@ class LanguageModel:
             async for delta in answers:
                 yield delta
 
-    def _plan(self, request: GenerationRequest) -> _Plan:
+    def _plan(self, request: GenerationRequest, deadline: float | None) -> _Plan:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
         prompt = self._prompts.prompt(request)
         most_new = most_new_tokens(request, len(prompt.ids), self.most_tokens)
@@ -129,7 +132,7 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request))
+        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request, deadline))
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -213,10 +216,15 @@ class LanguageModel:
         return text
 
 
-def _targets(request: GenerationRequest) -> Targets:
+def _targets(request: GenerationRequest, deadline: float | None) -> Targets:
     """Return the caller's targets, by the engine's clock."""
-    by, token_ms = request.first_token_by, request.token_ms
+    token_ms = request.token_ms
     return Targets(
-        math.inf if by is None else time.monotonic() + by - time.time(),
+        _engine_s(request.first_token_by),
         math.inf if token_ms is None else token_ms / 1000,
+        _engine_s(deadline),
     )
+
+
+def _engine_s(unix_s: float | None) -> float:
+    return math.inf if unix_s is None else time.monotonic() + unix_s - time.time()

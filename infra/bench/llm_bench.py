@@ -260,9 +260,16 @@ def beside_bare_loop(report: Report, shape: dict[str, Any], rounds: int) -> None
             ),
         )
         report.add(f"tokens_vs_bare_loop_{rows}", ratio, "", ">= 0.9")
-    quiet, _ = asyncio.run(gaps(engine, reads=0))
-    _, worst = asyncio.run(gaps(engine, reads=1000))
-    report.add("worst_gap_vs_median", worst / quiet, f"of {quiet:.0f} ms", "<= 2")
+    # Memory that this machine has never used is slow at first.
+    asyncio.run(gaps(engine, reads=1000))
+    quiet: list[float] = []
+
+    def worst_gap() -> float:
+        quiet.append(asyncio.run(gaps(engine, reads=0))[0])
+        return asyncio.run(gaps(engine, reads=1000))[1] / quiet[-1]
+
+    worst = median(rounds, worst_gap)
+    report.add("worst_gap_vs_median", worst, f"of {statistics.median(quiet):.0f} ms", "<= 2")
 
 
 def beside_generate(report: Report, rounds: int) -> None:

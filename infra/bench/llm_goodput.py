@@ -1,7 +1,8 @@
 """How many requests of a trace an engine answers in time under overload, with targets and without.
 
 A request is in time if its first token and the mean time of its later tokens take at most LIMIT times the medians of an idle
-engine. The rate is one at which an engine without targets answers about half of the requests in time.
+engine. A refused request comes again as `Retry-After` says, and its times count from the first try, so it is late. The rate is one at which
+an engine without targets answers about half of the requests in time.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Call:
     new: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """The times of a request. Times are in seconds; None: it was refused."""
+    """The times of a request, in seconds."""
 
-    first_s: float | None = None
-    token_s: float = 0.0
-    in_window: int = 0
+    first_s: float
+    token_s: float
+    in_window: int
     """The tokens that were made before the last request came."""
 
 
@@ -63,11 +64,7 @@ class Limits:
     token_s: float
 
     def met(self, outcome: Outcome) -> bool:
-        return (
-            outcome.first_s is not None
-            and outcome.first_s <= self.first_s
-            and outcome.token_s <= self.token_s
-        )
+        return outcome.first_s <= self.first_s and outcome.token_s <= self.token_s
 
 
 def calls() -> list[Call]:
@@ -88,23 +85,24 @@ def calls() -> list[Call]:
 
 
 async def call(engine: Engine, one: Call, limits: Limits | None, until_s: float) -> Outcome:
-    """Run a request. With `limits`, they are its targets."""
+    """Run a request until it is answered. With `limits`, they are its targets."""
     began_s = time.monotonic()
-    targets = Targets(began_s + limits.first_s, limits.token_s) if limits else Targets()
-    outcome, last_s, made = Outcome(), began_s, 0
+    while True:
+        targets = Targets(time.monotonic() + limits.first_s, limits.token_s) if limits else Targets()
+        try:
+            return await answered(engine, one, targets, began_s, until_s)
+        except Overloaded as error:
+            await asyncio.sleep(error.details["retry_after_s"])
+
+
+async def answered(engine: Engine, one: Call, targets: Targets, began_s: float, until_s: float) -> Outcome:
+    """Run a request that has begun at `began_s`. Raise Overloaded if it is refused."""
     tokens = engine.generate(one.ids, Sampler(GREEDY, one.ids, ()), (), one.new, targets=targets)
-    try:
-        async with aclosing(tokens):
-            async for _ in tokens:
-                last_s = time.monotonic()
-                made += 1
-                outcome.in_window += last_s < until_s
-                if outcome.first_s is None:
-                    outcome.first_s = last_s - began_s
-    except Overloaded:
-        return Outcome()
-    outcome.token_s = (last_s - began_s - (outcome.first_s or 0.0)) / (made - 1)
-    return outcome
+    async with aclosing(tokens):
+        times_s = [time.monotonic() async for _ in tokens]
+    first_s, last_s = times_s[0], times_s[-1]
+    in_window = sum(at_s < until_s for at_s in times_s)
+    return Outcome(first_s - began_s, (last_s - first_s) / (len(times_s) - 1), in_window)
 
 
 async def replay(engine: Engine, trace: Sequence[Call], rate: float, limits: Limits | None) -> list[Outcome]:
@@ -122,8 +120,10 @@ async def replay(engine: Engine, trace: Sequence[Call], rate: float, limits: Lim
 async def unloaded(engine: Engine, trace: Sequence[Call]) -> Limits:
     """Return the limits: LIMIT times the medians of requests that run alone."""
     found = [await call(engine, one, None, 0.0) for one in trace[:15]]
-    first_s = statistics.median(one.first_s or 0.0 for one in found)
-    return Limits(LIMIT * first_s, LIMIT * statistics.median(one.token_s for one in found))
+    return Limits(
+        LIMIT * statistics.median(one.first_s for one in found),
+        LIMIT * statistics.median(one.token_s for one in found),
+    )
 
 
 async def goodput(engine: Engine, plain: Engine, rounds: int) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import Overloaded
-from pilotflame.handlers.language_model.admission import Admission, EngineLoad, Targets
+from pilotflame.handlers.language_model.admission import READING_SHARE, Admission, EngineLoad, Targets
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import NO_TARGETS, Engine
 from pilotflame.handlers.language_model.sampling import Sampler
@@ -62,6 +62,34 @@ def test_requests_that_wait_for_a_row_wait_for_answers_of_the_usual_length() -> 
     assert made.first_token_s(full, 10, 4000) == pytest.approx(10 * 2 * 0.06 / 4 + read_s, rel=0.2)
 
 
+def test_an_answer_ends_at_the_soonest_after_its_prompt_and_a_short_answer() -> None:
+    made = learned(0.01, 0.001, 0.02, 0.01)
+    idle, full = EngineLoad(0, (), 4), EngineLoad(4, (), 4)
+    # No answer has ended yet, so one token may be all.
+    assert made.soonest_s(idle, 100, 40) == pytest.approx(0.11)
+    for tokens in [*[20] * 30, *[100] * 170]:
+        made.note_answer(tokens)
+    assert made.soonest_s(idle, 100, 400) == pytest.approx(0.11 + 19 * 0.03)
+    assert made.soonest_s(idle, 100, 5) == pytest.approx(0.11 + 4 * 0.03)
+    # It waits for the end of one of four answers of 88 tokens in the mean.
+    assert made.soonest_s(full, 100, 400) == pytest.approx(88 * 0.06 / 4 + 19 * 0.06)
+
+
+@given(
+    st.integers(0, 4), st.lists(st.integers(1, 2000), max_size=6), st.integers(1, 2000), st.integers(1, 500)
+)
+def test_the_soonest_end_grows_with_the_work_and_an_answer_of_one_token_ends_with_it(
+    rows: int, unread: list[int], tokens: int, new: int
+) -> None:
+    made = learned(0.01, 0.001, 0.02, 0.001)
+    load = EngineLoad(rows, unread, 4)
+    assert 0 < made.soonest_s(load, tokens, 1) <= made.first_token_s(load, tokens, 1) + 1e-9
+    assert made.soonest_s(load, tokens, new) <= made.soonest_s(load, tokens, new + 50)
+    assert made.soonest_s(load, tokens, new) <= made.soonest_s(
+        load._replace(unread=[*unread, 5]), tokens, new
+    )
+
+
 def test_the_time_of_a_token_and_the_chunk_that_it_leaves() -> None:
     made = learned(0.01, 0.001, 0.02, 0.01)
     assert made.later_token_s(EngineLoad(0, (), 4)) == pytest.approx(2 * 0.03)
@@ -71,9 +99,9 @@ def test_the_time_of_a_token_and_the_chunk_that_it_leaves() -> None:
         == pytest.approx(2 * 0.06)
     )
     assert made.chunk_s(EngineLoad(0, (), 4, 0.2)) == 0
-    assert made.chunk_s(EngineLoad(1, (), 4)) == pytest.approx(0.8 * 0.03)
+    assert made.chunk_s(EngineLoad(1, (), 4)) == pytest.approx(READING_SHARE * 0.03)
     assert made.chunk_s(EngineLoad(1, (), 4, 0.2)) == pytest.approx(0.9 * 0.2 - 0.03)
-    assert made.chunk_s(EngineLoad(1, (), 4, 0.001)) == pytest.approx(0.8 * 0.03)
+    assert made.chunk_s(EngineLoad(1, (), 4, 0.001)) == pytest.approx(READING_SHARE * 0.03)
 
 
 PROMPT = [5] * 40
@@ -103,6 +131,8 @@ async def test_a_request_that_would_be_late_is_refused_and_the_others_go_on() ->
     assert caught.value.details["retry_after_s"] >= 1
     with pytest.raises(Overloaded, match="A token would take"):
         await run(engine, Targets(token_s=1e-9))
+    with pytest.raises(Overloaded, match="Even a short answer would end"):
+        await run(engine, Targets(done_by_s=time.monotonic()))
     # Two long requests have the rows, so the third would wait for one of their ends.
     begun = [asyncio.Event(), asyncio.Event()]
     async with asyncio.TaskGroup() as tasks:

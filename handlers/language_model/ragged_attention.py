@@ -1,0 +1,75 @@
+"""Attention of one new token for each of several rows, without the columns before a short row.
+
+transformers' function `sdpa` also reads the masked columns, so each row takes the time of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+LEAST_MASKED = 128
+"""The masked columns of a mean row at which single rows are faster than all rows at once."""
+OTHERS = ("position_bias", "cache")
+"""Arguments with which attention is more than keys, values and a mask."""
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+_used: ContextVar[bool] = ContextVar("ragged_attention", default=False)
+
+
+@contextmanager
+def ragged_attention() -> Iterator[None]:
+    """Use it in the passes of this context. Passes elsewhere in the process are not affected."""
+    former: Attention = AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
+    if not isinstance(former, _RaggedAttention):
+        AttentionInterface.register("sdpa", _RaggedAttention(former))
+    token = _used.set(True)
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
+
+class _RaggedAttention:
+    """The function `sdpa`, which calls `former` for all rows at once, or for each row with its own columns.
+
+    It takes queries (rows, heads, tokens, size), keys and values (rows, heads, columns, size) and a mask (rows, 1, tokens, columns).
+    """
+
+    def __init__(self, former: Attention) -> None:
+        self._former = former
+
+    def __call__(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        *more: Any, **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        starts = _starts(query, attention_mask, others) if _used.get() else None
+        if attention_mask is None or starts is None:
+            return self._former(module, query, key, value, attention_mask, *more, **others)
+        found = []
+        for row, start in enumerate(starts):
+            own = slice(row, row + 1)
+            columns = key[own, :, start:], value[own, :, start:], attention_mask[own, :, :, start:]
+            found.append(self._former(module, query[own], *columns, *more, **others)[0])
+        return torch.cat(found), None
+
+
+def _starts(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> list[int] | None:
+    """Return the first column of each row; None if all rows at once are right and faster.
+
+    On a device they are faster in any case, because each row would start a kernel.
+    """
+    rows, _, tokens, _ = query.shape
+    if mask is None or query.device.type != "cpu" or any(others.get(name) is not None for name in OTHERS):
+        return None
+    if rows == 1 or tokens > 1 or mask.dtype != torch.bool or mask.shape[:3] != (rows, 1, 1):
+        return None
+    starts: list[int] = mask[:, 0, 0].to(torch.uint8).argmax(-1).tolist()
+    return starts if sum(starts) >= LEAST_MASKED * rows else None
