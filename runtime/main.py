@@ -57,10 +57,7 @@ from .events.message_queue import Identity
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.function_events import FunctionEvents
-from .functions.metering import Metering
-from .functions.node_memory import MemoryMeter
 from .functions.prewarming import Prewarming
-from .functions.recorder import Recorder
 from .functions.registry import Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
@@ -85,6 +82,9 @@ from .launching.gpus import find_driver
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .measuring.metering import Metering
+from .measuring.node_memory import MemoryMeter
+from .measuring.recorder import Recorder
 from .reconciling.function_histories import FunctionHistories
 from .reconciling.gpu_places import GpuPlaces
 from .reconciling.reconciler import Reconciler
@@ -627,7 +627,7 @@ def _open_observers(
         observer.follow(functions.events, metrics)
         stack.push_async_callback(observer.close)
         if observer.call_observer:
-            functions.call_observers.append(observer.call_observer)
+            functions.observe_calls(observer.call_observer)
 
 
 def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:

@@ -282,16 +282,16 @@ TIMERS = {
     "runtime/reconciling/function_histories.py": 1,
     # Measures memory, and listens to the kernel's pressure again.
     "runtime/functions/memory_pressure.py": 1,
-    "runtime/functions/metering.py": 1,
     "runtime/functions/rest.py": 3,
     # The wall clock of schedules, and the windows after calls of other functions.
     "runtime/functions/prewarming.py": 2,
+    "runtime/measuring/metering.py": 1,
 }
 
 
 def test_one_timer_decides_about_workers() -> None:
     found = Counter[str]()
-    rooms = ("runtime/reconciling", "runtime/scaling", "runtime/functions")
+    rooms = ("runtime/reconciling", "runtime/scaling", "runtime/functions", "runtime/measuring")
     for path in [
         *(file for room in rooms for file in (ROOT / room).glob("*.py")),
         ROOT / "runtime/serving/revision.py",

@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {"threads": 1, "scale.max": 1, "scale.idle_timeout_s"
 RATIOS = {"cold_p50_ms": 1.2, "cold_p99_ms": 2, "warm_p50_ms": 1.1, "deploy_cpu_ms": 1.2}
 # The accounts are written once a minute.
 IDLE_S = 60.0
-# After the last start, the memory of all processes is measured once more (runtime/functions/node_memory.py).
+# After the last start, the memory of all processes is measured once more (runtime/measuring/node_memory.py).
 SETTLE_S = 60.0
 # Standbys are forked, and workers end, after the cold starts.
 QUIET_S = 1.0

@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 from ...errors import Forbidden
 from ..access.keys import Caller, Scope
 from ..functions.live import FunctionStatus, Live, Prefetched, Process, SourceStatus
-from ..functions.node_memory import MemoryMeter, NodeMemory
 from ..functions.registry import Functions
 from ..http.requests import caller_of
 from ..http.responses import Timestamp, json_response, timestamp
 from ..http.routes import Flag, Route
+from ..measuring.node_memory import MemoryMeter, NodeMemory
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
 

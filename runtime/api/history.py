@@ -14,10 +14,10 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..billing.usage import GB, HOUR_S
 from ..functions.live import Live, ladder_spec_of
-from ..functions.recorder import Recorder
 from ..functions.registry import Functions
 from ..http.responses import Timestamp, timestamp
 from ..http.routes import Number, Route, UnixTime
+from ..measuring.recorder import Recorder
 from ..scaling.rung_figures import HoldingPrices
 from ..telemetry.decisions import describe
 from ..telemetry.rung_name import RungName

@@ -8,55 +8,44 @@ import functools
 import logging
 import shutil
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
-from ...errors import Forbidden, GatewayError, PilotflameError, SnapshotError, UnknownFunction
+from ...errors import Forbidden, GatewayError, PilotflameError, UnknownFunction
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import Deployer, DeployPolicies
 from ..access.host_claims import HostClaims
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
-from ..packaging.environment import EnvironmentLauncher, discard_unused, shrink_cache
+from ..packaging.environment import discard_unused, shrink_cache
 from ..packaging.reuse import FileDigests, lacking
-from ..packaging.snapshots import check_signatures
-from ..reconciling.function import Function
 from ..reconciling.function_histories import FunctionHistories
 from ..reconciling.gpu_places import GpuPlaces
-from ..reconciling.node_parts import NodeParts
 from ..reconciling.reconciler import Reconciler
-from ..reconciling.revision_workers import Listeners, RevisionWorkers
 from ..scaling.rung_figures import HoldingPrices
-from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.revision import FAILURES, Revision
+from ..serving.revision import Revision
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
-from ..telemetry.invocation_end import GenerationEnd, InvocationEnd
+from ..telemetry.invocation_end import GenerationEnd
 from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
-from .deploy import Deployment, prepare, requirements_of, stored_outside, worker_spec
+from .deploy import Deployment, prepare, stored_outside
+from .deploy_threads import DeployThreads
 from .function_events import FunctionEvents
-from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
+from .live import Live, Prefetched, RevisionFacts, ladder_spec_of
 from .progress import Progress
 from .rest import LIGHT_S
+from .revision_maker import RevisionMaker
 from .store import RevisionRecord, Store
+from .stored_faults import UNREAD, StoredFaults
 
 LOG = logging.getLogger(__name__)
-# The maximum number of deploys that work on files at a time. A deploy can wait for minutes, for example for a package
-# index. So deploys have separate threads: the event loop's default threads must stay free, because they compress
-# answers.
-DEPLOY_THREADS = 4
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
-# Why a function is barred after a start of the gateway, until its local weights are compared with their signed digests.
-UNREAD = "The gateway still compares the weights with their signed digests. Try again later."
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -76,8 +65,6 @@ class Functions:
     reconciler: Reconciler
     dialects: Dialects
     policies: DeployPolicies
-    call_observers: list[str] = field(default_factory=list, init=False)
-    """Names the `CallObserver`s of workers, as `WorkerSpec.observers` does."""
     # Sorted by name.
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # The revisions that the property `running` returns.
@@ -95,9 +82,7 @@ class Functions:
     # True if there may be an environment that no revision needs, which a crash or a failed deploy has left.
     _untidy: bool = field(default=True, init=False)
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(DEPLOY_THREADS, "deploy"), init=False
-    )
+    _threads: DeployThreads = field(default_factory=DeployThreads, init=False)
 
     def __post_init__(self) -> None:
         self.hosts = HostClaims(
@@ -105,6 +90,15 @@ class Functions:
         )
         for changed in (self.events.live, self.events.deleted):
             changed.append(self.hosts.update)
+        self._maker = RevisionMaker(
+            self.store, self.environments, self.launcher, self.weights, self.secrets, self.dialects, self.policies,
+            self.histories, self.reconciler, self.tasks, self.events, self._threads,
+        )  # fmt: skip
+        self._faults = StoredFaults(self.store, self.policies, self.events, self._threads, self._check_open)
+
+    def observe_calls(self, observer: str) -> None:
+        """Let all workers that start from now on have a `CallObserver`, named as `WorkerSpec.observers` does."""
+        self._maker.call_observers.append(observer)
 
     @property
     def drain_s(self) -> float:
@@ -220,7 +214,7 @@ class Functions:
             self.policies,
         )
         try:
-            staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
+            staged, fields = await self._threads.run(prepared, undo=lambda made: _remove(made[0]))
         except PilotflameError as error:
             self._untidy = True
             LOG.warning("a deploy was refused: %s", error)
@@ -230,7 +224,7 @@ class Functions:
         for text in said:
             logs.write("deploy", text)
         with contextlib.ExitStack() as failing:
-            failing.callback(self._threads.submit, _remove, staged)
+            failing.callback(self._threads.start, functools.partial(_remove, staged))
             self.gpus.check(name, fields.settings.resources)
             self.hosts.check(fields.settings)
             async with self._lock(name):
@@ -239,7 +233,7 @@ class Functions:
                 named(name)
                 failing.pop_all()
                 place = functools.partial(self.store.place, staged, fields)
-                record = await self._thread(place, undo=self.store.withdraw)
+                record = await self._threads.run(place, undo=self.store.withdraw)
                 withdraw = functools.partial(self.store.withdraw, record)
                 return await self._replace(
                     record, logs, check=request.check, withdraw=withdraw, progress=progress
@@ -252,7 +246,7 @@ class Functions:
         """
         record = self.get(name).record
         missing = functools.partial(lacking, self.store.code(record), wanted)
-        return record.revision, await self._thread(missing)
+        return record.revision, await self._threads.run(missing)
 
     async def restart(self, name: str) -> Live:
         """Replace a function's processes by new processes of the same revision, and return the function.
@@ -299,7 +293,7 @@ class Functions:
         self.get(name)
         async with self._lock(name):
             old = self.get(name)
-            record = await self._thread(functools.partial(choose, old.record))
+            record = await self._threads.run(functools.partial(choose, old.record))
             return await self._replace(record, old.logs, check=True)
 
     async def prefetch(self, name: str) -> Prefetched:
@@ -326,8 +320,8 @@ class Functions:
     async def revisions(self, name: str) -> list[RevisionFacts]:
         """Return a function's stored revisions, the newest first. Raise the errors of `get`."""
         self.get(name)
-        records = await self._thread(functools.partial(self.store.revisions, name))
-        sizes = await self._thread(functools.partial(self.store.sizes, name))
+        records = await self._threads.run(functools.partial(self.store.revisions, name))
+        sizes = await self._threads.run(functools.partial(self.store.sizes, name))
         live, busy = self.get(name).record.revision, self._busy(name)
         return [
             RevisionFacts.of(
@@ -358,7 +352,7 @@ class Functions:
         try:
             self._check_owner(old, record.deployed_by, record.deployer)
             self.policies.check(record.settings, stored_outside(record), record.deployed_by)
-            await self._check_signatures(record)
+            await self._faults.check_signatures(record)
             live = await self._create(record, old.logs if old is not None else logs)
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress or Progress())
@@ -377,7 +371,7 @@ class Functions:
                 await self._end(live, 0.0)
             if record.function not in self._live:
                 await self.histories.forget(record.function)
-            await self._thread(withdraw)
+            await self._threads.run(withdraw)
         finally:
             self._proving.remove((record.function, record.revision))
 
@@ -385,7 +379,7 @@ class Functions:
         """Make a placed revision live, and begin to retire the old revision."""
         name = live.record.function
         try:
-            await self._thread(functools.partial(self.store.promote, live.record))
+            await self._threads.run(functools.partial(self.store.promote, live.record))
         except BaseException as error:
             _log_failure(live.logs, live.record, error)
             await self._abandon(live.record, live, withdraw)
@@ -412,22 +406,6 @@ class Functions:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
-
-    async def _thread(self, work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
-        """Run `work` in a thread of the deploys. If the caller is cancelled, call `undo` with the result of `work`."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-        def undone(done: asyncio.Future[T]) -> None:
-            if undo is not None and not done.cancelled() and done.exception() is None:
-                # `submit` raises RuntimeError if the gateway ends. The next gateway empties the staging folder.
-                with contextlib.suppress(RuntimeError):
-                    self._threads.submit(undo, done.result())
-
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            running.add_done_callback(undone)
-            raise
 
     async def _uninterrupted(self, change: Coroutine[Any, Any, None]) -> None:
         """Await `change` and raise its error. If the caller is cancelled, `change` still goes on."""
@@ -489,7 +467,7 @@ class Functions:
         # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
         # get the old secrets.
         await asyncio.to_thread(self.secrets.forget, name)
-        await self._thread(functools.partial(self.store.delete, name))
+        await self._threads.run(functools.partial(self.store.delete, name))
         for callback in self.events.removed:
             callback(name)
         await self._tidy(live, lambda: True)
@@ -500,7 +478,7 @@ class Functions:
         paused = await asyncio.to_thread(self.store.paused)
         for name, record in sorted((await asyncio.to_thread(self.store.functions)).items()):
             logs = self.logs.of_function(name)
-            fault = await self._fault(record, logs, read=False)
+            fault = await self._faults.of(record, logs, read=False)
             self._live[name] = live = await self._create(record, logs, barred=fault)
             if fault == UNREAD:
                 unread.append(live)
@@ -516,47 +494,10 @@ class Functions:
         self.hosts.update()
         warming.sort(key=_expected_waiting, reverse=True)
         self.tasks.create_task(self._warm(warming), name="warm")
-        self.tasks.create_task(self._compare(unread), name="compare")
-
-    async def _compare(self, functions: list[Live]) -> None:
-        """Compare the local weights of functions with their signed digests, and let the functions run after that."""
-        for live in filter(self._is_live, functions):
-            try:
-                fault = await self._fault(live.record, live.logs, read=True)
-            except GatewayError:
-                return
-            # A deploy or a restart compares the weights itself.
-            if self._is_live(live):
-                live.function.barred = fault
-                live.logs.write("gateway", fault or "the weights have the signed digests")
-                live.workers.look()
-                self.events.note_live(live.record.function)
+        self.tasks.create_task(self._faults.read_weights(unread, self._is_live), name="compare")
 
     def _is_live(self, live: Live) -> bool:
         return self._live.get(live.record.function) is live and not self._closing
-
-    async def _fault(self, record: RevisionRecord, logs: LogChannel, *, read: bool) -> str:
-        """Return why a stored revision may not run; "" if it may. Callers of the function see it.
-
-        Without `read`, return UNREAD if weights have to be read. Raise GatewayError if the gateway shuts down meanwhile.
-        """
-        if fault := self.policies.fault(record.settings, stored_outside(record), record.deployed_by):
-            return fault
-        try:
-            complete = await self._check_signatures(record, read=read)
-        except SnapshotError as error:
-            logs.write("gateway", str(error), "error")
-            return f"A snapshot of {record.function} is refused ({error.code}). The log of the function says why."
-        return "" if complete else UNREAD
-
-    async def _check_signatures(self, record: RevisionRecord, *, read: bool = True) -> bool:
-        """Check the required signatures. Without `read`, return False if weights have to be read."""
-        if not (signers := self.policies.snapshot_signers):
-            return True
-        code, stored = self.store.code(record), record.snapshots.items()
-        places = {name: at.url or code / (at.root or "") for name, at in stored}
-        progress = (lambda _done, _total: self._check_open()) if read else None
-        return await self._thread(functools.partial(check_signatures, code.parent, places, signers, progress))
 
     async def _warm(self, functions: list[Live]) -> None:
         """Launch zygotes one after the other. A slow zygote delays the next zygote by at most WARM_TURN_S.
@@ -589,72 +530,13 @@ class Functions:
 
     def close_threads(self) -> None:
         """Start no more work of deploys. Before the process ends, it waits for threads that still run."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def _create(self, record: RevisionRecord, logs: LogChannel, *, barred: str = "") -> Live:
         """Make a revision without processes. `barred` says why a policy does not allow its function to run."""
-        # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
-        spec = await self._thread(
-            functools.partial(
-                worker_spec, self.store, record, self.weights.cache, self.dialects, self.policies
-            )
-        )
-        if seen := self.gpus.environment(spec.resources, contained=bool(spec.image)):
-            spec = spec.model_copy(update={"env": {**spec.env, **seen}})
-        if self.call_observers:
-            spec = spec.model_copy(update={"observers": tuple(self.call_observers)})
-        # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key must hold
-        # everything except the weights that affects the speed of a revision's workers.
-        settings = f"{record.settings.concurrency} {record.settings.threads}"
-        key = f"{record.code_digest} {record.requirements_digest} {settings}"
-        launcher = EnvironmentLauncher(
-            self.launcher,
-            self.environments,
-            functools.partial(requirements_of, dialects=self.dialects),
-            self._thread,
-        )
-        manifests = [weights.manifest for weights in spec.weights]
-        opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, *manifests)
-        curves = await self._thread(opened)
-        if spec.remote and not barred:
-            self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
-
-        function = await self.histories.of(record.function)
-        if barred:
-            function.barred = barred
-            logs.write("gateway", barred, "error")
-        workers = RevisionWorkers(
-            spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),
-            logs.of(record.revision), lambda: self.secrets.of(record.function), curves, function,
-            self._listeners(function, logs),
-        )  # fmt: skip
-        live = Live(record, workers, logs)
+        live = await self._maker.make(record, logs, barred=barred)
         self._running.add(live)
         return live
-
-    def _listeners(self, function: Function, logs: LogChannel) -> Listeners:
-        """Return the listeners that pass the events of a revision on to all subscribers of `events`."""
-        name, events = function.name, self.events
-
-        def called(at_s: float) -> None:
-            for callback in events.called:
-                callback(name, at_s)
-
-        def activated(outcome: str) -> None:
-            for callback in events.activated:
-                callback(name, outcome)
-
-        def processes_changed() -> None:
-            for callback in events.processes:
-                callback(name)
-
-        return Listeners(
-            activated,
-            called,
-            functools.partial(self._note_end, function, logs),
-            events.begun,
-            processes_changed,
-        )
 
     async def _end(self, live: Live, timeout_s: float) -> None:
         """End the processes of a revision. Its invocations have `timeout_s` to finish."""
@@ -662,15 +544,6 @@ class Functions:
             await live.workers.retire(timeout_s)
         finally:
             self._running.discard(live)
-
-    def _note_end(self, function: Function, logs: LogChannel, end: InvocationEnd) -> None:
-        """Report the end of an invocation to the function and to all callbacks of `events.ended`."""
-        if end.timeline.activation is not None:
-            function.note_cold(end)
-        if end.error is not None:
-            _log_error(logs, end, end.error)
-        for callback in self.events.ended:
-            callback(end)
 
     async def _retire(self, name: str, old: Live | None) -> None:
         """Retire the replaced revision, if there is one, and remove old revisions from the store."""
@@ -695,7 +568,7 @@ class Functions:
                 shrink_cache(self.environments)
 
         try:
-            await self._thread(tidy)
+            await self._threads.run(tidy)
         # Only log this error, because files that cannot be removed do no harm.
         except (OSError, PilotflameError) as error:
             function.logs.write("gateway", f"old revisions were not removed: {error}")
@@ -705,13 +578,6 @@ def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException)
     if isinstance(error, PilotflameError):
         text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
         logs.write("deploy", text, "error", revision=record.revision)
-
-
-def _log_error(logs: LogChannel, end: InvocationEnd, error: PilotflameError) -> None:
-    """Log an error of an invocation that was sent to a worker. The failure of a handler is already in the log."""
-    if end.timeline.sent_s and error.status >= 500 and not isinstance(error, FAILURES):
-        text = f"{error.code}: {error.message}"
-        logs.write("gateway", text, "error", request_id=end.request_id, revision=end.revision)
 
 
 def _remove(folder: Path) -> None:

@@ -32,9 +32,9 @@ DEAR = 1e9
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
     with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
+        patch.setattr("pilotflame.runtime.measuring.metering.SETTLE_S", 0.01)
         # The tests and this gateway are one process. Its memory takes far longer to measure than that of a gateway alone.
-        patch.setattr("pilotflame.runtime.functions.node_memory.PAUSE", 0.0)
+        patch.setattr("pilotflame.runtime.measuring.node_memory.PAUSE", 0.0)
         async with gateway_here(folder / "state", drain_s=5.0, price_memory_gb_hour=36.0) as found:
             yield found
 
@@ -437,7 +437,7 @@ async def test_a_deploy_lifts_the_cap_only_with_a_higher_budget(gateway, deploy)
 
 
 async def test_money_is_a_budget_too_and_is_known_after_a_restart(state, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
+    monkeypatch.setattr("pilotflame.runtime.measuring.metering.SETTLE_S", 0.01)
     async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:
         function = await gateway.deploy(
             ECHO, {"budget.money_per_day": 1, "scale.rest": "local"}, name="dear", check=False
@@ -492,7 +492,7 @@ async def test_who_waits_for_workers_learns_of_the_cap(gateway, deploy, gate: Ga
 
 
 async def test_a_gateway_that_has_ended_measures_no_more(state, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
+    monkeypatch.setattr("pilotflame.runtime.measuring.metering.SETTLE_S", 0.01)
     monkeypatch.setattr("pilotflame.runtime.functions.rest.SETTLE_S", 0.01)
     loop = asyncio.get_running_loop()
     async with gateway_here(state) as gateway:

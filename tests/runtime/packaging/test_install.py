@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from live import LIMIT_S, gateway_here, gone, until
-from pilotflame.runtime.functions.registry import DEPLOY_THREADS
+from pilotflame.runtime.functions.deploy_threads import DEPLOY_THREADS
 from pilotflame.runtime.functions.store import Store
 from pilotflame.runtime.packaging import environment
 from pilotflame.runtime.packaging.requirements import requirements_digest

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live import gateway_here, gateway_process, until
-from pilotflame.runtime.functions import recorder
-from pilotflame.runtime.functions.recorder import BoundedFile, Recorder
+from pilotflame.runtime.measuring import recorder
+from pilotflame.runtime.measuring.recorder import BoundedFile, Recorder
 from pilotflame.runtime.reconciling.function import Function as DeployedFunction
 
 ECHO = "def handler(event):\n    return event\n"

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from ..functions.live import Live
 from ..reconciling.function import Function
 from ..telemetry.decisions import DecisionRecord
 from ..telemetry.load_history import LoadSample
-from .live import Live
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..functions.live import Live
+from ..functions.registry import Functions
 from ..telemetry.background import BackgroundTasks
-from .live import Live
-from .registry import Functions
 
 GATEWAY, BASES = "(gateway)", "(bases)"
 """The names under which memory is shown that belongs to no single function. No function can have such a name."""

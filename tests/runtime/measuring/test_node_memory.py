@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, gateway_here, gateway_process, short_folder
-from pilotflame.runtime.functions import metering, node_memory
-from pilotflame.runtime.functions.node_memory import MemoryMeter, pss_bytes
+from pilotflame.runtime.measuring import metering, node_memory
+from pilotflame.runtime.measuring.node_memory import MemoryMeter, pss_bytes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from ..billing.ledger import Ledger
 from ..billing.usage import GB, Holding, Usage
+from ..functions.live import Live
+from ..functions.registry import Functions
 from ..telemetry.background import BackgroundTasks
-from .live import Live
 from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, MemoryMeter
-from .registry import Functions
 
 # A measurement of the node begins SETTLE_S after a process came or went, and every EVERY_S while there are workers.
 SETTLE_S = 1.0
