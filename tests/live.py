@@ -22,8 +22,8 @@ import httpx
 from pilotflame.runtime.access.control_socket import find_control_socket
 from pilotflame.runtime.functions.registry import Functions
 from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.main import Server, serve
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.startup.server import Server, serve
 from pilotflame.snapshot.caching.memory import unmount
 from pilotflame.snapshot.caching.node import node_tiers
 

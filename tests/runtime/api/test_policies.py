@@ -14,8 +14,9 @@ import torch
 from fault_server import FaultServer
 from live import TRUSTED, Gateway, failure, gateway_here
 from pilotflame.errors import SourceDenied
-from pilotflame.runtime import main
 from pilotflame.runtime.packaging.code import pack
+from pilotflame.runtime.startup import server
+from pilotflame.runtime.startup.stored_calls import identity
 from safetensors.torch import save_file
 
 ECHO = "def handler(event):\n    return event\n"
@@ -45,7 +46,7 @@ async def upload(gateway: Gateway, folder: Path, *settings: str) -> httpx.Respon
 async def test_a_new_key_deploys_only_containers_and_needs_an_engine_for_it(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(main, "find_engine", lambda: None)
+    monkeypatch.setattr(server, "find_engine", lambda: None)
     async with gateway_here(state) as gateway, gateway.at_home() as home:
         error = failure(await home.post("/v1/keys", json={"name": "team", "scopes": ["deploy"]}))
         assert error["status"] == 400
@@ -91,7 +92,7 @@ async def test_a_gateway_that_has_lost_its_engine_names_the_keys_that_need_it(
 ) -> None:
     async with gateway_here(state, engine=ENGINE) as gateway:
         await key(gateway)
-    monkeypatch.setattr(main, "find_engine", lambda: None)
+    monkeypatch.setattr(server, "find_engine", lambda: None)
     async with gateway_here(state) as gateway, gateway.at_home() as home:
         lines = (await home.get("/v1/logs/gateway")).text
         assert "there is no container engine" in lines
@@ -266,7 +267,7 @@ async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
             assert (await upload(gateway, tmp_path / "code", snapshot)).status_code == 201
             authorization = gateway.client.headers["Authorization"]
             assert gateway.server is not None
-            assert not main._identity(gateway.server.functions, "mine").access.own_only
+            assert not identity(gateway.server.functions, "mine").access.own_only
         counted = len(server.requests)
         async with gateway_here(state, policy_kind="container") as gateway:
             gateway.client.headers["Authorization"] = authorization
@@ -277,5 +278,5 @@ async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
             with pytest.raises(SourceDenied, match="its address may not be connected to: loopback"):
                 await functions.weights.prefetch(functions.get("mine").revision.spec, {})
             # The same holds for its event sources.
-            assert main._identity(gateway.server.functions, "mine").access.own_only
+            assert identity(gateway.server.functions, "mine").access.own_only
         assert len(server.requests) == counted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from live import Gateway, gateway_here, until
-from pilotflame.runtime import main
+from pilotflame.runtime.startup import state as startup_state
 from pilotflame.runtime.telemetry import disk as disk_module
 from pilotflame.runtime.telemetry.disk import PAUSE_S, Disk
 
@@ -23,7 +23,7 @@ async def test_a_full_disk_is_logged_once_and_its_end_by_the_next_write(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = False
-    monkeypatch.setattr(main, "is_disk_full", lambda _folder, _least: full)
+    monkeypatch.setattr(startup_state, "is_disk_full", lambda _folder, _least: full)
     monkeypatch.setattr(disk_module, "PAUSE_S", 0.0)
     async with gateway_here(state) as gateway:
         assert (await gateway.client.get("/readyz")).status_code == 200

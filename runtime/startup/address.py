@@ -1,0 +1,69 @@
+"""Opens the address of a gateway: its socket and its certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...addresses import is_loopback
+from ..access.keyring import Keyring
+from ..http.listening import bind, url_of
+from ..http.tls import Certificate
+from ..settings.gateway_settings import GatewaySettings
+
+LOG = logging.getLogger(__name__)
+NO_ENGINE = (
+    "there is no container engine, so nothing can be deployed with the API keys that may only deploy containers: {names}."
+    " Install docker or podman, or see `pilotflame keys create --help` for --trusted."
+)
+NO_KEY_YET = (
+    "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
+    " /readyz refuse requests. Create a key: pilotflame keys create NAME --scope admin --state-dir {state}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAddress:
+    """Where a gateway accepts requests."""
+
+    socket: socket.socket
+    certificate: Certificate | None
+    """None: it serves HTTP, and not HTTPS."""
+    url: str
+    local: bool
+    """True if no other machine can reach it."""
+
+
+def open_address(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> GatewayAddress:
+    """Bind the socket. Raise GatewayError if the port is taken."""
+    certificate = _load_certificate(settings, stack)
+    sock = stack.enter_context(bind(settings.host, settings.port))
+    url = url_of(sock, tls=certificate is not None)
+    return GatewayAddress(sock, certificate, url, is_loopback(sock.getsockname()[0]))
+
+
+def warn_of_keys(
+    address: GatewayAddress, engine: str | None, keyring: Keyring, state: Path, *, local: bool
+) -> None:
+    """Warn of API keys with which nothing can be deployed, and of missing keys, unless all callers are `local`."""
+    if (names := keyring.container_only) and not engine:
+        LOG.warning("%s", NO_ENGINE.format(names=", ".join(names)))
+    if not local and not keyring.exists:
+        LOG.warning("%s", NO_KEY_YET.format(url=address.url, state=shlex.quote(str(state))))
+
+
+def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:
+    """Return the certificate if the gateway serves HTTPS. On SIGHUP, the gateway reads the certificate again."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    certificate = Certificate(settings.tls_cert, settings.tls_key)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, certificate.reload)
+    stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+    return certificate

@@ -1,0 +1,205 @@
+"""Creates the HTTP server: the routes of the gateway and its plugins, and the checks before them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..._version import __version__
+from ...errors import GatewayError, PilotflameError, UnknownFunction
+from ..access.control_socket import ControlSocket, control_socket
+from ..access.keys import ANYBODY
+from ..api.access import AccessControl
+from ..api.admin import Admin
+from ..api.backend import Backend
+from ..api.console import Console
+from ..api.deploys import Deploys
+from ..api.docs_page import DocsPage
+from ..api.fast_path import FastPath
+from ..api.guard import Guard
+from ..api.history import HistoryApi
+from ..api.invoke import Gateway
+from ..api.logs import LogsApi
+from ..api.openapi import OpenApi
+from ..api.plugin import ApiPlugin, Plugins
+from ..api.revisions import RevisionsApi
+from ..api.server import HttpServer, http_server
+from ..api.standalone import Standalone
+from ..api.usage import UsageApi
+from ..api.warmup import WarmupApi
+from ..api.webhooks import WebhooksApi
+from ..functions.registry import Functions
+from ..http.access_log import AccessLog
+from ..http.audit import Audit
+from ..http.cross_origin import CrossOrigin
+from ..http.endless_answers import EndlessAnswers
+from ..http.host_names import HostNames
+from ..http.large_answers import LargeAnswers
+from ..http.origins import Origins
+from ..http.responses import ErrorResponses, compressed
+from ..http.routes import Route, error_formats, joined
+from ..serving.response_cache import ResponseCache
+from ..settings.function_settings import FunctionSettings
+from ..settings.gateway_settings import GatewaySettings
+from ..telemetry.gateway_log import Format, print_log
+from ..telemetry.log_files import ACCESS, AUDIT
+from ..telemetry.logs import Logs
+from ..telemetry.metrics import Metrics
+from .address import GatewayAddress
+from .node import RunningNode
+from .state import State
+from .stored_calls import StoredCalls
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The HTTP server of a gateway, and the parts that its end needs."""
+
+    admin: Admin
+    http: HttpServer
+    endless: EndlessAnswers
+    standalone: Standalone | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrontParts:
+    """The parts that the HTTP server serves."""
+
+    settings: GatewaySettings
+    address: GatewayAddress
+    state: State
+    node: RunningNode
+    calls: StoredCalls
+    plugins: Mapping[str, type[ApiPlugin]]
+    """The APIs of plugins, by the names of the plugins."""
+    engine: str | None
+    """The container engine."""
+    alone: FunctionSettings | None
+    """The gateway's only function; None: there may be several."""
+
+
+async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Front:
+    """Accept requests, as the last step of a start."""
+    settings, node = parts.settings, parts.node
+    endless = EndlessAnswers()
+    backend = _backend(parts, endless)
+    gateway = Gateway(backend)
+    plugins = Plugins(parts.plugins, backend, bare=settings.bare_paths, alone=parts.alone is not None)
+    stack.callback(plugins.start(node.functions.tasks, node.metrics))
+    admin = Admin(
+        node.functions, node.metrics, parts.state.logs, node.memory, sources=parts.calls.sources.statuses,
+        disk_full=parts.state.disk.look,
+        starting=lambda: standalone is not None and standalone.is_starting(),
+    )  # fmt: skip
+    own = [*gateway.routes(), *admin.routes(), *_other_routes(parts, endless, plugins)]
+    rows = joined({"pilotflame": own, **plugins.rows()})
+    standalone = _standalone(parts.alone, node.functions, rows, settings.log_format, stack)
+    routes = OpenApi(
+        [*rows, *(standalone.routes if standalone is not None else [])], admin.statuses, plugins.all
+    ).routes
+    control = stack.enter_context(control_socket(parts.state.folder))
+    guard, cors = _guard(parts, routes, control, standalone)
+    audit = _open_audit(routes, parts.state.logs, stack)
+    http = await stack.enter_async_context(
+        _server(parts, gateway, plugins, routes, control, guard, cors, audit, standalone)
+    )
+    await stack.enter_async_context(
+        plugins.listening(settings.plugin_ports, guard, audit, parts.address.certificate)
+    )
+    return Front(admin, http, endless, standalone)
+
+
+def _backend(parts: FrontParts, endless: EndlessAnswers) -> Backend:
+    settings, functions, metrics = parts.settings, parts.node.functions, parts.node.metrics
+    cache = ResponseCache(settings.response_cache_mb << 20)
+    functions.events.live.append(cache.forget)
+    functions.events.removed.append(cache.remove)
+    metrics.readers.append(cache.readings)
+    return Backend(
+        functions, parts.calls.jobs, settings.max_body_bytes, settings.body_timeout_s, parts.state.folder,
+        Origins(settings.trusted_proxies), parts.state.disk, endless, cache,
+    )  # fmt: skip
+
+
+def _other_routes(parts: FrontParts, endless: EndlessAnswers, plugins: Plugins) -> list[Route]:
+    """Return the gateway's own routes, without those of calls and administration."""
+    state, functions, local = parts.state, parts.node.functions, parts.address.local and parts.alone is None
+    apis = (
+        Deploys(functions, state.disk.check, local=local), LogsApi(functions, state.logs, endless),
+        RevisionsApi(functions), AccessControl(state.keyring, state.secrets, functions, endless, parts.engine),
+        WebhooksApi(functions, parts.calls.jobs), HistoryApi(functions, parts.node.recorder), DocsPage(plugins.root),
+        UsageApi(parts.node.ledger), Console(functions, parts.node.metrics, endless), WarmupApi(functions),
+    )  # fmt: skip
+    return [row for api in apis for row in api.routes()]
+
+
+def _standalone(
+    alone: FunctionSettings | None, functions: Functions, rows: Sequence[Route], form: Format,
+    stack: contextlib.AsyncExitStack,
+) -> Standalone | None:  # fmt: skip
+    """Return the `Standalone` of the only function, and print that function's log."""
+    if alone is None:
+        return None
+    printing = print_log(functions.logs.of_function(alone.name), form)
+    stack.callback(functions.tasks.create_task(printing).cancel)
+    return Standalone(alone, functions, rows)
+
+
+def _guard(
+    parts: FrontParts, routes: Sequence[Route], control: ControlSocket, standalone: Standalone | None
+) -> tuple[Guard, CrossOrigin]:
+    """Return the checks of each request: of its API key and quotas, and of the page that a browser sends it from."""
+    settings, functions, local = parts.settings, parts.node.functions, parts.address.local
+    cors = CrossOrigin(functions, routes, settings.cors_origins, lambda: local and not guard.closed)
+    guard = Guard(
+        parts.state.keyring, control, functions.tasks, routes, cors, local=local,
+        required=settings.auth == "always" or not (local or standalone is not None),
+        names=lambda: [live.record.function for live in functions.all()], owns=functions.owns,
+        anybody=ANYBODY if standalone is None else standalone.caller,
+        open_to_anybody=frozenset() if standalone is None else standalone.open_routes,
+        on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
+        max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+    )  # fmt: skip
+    return guard, cors
+
+
+def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:
+    """Count a request that a quota refused. Count it only if its function exists, because callers can invent names."""
+    with contextlib.suppress(UnknownFunction, GatewayError):
+        functions.get(name)
+        metrics.turned_away(name, error)
+
+
+def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:
+    """Open the audit log. It also records the start and the stop of the gateway."""
+    audit = Audit(routes, logs.channel(AUDIT))
+    audit.note_gateway("Start", __version__)
+    stack.callback(audit.note_gateway, "Stop", __version__)
+    return audit
+
+
+def _server(
+    parts: FrontParts, gateway: Gateway, plugins: Plugins, routes: Sequence[Route], control: ControlSocket, guard: Guard,
+    cors: CrossOrigin, audit: Audit, standalone: Standalone | None,
+) -> contextlib.AbstractAsyncContextManager[HttpServer]:  # fmt: skip
+    """Return the HTTP server. A request passes the middlewares in their order, or the fast path alone."""
+    settings, functions, certificate = parts.settings, parts.node.functions, parts.address.certificate
+    requests = AccessLog(parts.state.logs.channel(ACCESS)) if settings.access_log else None
+    prefix = next((one.host_prefix for one in plugins.all if one.host_prefix), "")
+    hosts = HostNames(functions.hosts.find, prefix if settings.app_hosts else "")
+    middlewares = [
+        *([standalone.name_function] if standalone is not None else []),
+        *([requests.middleware] if requests is not None else []),
+        cors.middleware, compressed, ErrorResponses(error_formats(routes)).middleware, guard.middleware, audit.middleware,
+        *([standalone.hold] if standalone is not None else []),
+    ]  # fmt: skip
+    fast = FastPath(
+        gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests,
+        parts.alone.name if parts.alone is not None else "", hosts.claims, plugins.takers,
+    )  # fmt: skip
+    return http_server(
+        [parts.address.socket, control.sock], routes, middlewares, fast, settings.header_timeout_s,
+        [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Connects the followers of functions' events: metrics, accounts, memory, records, and the observers of plugins."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ...entry_points import OBSERVERS, load
+from ..access.keyring import Keyring
+from ..billing.ledger import Ledger
+from ..functions.registry import Functions
+from ..functions.rest import Rest
+from ..generation.token_counts import TokenCounts
+from ..measuring.metering import Metering
+from ..measuring.node_memory import MemoryMeter
+from ..measuring.recorder import Recorder
+from ..settings.gateway_settings import GatewaySettings
+from ..telemetry.metrics import Metrics
+
+
+def observe(
+    functions: Functions, metrics: Metrics, ledger: Ledger, keyring: Keyring, settings: GatewaySettings,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[Rest, MemoryMeter]:  # fmt: skip
+    """Connect the metrics, the ledger, the limits of API keys in tokens, the memory limit and the plugins' observers.
+
+    Return the object that limits the memory of idle functions, and the meter of the memory of all processes.
+    """
+    events, memory = functions.events, MemoryMeter(functions, functions.tasks)
+    metering = Metering(functions, ledger, memory, functions.tasks)
+    rest = Rest(
+        functions.all, functions.launcher, functions.tasks, settings.rest_mb, functions.weights.give_back
+    )
+    events.activated.append(metrics.activated)
+    events.ended.append(metrics.ended)
+    events.refused.append(metrics.refused)
+    # The ledger takes the last counts before the metrics drop them.
+    for removed in (ledger.note_removed, metrics.forget, metering.forget):
+        events.removed.append(removed)
+    events.live.append(TokenCounts(functions, keyring).follow)
+    for notice in (events.activated, events.live, events.processes):
+        notice.append(metering.note_change)
+    metering.note_change()
+    for notice in (events.activated, events.live, events.removed):
+        notice.append(rest.note_change)
+    events.processes.append(rest.note_processes)
+    for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
+        stack.callback(close)
+    _open_observers(functions, metrics, settings, stack)
+    return rest, memory
+
+
+def _open_observers(
+    functions: Functions, metrics: Metrics, settings: GatewaySettings, stack: contextlib.AsyncExitStack
+) -> None:
+    for kind in load(OBSERVERS, settings.plugins).values():
+        if (observer := kind.open()) is None:
+            continue
+        observer.follow(functions.events, metrics)
+        stack.push_async_callback(observer.close)
+        if observer.call_observer:
+            functions.observe_calls(observer.call_observer)
+
+
+def open_recorder(functions: Functions, folder: Path, stack: contextlib.AsyncExitStack) -> Recorder:
+    """Store the decisions about functions, their load and their arrivals."""
+    recorder, tasks = Recorder(folder, functions.all), functions.tasks
+
+    def deleted(name: str) -> None:
+        tasks.create_task(recorder.forget(name))
+
+    # Subscribe to `deleted`, which comes before `removed`: if the gateway is killed during the deletion, a new function
+    # with this name must not get the old records.
+    functions.events.deleted.append(deleted)
+    functions.events.processes.append(recorder.note_change)
+    stack.push_async_callback(recorder.flush)
+    stack.callback(tasks.keep(recorder.run, name="records").cancel)
+    return recorder

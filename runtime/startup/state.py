@@ -1,0 +1,78 @@
+"""Opens the state folder of a gateway: logs, keys, secrets, and the files of functions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..access.keyring import Keyring
+from ..access.secrets import Secrets
+from ..functions.store import Retention, Store
+from ..settings.gateway_settings import GatewaySettings
+from ..settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
+from ..telemetry.disk import Disk
+from ..telemetry.gateway_log import gateway_logging
+from ..telemetry.log_files import LogFiles
+from ..telemetry.logs import Logs
+from ..telemetry.metrics import Reading
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state folder of a gateway, which no other gateway uses."""
+
+    folder: Path
+    previous: str
+    """Names the previous gateway if it ended without shutdown; else ""."""
+    disk: Disk
+    logs: Logs
+    store: Store
+    keyring: Keyring
+    secrets: Secrets
+
+    async def readings(self) -> list[Reading]:
+        """Return the metric of the disk's free space."""
+        free = await asyncio.to_thread(free_bytes, self.folder)
+        await asyncio.to_thread(self.disk.look)
+        return [Reading("state_free_bytes", "Free space for the state folder.", {(): free}, ())]
+
+
+async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> State:
+    """Lock and read the state folder. Raise GatewayError if another gateway has it, or if a file is damaged."""
+    folder = stack.enter_context(locked_state_dir(settings.state_dir))
+    previous = stack.enter_context(running_marker(folder))
+    disk = Disk(folder, functools.partial(is_disk_full, folder, settings.min_free_bytes))
+    logs = await _open_logs(folder, settings, disk, stack)
+    store = Store(folder, LOG.warning, _retention(settings))
+    await asyncio.to_thread(store.start)
+    keyring, secrets = Keyring(folder), Secrets(folder)
+    for load in (keyring.load, secrets.load):
+        await asyncio.to_thread(load)
+    return State(folder, previous, disk, logs, store, keyring, secrets)
+
+
+async def _open_logs(
+    folder: Path, settings: GatewaySettings, disk: Disk, stack: contextlib.AsyncExitStack
+) -> Logs:
+    """Open the logs. The gateway's own messages go to its log and to standard error."""
+    files = LogFiles(
+        folder / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s, on_written=disk.wrote
+    )
+    await asyncio.to_thread(files.start)
+    stack.push_async_callback(asyncio.to_thread, files.close)
+    logs = Logs(files)
+    stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
+    return logs
+
+
+def _retention(settings: GatewaySettings) -> Retention:
+    return Retention(
+        settings.keep_revisions, settings.keep_revisions_bytes, settings.keep_compiled_bytes,
+        settings.keep_prefixes_bytes,
+    )  # fmt: skip

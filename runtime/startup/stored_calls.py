@@ -1,0 +1,117 @@
+"""Creates the callers that wait for no response: jobs and event sources. Pre-warming and alerts follow the functions, too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...errors import GatewayError
+from ..alerting.alerts import FunctionAlerts
+from ..api.plugin import ApiPlugin
+from ..events.message_queue import Identity
+from ..events.sources import Sources
+from ..functions.prewarming import Prewarming
+from ..functions.registry import Functions
+from ..jobs.jobs import Jobs
+from ..settings.gateway_settings import GatewaySettings
+from ..webhooks.signing import load_key
+from .node import RunningNode
+from .state import State
+
+LOG = logging.getLogger(__name__)
+NO_SHUTDOWN = (
+    "the previous gateway (%s) ended without shutdown; restored: %d functions, %d jobs that were running and run again,"
+    " %d jobs that failed because it was their last attempt"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCalls:
+    """The jobs of a gateway, and the queues whose messages are its jobs."""
+
+    jobs: Jobs
+    sources: Sources
+
+
+async def open_stored_calls(
+    settings: GatewaySettings, state: State, node: RunningNode, plugins: Iterable[type[ApiPlugin]], stack: contextlib.AsyncExitStack
+) -> StoredCalls:  # fmt: skip
+    """Begin to run the stored jobs, and to read the queues of functions."""
+    functions = node.functions
+    jobs = await _open_jobs(settings, state, functions, plugins, stack)
+    sources = Sources(
+        jobs, functions.tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect,
+        plugins=settings.plugins, identity=functools.partial(identity, functions),
+    )  # fmt: skip
+    prewarming = Prewarming(functions, learned=settings.learn_upstreams)
+    await _connect(functions, jobs, sources, prewarming, stack)
+    node.metrics.readers += [jobs.readings, sources.readings, prewarming.readings]
+    return StoredCalls(jobs, sources)
+
+
+def identity(functions: Functions, name: str) -> Identity:
+    """Return what the event sources of a function may use. Raise the errors of `Functions.get`."""
+    access = functions.policies.queue_access(functions.get(name).record.deployed_by)
+    return Identity(functools.partial(functions.secrets.of, name), access)
+
+
+async def _open_jobs(
+    settings: GatewaySettings, state: State, functions: Functions, plugins: Iterable[type[ApiPlugin]],
+    stack: contextlib.AsyncExitStack,
+) -> Jobs:  # fmt: skip
+    """Open the jobs. If the previous gateway crashed, log what was restored."""
+    key = await asyncio.to_thread(load_key, state.folder)
+    bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
+    jobs = Jobs(state.folder, key, functions.get, functions.tasks, settings, state.disk.wrote, bodies)
+    again, failed = await jobs.start()
+    stack.push_async_callback(jobs.close)
+    if state.previous:
+        LOG.warning(NO_SHUTDOWN, state.previous, len(functions.all()), again, failed)
+    return jobs
+
+
+async def _connect(
+    functions: Functions,
+    jobs: Jobs,
+    sources: Sources,
+    prewarming: Prewarming,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """Connect jobs, event sources, pre-warming and alerts to the events of functions."""
+    events, alerts = functions.events, FunctionAlerts(jobs.store, functions.tasks, jobs.check_webhook)
+    await alerts.start()
+    stack.callback(prewarming.close)
+    stack.callback(alerts.close)
+
+    def follow(name: str) -> None:
+        # `get` raises GatewayError if the gateway is shutting down. Then no event source is started.
+        with contextlib.suppress(GatewayError):
+            deployed = functions.get(name)
+            if deployed.function.paused or deployed.function.barred:
+                sources.stop(name)
+            else:
+                sources.start(name, deployed.record.settings)
+            prewarming.follow(name)
+            alerts.follow(deployed)
+
+    def live(name: str) -> None:
+        jobs.wake(name)
+        follow(name)
+
+    def gone(name: str) -> None:
+        prewarming.forget(name)
+        alerts.forget(name)
+        sources.stop(name)
+        jobs.forget(name)
+
+    for function in functions.all():
+        follow(function.record.function)
+    events.called.append(prewarming.note_call)
+    events.ended.append(alerts.note_end)
+    events.refused.append(alerts.note_refused)
+    events.live.append(live)
+    events.deleted.append(gone)
