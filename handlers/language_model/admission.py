@@ -25,8 +25,6 @@ READING_SHARE = 0.75
 """The time for reading a prompt in each step, as a share of the rows' time. The rest is for a layer that ends late."""
 DEFAULT_LENGTH = 128
 """The tokens of an answer before any has ended."""
-SHORT = 0.1
-"""The share of answers that are shorter than a short one."""
 
 
 class Targets(NamedTuple):
@@ -36,8 +34,6 @@ class Targets(NamedTuple):
     """When the first token comes at the latest, on the engine's clock."""
     token_s: float = math.inf
     """The mean time of a later token."""
-    done_by_s: float = math.inf
-    """When the answer ends at the latest, on the engine's clock."""
 
 
 class EngineLoad(NamedTuple):
@@ -50,6 +46,10 @@ class EngineLoad(NamedTuple):
     token_s: float = math.inf
     """The shortest mean time of a token that the rows need; infinite if one of them has no target."""
 
+    @property
+    def idle(self) -> bool:
+        return not self.rows and not self.unread
+
 
 @dataclass
 class Admission:
@@ -58,12 +58,15 @@ class Admission:
     chunks: ChunkTimes
     slices: float = 1.0
     """How many steps a chunk takes."""
+    fastest_s: float = 0.0
+    """The seconds of the fastest step; 0 before the first one."""
     _steps: TimeLine = field(default_factory=lambda: TimeLine(DECAY))
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTHS))
 
     def note_step(self, rows: int, taken_s: float) -> None:
         """Learn how long a step of the rows took."""
         self._steps.note(rows, taken_s)
+        self.fastest_s = min(self.fastest_s or taken_s, taken_s)
 
     def note_answer(self, tokens: int) -> None:
         """Learn how long an answer was."""
@@ -75,23 +78,23 @@ class Admission:
         return pass_s + row_s * rows
 
     def first_token_s(self, load: EngineLoad, tokens: int, most_new: int) -> float:
-        """Return in how many seconds a prompt of `tokens` has been read, if it arrives now."""
-        read_s = self._reading_s([*load.unread, tokens], load)
-        free_s = self._free_s(load, most_new, self._token_s(load.most_rows))
-        return max(read_s, free_s + self._reading_s([tokens], load)) if free_s else read_s
+        """Return in how many seconds a prompt of `tokens` has been read, if it arrives now.
 
-    def soonest_s(self, load: EngineLoad, tokens: int, most_new: int) -> float:
-        """Return in how many seconds a prompt of `tokens` has its whole answer, if it arrives now and the answer is a short one.
-
-        Prompts count as if they were read without rows, and steps as if no prompt were read. So a caller with less time gets no answer.
+        It is 0 without other work: a wrong prediction would refuse all prompts, and so learn nothing.
         """
-        step_s = self.step_s(min(load.most_rows, load.rows + 1))
-        pass_s, token_s = self.chunks.line()
-        read_s = sum(pass_s + unread * token_s for unread in (*load.unread, tokens))
-        return max(read_s, self._free_s(load, most_new, step_s)) + (self._short(most_new) - 1) * step_s
+        if load.idle:
+            return 0.0
+        read_s = self._reading_s([*load.unread, tokens], load)
+        if (behind := load.rows + len(load.unread) + 1 - load.most_rows) <= 0:
+            return read_s
+        # One of the rows ends in the mean time of an answer, divided by the number of rows.
+        free_s = behind * self._length(most_new) * self._token_s(load.most_rows) / load.most_rows
+        return max(read_s, free_s + self._reading_s([tokens], load))
 
     def later_token_s(self, load: EngineLoad) -> float:
-        """Return the mean time of the later tokens of a request that arrives now."""
+        """Return the mean time of the later tokens of a request that arrives now. Without other work, it is the time of the fastest step."""
+        if load.idle:
+            return self.fastest_s
         return self._token_s(min(load.most_rows, load.rows + len(load.unread) + 1))
 
     def chunk_s(self, load: EngineLoad) -> float:
@@ -105,14 +108,6 @@ class Admission:
         rest_s = SHARE * load.token_s - step_s if load.token_s < math.inf else 0.0
         return max(READING_SHARE * step_s, rest_s)
 
-    def _free_s(self, load: EngineLoad, most_new: int, token_s: float) -> float:
-        """Return in how many seconds a request that arrives now has a row, if each token of the others takes `token_s`.
-
-        One of the rows ends in the mean time of an answer, divided by the number of rows.
-        """
-        behind = max(0, load.rows + len(load.unread) + 1 - load.most_rows)
-        return behind * self._length(most_new) * token_s / load.most_rows
-
     def _token_s(self, rows: int) -> float:
         """Return the time of a token of `rows` rows. While prompts are read, it is that of two steps."""
         return 2 * self.step_s(rows)
@@ -121,11 +116,6 @@ class Admission:
         """Return the mean length of answers of at most `most` tokens."""
         known = self._lengths or (DEFAULT_LENGTH,)
         return sum(min(one, most) for one in known) / len(known)
-
-    def _short(self, most: int) -> int:
-        """Return the tokens of a short answer of at most `most` tokens; 1 before any has ended."""
-        known = sorted(self._lengths) or [1]
-        return min(most, known[int(SHORT * len(known))])
 
     def _reading_s(self, prompts: Sequence[int], load: EngineLoad) -> float:
         """Return how long it takes to read prompts one after the other, beside the rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ class CausalModel:
             "logits_to_keep": 1,
         }
         taken = {name: value for name, value in arguments.items() if name in self._takes}
-        with torch.inference_mode(), ragged_attention():
+        one_by_one = ragged_attention() if len(ids) > 1 and device.type == "cpu" else nullcontext()
+        with torch.inference_mode(), one_by_one:
             if self.adapters is None:
                 found = self.module(**taken)
             else:

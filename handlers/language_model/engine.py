@@ -221,25 +221,18 @@ class Engine:
         """Return why a sequence that arrives now would be late; None if it is in time."""
         if run.targets == NO_TARGETS:
             return None
-        load = self._load(self._schedule.unread)
+        load = self._load(self._schedule.unread_before(run.sequence))
         if (token_s := self._admission.later_token_s(load)) > run.targets.token_s:
             return _overloaded(f"A token would take {token_s * 1e3:.0f} ms at present.", LEAST_RETRY_S)
         return self._late(run, load, run.sequence.most_tokens - run.sequence.tokens)
 
     def _late(self, run: _Run, load: EngineLoad, most_new: int) -> Overloaded | None:
-        """Return the refusal of a sequence whose first token or whose end would come too late; None if both are in time."""
-        unread, now_s = run.sequence.tokens - run.sequence.stored, time.monotonic()
-        late_s = now_s + self._admission.first_token_s(load, unread, most_new) - run.targets.first_by_s
-        if late_s > 0:
-            return _overloaded(
-                f"The first token would come {late_s:.2f} s later than the request allows.", late_s
-            )
-        late_s = now_s + self._admission.soonest_s(load, unread, most_new) - run.targets.done_by_s
-        if late_s > 0:
-            return _overloaded(
-                f"Even a short answer would end {late_s:.2f} s later than the request allows.", late_s
-            )
-        return None
+        """Return the refusal of a sequence whose first token would come too late; None if it is in time."""
+        unread = run.sequence.tokens - run.sequence.stored
+        first_s = self._admission.first_token_s(load, unread, most_new)
+        late_s = time.monotonic() + first_s - run.targets.first_by_s
+        text = f"The first token would come {late_s:.2f} s later than the request allows."
+        return _overloaded(text, late_s) if late_s > 0 else None
 
     def _refuse_late(self) -> None:
         """Fail the sequences that are next and would be late, if they have made no token."""

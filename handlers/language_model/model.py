@@ -105,15 +105,12 @@ class LanguageModel:
         self.engine.rehearse()
         self.tokenizer.decode(self.tokenizer.encode("Hello"))
 
-    async def generate(
-        self, request: GenerationRequest, deadline: float | None = None
-    ) -> AsyncGenerator[Delta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.
 
-        `deadline` is the Unix time in seconds after which no answer is needed, such as `context.deadline`. Raises InputInvalid if the request
-        does not fit the model, and Overloaded if it would be late.
+        Raises InputInvalid if the request does not fit the model.
         """
-        plan = await asyncio.to_thread(self._plan, request, deadline)
+        plan = await asyncio.to_thread(self._plan, request)
         if self._adapters is not None and request.adapter is not None:
             await self._adapters.arrive(request.adapter)
         answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
@@ -121,7 +118,7 @@ class LanguageModel:
             async for delta in answers:
                 yield delta
 
-    def _plan(self, request: GenerationRequest, deadline: float | None) -> _Plan:
+    def _plan(self, request: GenerationRequest) -> _Plan:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
         prompt = self._prompts.prompt(request)
         most_new = most_new_tokens(request, len(prompt.ids), self.most_tokens)
@@ -132,7 +129,7 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request, deadline))
+        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request))
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -216,15 +213,10 @@ class LanguageModel:
         return text
 
 
-def _targets(request: GenerationRequest, deadline: float | None) -> Targets:
+def _targets(request: GenerationRequest) -> Targets:
     """Return the caller's targets, by the engine's clock."""
-    token_ms = request.token_ms
+    by, token_ms = request.first_token_by, request.token_ms
     return Targets(
-        _engine_s(request.first_token_by),
+        math.inf if by is None else time.monotonic() + by - time.time(),
         math.inf if token_ms is None else token_ms / 1000,
-        _engine_s(deadline),
     )
-
-
-def _engine_s(unix_s: float | None) -> float:
-    return math.inf if unix_s is None else time.monotonic() + unix_s - time.time()

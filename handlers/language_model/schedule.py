@@ -82,11 +82,11 @@ class StepSchedule:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def unread(self) -> list[int]:
-        """The tokens to read of each prompt that waits or is being read."""
+    def unread_before(self, sequence: ScheduledSequence) -> list[int]:
+        """Return the tokens to read of each prompt that is being read, or that waits and comes before `sequence`."""
         reading = [self.reading] if self.reading is not None else []
-        return [one.tokens - one.read for one in (*reading, *(entry[1] for entry in self._waiting))]
+        before = [one for place, one in self._waiting if place < sequence.place]
+        return [one.tokens - one.read for one in (*reading, *before)]
 
     @property
     def next(self) -> ScheduledSequence | None:

@@ -21,5 +21,5 @@ def rehearse(context: pilotflame.Context) -> None:
 
 
 async def handler(event: GenerationRequest, context: pilotflame.Context) -> AsyncIterator[Delta]:
-    async for delta in context.state.generate(event, context.deadline):
+    async for delta in context.state.generate(event):
         yield delta

@@ -100,3 +100,12 @@ def test_a_pass_elsewhere_in_the_process_is_not_affected(calls: list[int]) -> No
     calls.clear()
     model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
     assert calls == [2, 2, 2]
+
+
+def test_a_compiler_can_trace_models_after_its_use(calls: list[int]) -> None:
+    model = tiny("llama")
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    traced = torch.compile(lambda given: model(input_ids=given).logits, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(traced(ids), model(input_ids=ids).logits)
+    assert calls

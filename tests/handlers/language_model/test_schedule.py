@@ -178,3 +178,15 @@ def test_a_chunk_takes_as_long_as_a_step() -> None:
     assert set(found[3:]) <= {49, 50}
     assert times.tokens_within(0.01) == LEAST_CHUNK
     assert [times.tokens_within(10.0) for _ in range(9)][-1] == MOST_CHUNK
+
+
+def test_prompts_that_come_later_are_not_before_an_urgent_one() -> None:
+    schedule = StepSchedule(2, 1000)
+    for number in (1, 2, 3):
+        schedule.add(ScheduledSequence(number, 100, 110, priority=2))
+    assert schedule.unread_before(ScheduledSequence(4, 20, 30)) == []
+    assert schedule.unread_before(ScheduledSequence(4, 20, 30, priority=2)) == [100, 100, 100]
+    # The first prompt is being read, so it comes before all others.
+    step = schedule.step(60)
+    schedule.done(step)
+    assert schedule.unread_before(ScheduledSequence(4, 20, 30)) == [40]
