@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -276,7 +277,8 @@ async def test_private_files_hide_the_gateway_and_other_functions(gateway, deplo
     assert "def handler" in await function.answer({"do": "child"})
     assert "root" in await function.answer({"do": "read", "with": ["/etc/passwd"]})
     own = next((gateway.state / "functions" / function.name).rglob("handler.py"))
-    for path in (tmp_path / "x", own.parent / "x", "/dev/shm/x", "/tmp/x", own):
+    fresh = f"pf-{uuid.uuid4()}"
+    for path in (tmp_path / "x", own.parent / "x", f"/dev/shm/{fresh}", f"/tmp/{fresh}", own):
         assert "denied" in await raised(function, "write", str(path)), path
     folder, file = await function.answer({"do": "tmp"})
     assert file.startswith(folder)

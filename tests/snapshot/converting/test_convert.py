@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -218,14 +219,18 @@ def test_memory_is_a_tensors_not_the_models(
         convert_to_tensorizer(tmp_path / "m.safetensors", path)
     del state
     monkeypatch.setattr(tensorizer_file, "BATCH_BYTES", 2 * each_bytes)
-    # Memory that is already free would hide new allocations.
-    ctypes.CDLL(None).malloc_trim(0)
-    before_bytes, peak_bytes = anonymous_bytes(), 0
 
-    def look(_: int, __: int) -> None:
-        nonlocal peak_bytes
-        peak_bytes = max(peak_bytes, anonymous_bytes() - before_bytes)
+    def peak_bytes(out: Path) -> int:
+        # Memory that is already free would hide new allocations.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        before_bytes, found = anonymous_bytes(), list[int]()
+        convert(
+            path, out, dtype="bf16", shard_bytes=1 << 30,
+            progress=lambda _done, _of: found.append(anonymous_bytes() - before_bytes),
+        )  # fmt: skip
+        assert (out / "model.safetensors").stat().st_size > count * each_bytes // 2
+        return max(found)
 
-    convert(path, tmp_path / "out", dtype="bf16", shard_bytes=1 << 30, progress=look)
-    assert peak_bytes < count * each_bytes / 2
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size > count * each_bytes // 2
+    # Other threads of this process allocate memory, too, but not each time.
+    assert min(peak_bytes(tmp_path / f"out{number}") for number in range(3)) < count * each_bytes / 2
