@@ -1,6 +1,7 @@
 """Leaves out the slow suites whose paths have not changed lately, if TESTS_CHANGED_SINCE is set, as "2 days ago".
 
-`.ci/run` sets it. The suites are in slow_suites.toml. If packages have changed (constraints.txt, pyproject.toml), all suites run.
+`.ci/run` sets it. The suites are in slow_suites.toml. If constraints.txt, or the packages or pytest's settings in pyproject.toml have changed, all
+suites run.
 """
 
 from __future__ import annotations
@@ -12,18 +13,35 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ALWAYS = ("pyproject.toml", "constraints.txt")
+SETTINGS = "pyproject.toml"
+ALWAYS = (SETTINGS, "constraints.txt")
 VARIABLE = "TESTS_CHANGED_SINCE"
 
 
 def changed_files(since: str) -> list[str]:
     """Return the files of all commits since a time, as git writes it, and the files that differ from the last commit."""
-    log = ("log", "--since", since, "--name-only", "--pretty=format:")
-    found = [
-        subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        for words in (log, ("diff", "HEAD", "--name-only"))
-    ]
-    return sorted({line for text in found for line in text.splitlines() if line})
+    texts = (
+        _git("log", "--since", since, "--name-only", "--pretty=format:"),
+        _git("diff", "HEAD", "--name-only"),
+    )
+    found = {line for text in texts for line in text.splitlines() if line}
+    if SETTINGS in found and (before := _git("rev-list", "-1", "--before", since, "HEAD").strip()):
+        then, now = _git("show", f"{before}:{SETTINGS}"), (ROOT / SETTINGS).read_text()
+        found -= {SETTINGS} if packages(then) == packages(now) else set()
+    return sorted(found)
+
+
+def packages(settings: str) -> list[object]:
+    """Return the parts of pyproject.toml that say with what, and how, tests run."""
+    tables = tomllib.loads(settings)
+    project = tables["project"]
+    return [
+        tables["build-system"], project["dependencies"], project["optional-dependencies"], tables["tool"]["pytest"],
+    ]  # fmt: skip
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def left_out(changed: Iterable[str]) -> dict[str, list[str]]:
