@@ -26,7 +26,7 @@ from .causal_model import CausalModel
 from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
-from .engine import Engine, Token
+from .engine import NO_TARGETS, Engine, Token
 from .generation_defaults import GenerationDefaults
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
@@ -172,9 +172,11 @@ class LanguageModel:
         if request.echo:
             yield Delta(index=index, text=self._decode(ids))
         sampler = Sampler(sampling, ids, ends, constraint)
+        # A later answer must not be refused after the first one has begun.
+        targets = plan.targets if index == 0 else NO_TARGETS
         made = 0
         found = self.engine.generate(
-            ids, sampler, ends, plan.most_new, request.priority, plan.targets, request.adapter or ""
+            ids, sampler, ends, plan.most_new, request.priority, targets, request.adapter or ""
         )
         async with aclosing(found) as tokens:
             async for token in tokens:
