@@ -19,7 +19,10 @@ VARIABLE = "TESTS_CHANGED_SINCE"
 
 
 def changed_files(since: str) -> list[str]:
-    """Return the files of all commits since a time, as git writes it, and the files that differ from the last commit."""
+    """Return the files of all commits since a time, as git writes it, and the files that differ from the last commit.
+
+    pyproject.toml counts only if its `packages` have changed.
+    """
     texts = (
         _git("log", "--since", since, "--name-only", "--pretty=format:"),
         _git("diff", "HEAD", "--name-only"),

@@ -48,6 +48,7 @@ class EngineLoad(NamedTuple):
 
     @property
     def idle(self) -> bool:
+        """True if no request runs, and no prompt waits."""
         return not self.rows and not self.unread
 
 
@@ -58,7 +59,7 @@ class Admission:
     chunks: ChunkTimes
     slices: float = 1.0
     """How many steps a chunk takes."""
-    fastest_s: float = 0.0
+    _fastest_s: float = field(default=0.0, init=False)
     """The seconds of the fastest step; 0 before the first one."""
     _steps: TimeLine = field(default_factory=lambda: TimeLine(DECAY))
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=LENGTHS))
@@ -66,7 +67,7 @@ class Admission:
     def note_step(self, rows: int, taken_s: float) -> None:
         """Learn how long a step of the rows took."""
         self._steps.note(rows, taken_s)
-        self.fastest_s = min(self.fastest_s or taken_s, taken_s)
+        self._fastest_s = min(self._fastest_s or taken_s, taken_s)
 
     def note_answer(self, tokens: int) -> None:
         """Learn how long an answer was."""
@@ -94,7 +95,7 @@ class Admission:
     def later_token_s(self, load: EngineLoad) -> float:
         """Return the mean time of the later tokens of a request that arrives now. Without other work, it is the time of the fastest step."""
         if load.idle:
-            return self.fastest_s
+            return self._fastest_s
         return self._token_s(min(load.most_rows, load.rows + len(load.unread) + 1))
 
     def chunk_s(self, load: EngineLoad) -> float:
