@@ -45,8 +45,10 @@ def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
         return None if data is None else model.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"]))
+        fault = f"the field {place} is wrong ({problem['type']})" if place else "it is no JSON object"
         # A damaged file of keys must not count as missing. Otherwise, the gateway could admit callers without a key.
-        message = f"{path} is damaged: {problem['type']} at {problem['loc']}."
+        message = f"{path} is damaged: {fault}."
         raise GatewayError(message, remedy="Restore it, or remove it.") from None
 
 

@@ -106,12 +106,21 @@ def test_an_expired_key_still_limits_workers(tmp_path: Path):
     assert (keyring.max_workers(limited.id), keyring.max_workers(other.id)) == (3, None)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"keys": [{}]}', '{"version": 1, "keys": [], "more": 1}'])
-def test_a_damaged_file_stops_the_gateway(tmp_path: Path, text: str):
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "it is no JSON object"),
+        ("{", "it is no JSON object"),
+        ("[]", "it is no JSON object"),
+        ('{"keys": [{}]}', r"the field keys\.0\.name is wrong \(missing\)"),
+        ('{"version": 1, "keys": [], "more": 1}', "the field more is wrong"),
+    ],
+)
+def test_a_damaged_file_stops_the_gateway(tmp_path: Path, text: str, fault: str):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
     keyring.path.write_text(text)
-    with pytest.raises(GatewayError, match=r"keys\.json"):
+    with pytest.raises(GatewayError, match=rf"keys\.json is damaged: {fault}"):
         Keyring(tmp_path).load()
 
 
