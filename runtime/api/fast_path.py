@@ -50,30 +50,18 @@ class FastCall:
     transport: asyncio.Transport
     send: Send
     """Sends a complete response."""
-    sent: Callable[[], None]
-    """Call this instead of `send` at the end of a response that was written to the transport."""
     received_s: float
-    function: str = ""
 
     def admit(self, function: str) -> Admitted:
         """Admit the request. Raise the guard's error: then aiohttp must handle it. Call `leave` of the result."""
-        self.function = function
         return self.path.guard.admit(self.message.headers, self.route, function, self.transport)
-
-    def log(self, status: int, owner: str) -> None:
-        """Write the access log, if there is one."""
-        if (access := self.path.access) is not None:
-            access.write(
-                self.message.method, self.route[1], status, self.received_s, owner=owner,
-                function=self.function, request_id=self.message.headers.get(REQUEST_ID_HEADER, ""),
-            )  # fmt: skip
 
 
 class FastTaker(Protocol):
     """A plugin with a fast path of its own."""
 
     fast_route: tuple[str, str]
-    """The method and the registered path of the requests, such as ("*", "/asgi/{function}/{path}")."""
+    """The method and the registered path of the requests, such as ("POST", "/v2/models/{model}/infer")."""
 
     def take(self, call: FastCall) -> TakenRequest | None:
         """Serve the request, or return None if aiohttp must handle it."""
@@ -107,8 +95,7 @@ class FastPath:
         self._outgoing: list[tuple[Send, Response]] = []
 
     def take(
-        self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send,
-        sent: Callable[[], None],
+        self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send
     ) -> TakenRequest | None:  # fmt: skip
         """Start the invocation of a plain request. When the invocation has ended, FastRequest passes the response to
         `send`.
@@ -122,7 +109,7 @@ class FastPath:
         for beginning, taker in takers:
             if message.path.startswith(beginning) and not self._claims(message.headers):
                 return taker.take(
-                    FastCall(self, taker.fast_route, message, payload, transport, send, sent, received_s)
+                    FastCall(self, taker.fast_route, message, payload, transport, send, received_s)
                 )
         revision = self._revision(message)
         if revision is None or payload.total_bytes > self.gateway.most(revision):
@@ -234,11 +221,6 @@ class FastRequest:
         self._invocation = invocation
         if invocation.ended:
             self._on_answer()
-
-    def pause(self) -> None:
-        """Do nothing: a response is written at once, or in slices by the connection."""
-
-    def resume(self) -> None: ...
 
     def abandon(self) -> None:
         """Cancel the invocation: the caller has closed the connection."""

@@ -39,7 +39,7 @@ from ..access.control_socket import CONTROL_KEY, ControlSocket
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from ..http.cross_origin import CrossOrigin
-from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_body
+from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_sent
 from ..http.responses import MAX_ON_LOOP_BYTES, Handler
 from ..http.routes import Route, scopes_by_route
 from ..http.unverified_bodies import PlaceLost, UnverifiedBodies
@@ -260,8 +260,8 @@ class Guard:
         """Return the key that has signed the request, or None if it is not signed or holds the key itself.
 
         If this returns a key, the key's meter counts the request. Raises Unauthorized if the signature is not valid,
-        QuotaExceeded and Overloaded. Also raises the errors of `read_body`, which this calls because a signature covers
-        the body.
+        QuotaExceeded and Overloaded. Also raises the errors of `read_sent`, which this calls because a signature covers
+        the body as it was sent.
         """
         headers, now_s = request.headers, time.time()
         signed = headers.get("Authorization", "").startswith(SCHEME) and SESSION_TOKEN not in headers
@@ -307,7 +307,7 @@ class Guard:
     async def _verify(self, request: web.Request, held: Held, signature: Signature) -> None:
         """Read the body, and raise Unauthorized unless the key has signed the request."""
         async with self._reading(request, held.key.id):
-            body = request[BODY] = await read_body(
+            body = request[BODY] = await read_sent(
                 request, self._max_body_bytes, self._body_timeout_s, remedy=GATEWAY_REMEDY
             )
             covered = SignedRequest(request.method, request.raw_path, request.headers, body)

@@ -21,6 +21,7 @@ from ..http.incoming_bodies import INCOMING, IncomingBodies
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
 from ..http.self_check import why_not_fast
+from ..http.unread_body import discard_unread_body
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
 
@@ -109,7 +110,7 @@ async def http_server(
         middlewares = [header_timer, *middlewares]
     app = web.Application(
         client_max_size=MAX_ARCHIVE_BYTES,
-        middlewares=[callers_leave, fast_path.answers.middleware, *middlewares],
+        middlewares=[callers_leave, discard_unread_body, fast_path.answers.middleware, *middlewares],
     )
     app[INCOMING] = IncomingBodies()
     app.add_routes(aiohttp_routes(routes))

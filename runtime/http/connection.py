@@ -44,11 +44,6 @@ class TakenRequest(Protocol):
     def abandon(self) -> None:
         """The caller has closed the connection."""
 
-    def pause(self) -> None:
-        """The caller reads slowly: write no more until `resume`."""
-
-    def resume(self) -> None: ...
-
 
 class RequestTaker(Protocol):
     """The fast path, as connections see it."""
@@ -58,11 +53,9 @@ class RequestTaker(Protocol):
 
     def take(
         self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport,
-        send: Callable[[Response], None], sent: Callable[[], None],
+        send: Callable[[Response], None],
     ) -> TakenRequest | None:  # fmt: skip
-        """Handle a request that has arrived completely, or return None. `send` sends its response. A request that writes
-        its response to `transport` itself calls `sent` at the end.
-        """
+        """Handle a request that has arrived completely, or return None. `send` sends its response."""
 
 
 class ClientConnection(web.RequestHandler):
@@ -73,6 +66,8 @@ class ClientConnection(web.RequestHandler):
     def __init__(self, server: web.Server, *, header_timeout_s: float) -> None:
         super().__init__(
             server, loop=asyncio.get_running_loop(), keepalive_timeout=KEEPALIVE_S,
+            # `content_coding` unpacks bodies where they are read, and `unread_body` discards the others.
+            auto_decompress=False, lingering_time=0.0,
             access_log=None,  # type: ignore[arg-type]
         )  # fmt: skip
         self._header_timeout_s = header_timeout_s
@@ -161,13 +156,13 @@ class FastConnection(ClientConnection):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if (writing := self._large or self._pending) is not None:
-            writing.pause()
+        if self._large is not None:
+            self._large.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if (writing := self._large or self._pending) is not None:
-            writing.resume()
+        if self._large is not None:
+            self._large.resume()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._large is not None:
@@ -213,7 +208,7 @@ class FastConnection(ClientConnection):
             return False
         if not payload.is_eof() or payload.exception() is not None:
             return False
-        pending = self._fast_path.take(message, payload, transport, self._send, self._sent)
+        pending = self._fast_path.take(message, payload, transport, self._send)
         if pending is None:
             return False
         self._messages.clear()

@@ -21,11 +21,12 @@ from ..access.keys import ANYBODY, Caller
 from ..jobs.job import ALL
 from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
+from .content_coding import CODINGS, unpack
 from .incoming_bodies import INCOMING
 
 CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
-"""The body of a request that the guard had to read. `read_body` returns it."""
+"""The body of a request that the guard had to read, as it was sent. `read_body` unpacks and returns it."""
 CALLS = web.RequestKey("calls", bool)
 """Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
 CONTINUED = web.RequestKey("continued", bool)
@@ -80,7 +81,28 @@ def owner_of(request: web.Request) -> str:
 async def read_body(
     request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes.
+    """Return the unpacked body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes, packed
+    or unpacked, and the errors of `read_sent` and `unpack`.
+    """
+    body = await read_sent(request, limit, timeout_s, remedy=remedy)
+    coding = coding_of(request.headers)
+    if coding not in CODINGS:
+        return body
+    body = await asyncio.to_thread(unpack, body, coding, limit)
+    if len(body) > limit:
+        raise too_large(limit, remedy)
+    return body
+
+
+def coding_of(headers: Headers) -> str:
+    """Return the Content-Encoding in lower case, or "" without the header."""
+    return headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
+
+
+async def read_sent(
+    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+) -> bytes:
+    """Return the body as it was sent. Raises InputTooLarge, with `remedy`, as soon as it exceeds `limit` bytes.
 
     Raises InputTimeout if the body takes longer than `timeout_s`, BadInput if the body ends early or is malformed, and
     Overloaded if too many bytes of unfinished bodies have arrived (`IncomingBodies`).

@@ -23,8 +23,6 @@ class _Answered:
     owner = ""
 
     def abandon(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
 
 
 class _Probe:
@@ -34,7 +32,7 @@ class _Probe:
         self.taken = 0
 
     def take(
-        self, message: Any, payload: Any, _transport: Any, send: Callable[[Response], None], _sent: Any
+        self, message: Any, payload: Any, _transport: Any, send: Callable[[Response], None]
     ) -> _Answered | None:
         if message.path != "/fast":
             return None

@@ -37,8 +37,6 @@ class Stream:
         self._grant: Callable[[int], None] | None = None
         # The worker counts as well, but its process runs the function's code. Made when the first piece comes.
         self._credit: Credit | None = None
-        self.on_change: Callable[[], None] | None = None
-        """Called when a piece has arrived, and at the end."""
         self.on_piece: Callable[[bytes], None] | None = None
         """Called with each piece when it arrives."""
 
@@ -69,13 +67,6 @@ class Stream:
     def _note_change(self) -> None:
         if self._arrived is not None:
             self._arrived.set()
-        if self.on_change is not None:
-            self.on_change()
-
-    def take_now(self) -> list[bytes]:
-        """Return all pieces that have arrived, or []."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     async def take(self) -> list[bytes]:
         """Wait for pieces, and return all that have arrived; [] at the end. A cancelled wait loses no pieces."""
@@ -86,7 +77,8 @@ class Stream:
                 self._arrived = asyncio.Event()
             self._arrived.clear()
             await self._arrived.wait()
-        return self.take_now()
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def consumed(self, count: int) -> None:
         """Let the worker send `count` more pieces, because the reader has received `count` pieces."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import ClassVar
 
 from aiohttp import web
 
 from ....errors import LinkError, PilotflameError, UnknownRoute
 from ....handlers.codec import BYTES_TYPE
-from ...access.keys import Caller, Scope
-from ...api.fast_path import FastCall
+from ...access.keys import Scope
 from ...api.invoke import HOLD, MAX_HOLD_S
 from ...api.plugin import ApiPlugin
 from ...api.standalone import PLATFORM
@@ -22,7 +20,7 @@ from ...http.requests import (
     awaits_continue,
     caller_of,
     priority_of,
-    read_body,
+    read_sent,
     request_id_of,
     seconds,
     timeout_of,
@@ -34,9 +32,8 @@ from ...http.routes import Route
 from ...serving.input_stream import InputStream
 from ...serving.invocation import Invocation
 from ...serving.revision import Revision
-from .fast_request import FastAppRequest
 from .http_exchange import HttpExchange
-from .incoming_request import Incoming, facts_of, incoming, is_websocket
+from .incoming_request import facts_of, is_websocket, scheme_of
 from .websocket_exchange import WebSocketExchange
 
 ROOT = "/asgi/{function}"
@@ -51,8 +48,6 @@ class AsgiApi(ApiPlugin):
     """The route of web apps."""
 
     host_prefix: ClassVar = ROOT
-    fast: ClassVar = "/asgi/"
-    fast_route: ClassVar = ("*", f"{ROOT}/{{path}}")
 
     def routes(self) -> list[Route]:
         summary = "Send a request to the function's app. The app decides about methods, paths and responses."
@@ -80,9 +75,8 @@ class AsgiApi(ApiPlugin):
             body, follows = (b"", True) if websocket else await self._body(request, live)
             # Another revision may have become live while the body arrived.
             revision, invocation = self._submit(
-                self._app(name), incoming(request, self.backend.origins), caller_of(request), received_s,
-                request_id, body, follows=follows,
-            )  # fmt: skip
+                self._app(name), request, received_s, request_id, body, follows=follows
+            )
         except PilotflameError as error:
             return error_reply(error, request_id).response()
         if (stream := invocation.stream) is None:
@@ -105,7 +99,7 @@ class AsgiApi(ApiPlugin):
 
     async def _body(self, request: web.Request, live: Live) -> tuple[bytes, bool]:
         """Return a body that is short or complete. Return (b"", True) if the body follows. Raise the errors of
-        `read_body`, and count them.
+        `read_sent`, and count them.
         """
         try:
             return await self._read(request, live)
@@ -125,40 +119,16 @@ class AsgiApi(ApiPlugin):
             return b"", True
         if request.content.is_eof() and request.content.total_bytes > SMALL_BYTES:
             return b"", True
-        return await read_body(request, most, self.backend.body_timeout_s), False
-
-    def take(self, call: FastCall) -> FastAppRequest | None:
-        """Serve a plain request with a short body. Return None if aiohttp must handle it."""
-        name, slash, _ = call.message.path[len(self.fast) :].partition("/")
-        peer = call.transport.get_extra_info("peername")
-        if not slash or (isinstance(peer, tuple) and self.backend.origins.trusts(str(peer[0]))):
-            return None
-        try:
-            live = self._app(name)
-            if call.payload.total_bytes > min(SMALL_BYTES, self.backend.body_limit(live.revision)):
-                return None
-            request = FastAppRequest(call, call.admit(name))
-        except PilotflameError:
-            # aiohttp's handler comes to the same error, and the caller gets it.
-            return None
-        message, secure = call.message, call.transport.get_extra_info("sslcontext") is not None
-        parts = Incoming(
-            message.method, 1, message.url, message.headers, message.raw_headers, call.transport,
-            "https" if secure else "http",
-        )  # fmt: skip
-        request_id, body = request_id_of(message.headers), call.payload.read_nowait()
-        submit = partial(self._submit, live, parts, request.caller, call.received_s, request_id, body)
-        request.begin(request_id, submit)
-        return request
+        return await read_sent(request, most, self.backend.body_timeout_s), False
 
     def _submit(
-        self, live: Live, request: Incoming, caller: Caller, received_s: float, request_id: str, body: bytes,
-        *, follows: bool = False,
+        self, live: Live, request: web.Request, received_s: float, request_id: str, body: bytes, *, follows: bool
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit the invocation of a request. Raise the error of the headers, or of the queue."""
+        caller = caller_of(request)
         headers, settings, name = request.headers, live.record.settings, live.record.function
         facts = facts_of(
-            request, ROOT.format(function=name), keyed=caller.owner not in ("", PLATFORM),
+            request, scheme_of(request, self.backend.origins), ROOT.format(function=name), keyed=caller.owner not in ("", PLATFORM),
             alone=bool(settings.hosts) and host_name(headers.get("Host", "")) in settings.hosts,
         )  # fmt: skip
         try:

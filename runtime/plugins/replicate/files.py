@@ -13,12 +13,13 @@ from aiohttp import BodyPartReader, MultipartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, UnknownFile
+from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, UnknownFile, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ...access.keys import Scope
+from ...http.content_coding import CODINGS
 from ...http.origins import Origins
-from ...http.requests import caller_of, continue_body, load_json, owner_of
+from ...http.requests import caller_of, coding_of, continue_body, load_json, owner_of
 from ...http.responses import Timestamp, json_response, timestamp
 from ...http.routes import Route
 from .file_store import FileStore, expires_s
@@ -65,7 +66,7 @@ class FilesApi:
     def routes(self) -> list[Route]:
         base, one, call = "/v1/files", "/v1/files/{id}", Scope.INVOKE
         download: dict[str, Any] = {"response": {BYTES_TYPE: bytes}, "errors": (404,)}
-        created: dict[str, Any] = {"status": 201, "body": FORM, "errors": (400, 408, 413, 507)}
+        created: dict[str, Any] = {"status": 201, "body": FORM, "errors": (400, 408, 413, 415, 507)}
         return [
             Route("POST", base, self.create, call, "Upload a file.", UploadedFile, **created, **ERRORS),
             Route("GET", base, self.list, call, "List files.", FILES, errors=(), **ERRORS),
@@ -78,6 +79,8 @@ class FilesApi:
         """Store the field `content` of a form. The field `metadata` may hold a JSON object."""
         if request.content_type != "multipart/form-data":
             raise BadInput("The body is not a form.", remedy="Send multipart/form-data with a field content.")
+        if (coding := coding_of(request.headers)) in CODINGS:
+            raise UnsupportedMedia(f"The form has the Content-Encoding {coding}.", remedy="Send it unpacked.")
         await continue_body(request)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):

@@ -7,10 +7,13 @@ import contextlib
 import gzip
 import json
 import socket
+import zlib
 from collections.abc import AsyncIterator
 
+import brotli
 import psutil
 import pytest
+from backports import zstd
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gateway_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -433,9 +436,18 @@ async def test_a_kept_connection_may_be_idle_for_longer_than_a_header(state, gat
 # -- what it costs
 
 
-def rss(gateway: Gateway) -> int:
+def process_of(gateway: Gateway) -> psutil.Process:
     assert gateway.process is not None
-    return int(psutil.Process(gateway.process.pid).memory_info().rss)
+    return psutil.Process(gateway.process.pid)
+
+
+def rss(gateway: Gateway) -> int:
+    return int(process_of(gateway).memory_info().rss)
+
+
+def cpu_s(gateway: Gateway) -> float:
+    times = process_of(gateway).cpu_times()
+    return float(times.user + times.system)
 
 
 async def test_memory_is_bounded(state):
@@ -468,6 +480,74 @@ async def test_memory_is_bounded(state):
             assert await status_of(gateway, sent) in (400, 413), path
         assert rss(gateway) - before < 64 * MIB
         assert await function.answer(1) == 1
+
+
+BOMB_BYTES = 1 << 30
+PACKERS = {
+    "br": lambda: brotli.Compressor(quality=1),
+    "zstd": lambda: zstd.ZstdCompressor(level=1),
+    "gzip": lambda: zlib.compressobj(1, wbits=31),
+}
+
+
+def bomb_of(coding: str, size: int) -> bytes:
+    """A short body that is `size` zeros when it is unpacked."""
+    packer, zeros = PACKERS[coding](), bytes(MIB)
+    pack = packer.process if coding == "br" else packer.compress
+    parts = [pack(zeros) for _ in range(size // MIB)]
+    return b"".join(parts) + (packer.finish() if coding == "br" else packer.flush())
+
+
+@pytest.mark.parametrize("coding", PACKERS)
+async def test_a_packed_body_costs_no_more_than_the_limit_of_its_route(state, coding: str):
+    """A refused body is not unpacked at all, and an accepted one until it exceeds the limit."""
+    bomb = bomb_of(coding, BOMB_BYTES)
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(ECHO, {"max_body_bytes": MIB})
+        assert await function.answer(1) == 1
+        before, spent = rss(gateway), cpu_s(gateway)
+        headers = (f"Content-Encoding: {coding}", "Content-Type: application/json")
+        for path, status in (("/nothing", 404), (function.path, 413), ("/v1/keys", 413)):
+            async with wire(gateway) as connection:
+                connection.send(post(path, bomb, *headers), get("/healthz"))
+                assert (await connection.reply())[0] == status, path
+                assert (await connection.reply())[0] == 200, path
+        assert rss(gateway) - before < 64 * MIB
+        # To unpack it takes seconds.
+        assert cpu_s(gateway) - spent < 0.5
+
+
+@pytest.mark.parametrize("coding", PACKERS)
+async def test_a_packed_body_is_unpacked(gateway: Gateway, deploy, coding: str):
+    packers = {"br": brotli.compress, "zstd": zstd.compress, "gzip": gzip.compress}
+    function: Function = await deploy(ECHO)
+    text = json.dumps("x" * 100_000).encode()
+    headers = {"Content-Encoding": coding.upper()}
+    answer = await function.client.post(function.path, content=packers[coding](text), headers=headers)
+    assert answer.json() == "x" * 100_000
+    broken = await function.client.post(function.path, content=b"{}" * 20, headers=headers)
+    assert failure(broken)["type"] == "bad_json"
+
+
+async def test_an_uploader_reads_its_refusal(gateway: Gateway):
+    """The client sends the whole body before it reads."""
+    async with wire(gateway) as connection:
+        connection.send(post("/nothing", bytes(30 * MIB)), get("/healthz"))
+        assert (await connection.reply())[0] == 404
+        assert (await connection.reply())[0] == 200
+
+
+async def test_an_upload_without_end_is_closed(gateway: Gateway):
+    async with wire(gateway) as connection:
+        connection.send(get("/nothing", "Transfer-Encoding: chunked", method="POST"))
+        chunk = b"%x\r\n" % MIB + bytes(MIB) + b"\r\n"
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 1024:
+                connection.send(chunk)
+                await connection.writer.drain()
+                sent += 1
+        assert sent < 1024
 
 
 async def test_a_client_that_pipelines_without_reading_is_held_back(state):
