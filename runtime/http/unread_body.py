@@ -19,7 +19,7 @@ async def discard_unread_body(request: web.Request, handler: Handler) -> web.Str
     """Throw the rest of a body away after the response, within limits. Then aiohttp closes the connection.
 
     A client that sends its body before it reads the response would lose the response if the connection was closed at
-    once: the kernel answers bytes that nobody reads with a reset.
+    once: if a socket is closed with unread bytes, the kernel resets the connection.
     """
     response = await handler(request)
     content = request.content
@@ -27,7 +27,7 @@ async def discard_unread_body(request: web.Request, handler: Handler) -> web.Str
         await response.prepare(request)
         await response.write_eof()
         size = 0
-        # What a broken body raises concerns nobody any more.
+        # The body may be broken, which changes nothing: the response has been sent.
         with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
             async with asyncio.timeout(DISCARD_S):
                 while size < DISCARD_BYTES and (part := await content.readany()):
