@@ -12,6 +12,8 @@ from .dialect import DEFAULT, OWN, OWN_NAME, Dialect, Entry, Requirements, parse
 from .source_file import SourceFile
 
 MAX_SOURCES = 200
+MAX_SEARCHED_BYTES = 1 << 20
+"""At most this number of bytes of source is searched for foreign handlers."""
 
 
 @functools.cache
@@ -121,7 +123,10 @@ class Dialects:
         return None
 
     def _foreign(self, root: Path, names: Iterable[str]) -> Iterator[Entry]:
+        left_bytes = MAX_SEARCHED_BYTES
         for name in names:
+            if (left_bytes := left_bytes - (root / name).stat().st_size) < 0:
+                return
             entry = self._entry_in(name, "", SourceFile.read(root / name))
             if entry is not None and entry.dialect != OWN:
                 yield entry

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 from ...errors import BaseChanged, RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialect import OWN, Entry, Requirements, parse_reference
 from ...handlers.recognise import Dialects
+from ...handlers.source_file import SourceFile
 from ...machine import processors
 from ...snapshot.extras import require
 from ...snapshot.handle import subject_of
@@ -299,15 +299,9 @@ def fair_threads(settings: FunctionSettings) -> int:
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
     """Return the modules in `HEAVY` whose packages a handler's file imports. The file is parsed and not run."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # The zygote will fail to import the file, with an error that names the line.
-        return ()
-    nodes = list(ast.walk(tree))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    found = {name.partition(".")[0] for name in names}
+    # If the file cannot be parsed, the zygote fails to import it, with an error that names the line.
+    source = SourceFile.read(file)
+    found = set(source.packages) if source is not None else set()
     if "sentence_transformers" in found:
         found.add("transformers")
     if "transformers" in found:
@@ -364,7 +358,7 @@ def function_requirements(code_folder: Path, needs: Requirements) -> tuple[str, 
     """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
     file = code_folder / REQUIREMENTS_FILE
     try:
-        text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+        text, name = _beginning(file) if file.is_file() else "", REQUIREMENTS_FILE
     except UnicodeDecodeError:
         message = f"{REQUIREMENTS_FILE} is not UTF-8."
         raise RequirementsError(message, remedy="Save it as UTF-8; PowerShell's > writes UTF-16.") from None
@@ -372,6 +366,12 @@ def function_requirements(code_folder: Path, needs: Requirements) -> tuple[str, 
         name = f"{REQUIREMENTS_FILE}, followed by the packages of {needs.file}," if text else needs.file
         text = f"{text}\n{more}" if text else more
     return text, name
+
+
+def _beginning(file: Path) -> str:
+    """Return the text of a file, or as much of it as is more than `parse_requirements` accepts."""
+    with file.open(encoding="utf-8") as text:
+        return text.read(requirements.MAX_CHARS + 1)
 
 
 def _environment(

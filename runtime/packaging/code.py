@@ -295,8 +295,8 @@ def _ignored(root: Path, *, simple: bool = False) -> GitIgnoreSpec:
 
     file = root / IGNORE_FILE
     try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        lines = text.splitlines()
+        with file.open(encoding="utf-8") if file.exists() else io.StringIO() as text:
+            lines = text.read(MAX_LINES * MAX_CHARS if simple else None).splitlines()
         if simple:
             lines = [
                 line

@@ -22,6 +22,7 @@ from ...snapshot.format.signature import SIGNER
 from .event_source import EventSource, source_kinds
 
 ENV_PREFIX = "PILOTFLAME_"
+MAX_TOML_BYTES = 64 << 10
 """The first part of the name of every environment variable that is a setting."""
 YEAR_S = 365 * 24 * 3600
 """One year in seconds, the longest time to which a setting can be set."""
@@ -138,6 +139,10 @@ def read_toml(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     Raise SettingsError if it cannot be read.
     """
     try:
+        # The parser takes time in proportion to the square of the length.
+        if path.stat().st_size > MAX_TOML_BYTES:
+            message = f"{path} has more than {MAX_TOML_BYTES >> 10} KiB."
+            raise SettingsError(message, remedy="Put data into a file of its own.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         if missing_ok and isinstance(error, FileNotFoundError):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import ClassVar
 
 from ....handlers.dialect import OWN_NAME, Dialect, Entry, Requirements
 from ....handlers.source_file import SourceFile
-from .cog_yaml import COG_YAML, CogYaml
+from .cog_yaml import COG_YAML, MAX_BYTES, CogYaml
 
 METHODS = {"Predictor": "predict", "Runner": "run"}
 BASES = ("cog.BasePredictor", "cog.BaseRunner")
@@ -37,6 +36,8 @@ class CogDialect(Dialect):
 
     def configured(self, folder: Path) -> Entry | None:
         try:
+            if (folder / COG_YAML).stat().st_size > MAX_BYTES:
+                return None
             found = _ENTRY.search((folder / COG_YAML).read_text(encoding="utf-8"))
         except (OSError, UnicodeError):
             return None
@@ -57,14 +58,10 @@ def _predictor(source: SourceFile) -> str:
     """Return the name of the class that Cog would use, or "" if the file has no such class."""
     if not source.imports("cog"):
         return ""
-    derived = [one.name for one in source.classes for base in one.bases if source.full_name(base) in BASES]
-    named = [one.name for one in source.classes if METHODS.get(one.name) in _methods(one)]
+    derived = [one.name for one in source.classes for base in one.bases if base in BASES]
+    named = [one.name for one in source.classes if METHODS.get(one.name) in one.methods]
     usual = [name for name in ("Runner", "Predictor") if name in derived or name in named]
     return next(iter([*usual, *derived]), "")
-
-
-def _methods(node: ast.ClassDef) -> set[str]:
-    return {inner.name for inner in node.body if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
 
 DIALECT = CogDialect()

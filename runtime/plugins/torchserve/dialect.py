@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import ClassVar
 
 from ....handlers.dialect import OWN_NAME, Dialect, Entry
-from ....handlers.source_file import SourceFile
+from ....handlers.source_file import SourceClass, SourceFile
 
 BASES = "ts.torch_handler."
 METHODS = frozenset({"initialize", "handle"})
@@ -62,18 +61,13 @@ def _entry(source: SourceFile) -> str:
     """Return the name that TorchServe would use, or "" if the file has no handler of TorchServe."""
     if source.arity.get(FUNCTION) == 2:
         return FUNCTION
-    usable = [one.name for one in source.classes if _is_handler(one, source)]
+    usable = [one.name for one in source.classes if _is_handler(one)]
     # TorchServe takes the only class of a file. If there are more, the last one usually derives from the others.
     return usable[-1] if usable else ""
 
 
-def _is_handler(node: ast.ClassDef, source: SourceFile) -> bool:
-    if any(source.full_name(base).startswith(BASES) for base in node.bases):
-        return True
-    methods = {
-        inner.name for inner in node.body if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    return methods >= METHODS
+def _is_handler(made: SourceClass) -> bool:
+    return any(base.startswith(BASES) for base in made.bases) or METHODS.issubset(made.methods)
 
 
 DIALECT = TorchServeDialect()
