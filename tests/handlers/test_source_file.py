@@ -37,10 +37,13 @@ def test_a_long_file_shows_the_same_as_a_short_one(tmp_path: Path) -> None:
     assert short.classes == (("Predictor", ("cog.BasePredictor",), ("predict", "other")),)
     assert short.packages == ("runpod", "cog", "torch")
     assert short.calls == {"make", "near", "runpod.serverless.start"}
-    assert short.arity["handler"] == 2 and short.arity["many"] is None
+    assert short.arity["handler"] == 2
+    assert short.arity["many"] is None
 
 
-@pytest.mark.parametrize("text", ["def handler(:\n", "x = " + "(" * 5000, "\0"], ids=["syntax", "nested", "nul"])
+@pytest.mark.parametrize(
+    "text", ["def handler(:\n", "x = " + "(" * 5000, "\0"], ids=["syntax", "nested", "nul"]
+)
 @pytest.mark.parametrize("padding", ["", PADDING], ids=["short", "long"])
 def test_a_file_that_cannot_be_parsed_shows_nothing(tmp_path: Path, text: str, padding: str) -> None:
     assert read(tmp_path, text + padding) is None
