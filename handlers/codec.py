@@ -21,6 +21,7 @@ from ..errors import BadInput, InputInvalid, OutputInvalid
 from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from .contract import NOTHING
+from .first_errors import failing_fast, first_errors
 from .negotiation import preferred
 
 JSON_TYPE = "application/json"
@@ -59,6 +60,10 @@ class InputCodec(_Codec):
 
     _mode = "validation"
 
+    def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
+        super().__init__(annotation, published)
+        self._validator = None if self._adapter is None else failing_fast(self._adapter)
+
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
 
@@ -72,8 +77,8 @@ class InputCodec(_Codec):
             if kind == NPY_TYPE and self._adapter is None:
                 return arrays.from_npy(body)
             event = _decode_other(body, kind, content_type)
-            return event if self._adapter is None else _validated(self._adapter.validate_python, event)
-        return _validated(self._adapter.validate_json if self._adapter else orjson.loads, body or b"null")
+            return event if self._validator is None else _validated(self._validator.validate_python, event)
+        return _validated(self._validator.validate_json if self._validator else orjson.loads, body or b"null")
 
 
 class OutputCodec(_Codec):
@@ -191,8 +196,10 @@ def input_error(error: ValidationError) -> BadInput | InputInvalid:
 
 def _problems(error: ValidationError, root: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the first problems, as text and as JSON."""
-    raw = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_PROBLEMS]
-    problems = [{"path": _path(root, one["loc"]), "problem": one["msg"], "type": one["type"]} for one in raw]
+    problems = [
+        {"path": _path(root, one["loc"]), "problem": one["msg"], "type": one["type"]}
+        for one in first_errors(error, MAX_PROBLEMS)
+    ]
     text = "; ".join(f"{problem['path']}: {problem['problem']}" for problem in problems[:3])
     more = error.error_count() - 3
     return f"{text}; and {more} more" if more > 0 else text, problems

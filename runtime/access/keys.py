@@ -15,6 +15,7 @@ from typing import Any, Self
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ...errors import BadInput, Forbidden, UnknownFunction
+from ...handlers.first_errors import first_errors
 from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 from .aws_signature import signing_digest
@@ -292,7 +293,7 @@ def parse_new_key(body: bytes) -> NewKey:
     try:
         return NewKey.model_validate_json(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        problem = first_errors(error, 1)[0]
         where = ".".join(map(str, problem["loc"])) or "body"
         remedy = 'Send for example {"name": "shop", "scopes": ["invoke"], "functions": ["greeter"]}.'
         raise BadInput(f"The key cannot be made: {where}: {problem['msg']}.", remedy=remedy) from None

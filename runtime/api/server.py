@@ -15,13 +15,12 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
-from ..http.connection import ClientConnection, FastConnection, header_timer
+from ..http.connection import ClientConnection, FastConnection, discard_unread_body, header_timer
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING, IncomingBodies
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
 from ..http.self_check import why_not_fast
-from ..http.unread_body import discard_unread_body
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
 

@@ -1,4 +1,4 @@
-"""Extends aiohttp's client connections with a time limit for request headers, typed errors and the fast path.
+"""Extends aiohttp's client connections with a time limit for request headers, typed errors, unread bodies and the fast path.
 
 Only `FastConnection` and `encode` use private names of aiohttp. If the installed aiohttp lacks one of them,
 the server uses `ClientConnection` instead.
@@ -7,6 +7,7 @@ the server uses `ClientConnection` instead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol, cast
@@ -18,13 +19,15 @@ from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
 from .large_answers import LargeAnswers, SlicedWrite
-from .requests import CALLS
+from .requests import CALLS, awaits_continue
 from .responses import SERVER, Handler, Response, error_reply
 from .sliced_body import SLICE_BYTES
 
 BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
+DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
+"""The limits of what is thrown away of a body that is not read."""
 INTERNALS = (
     "_close", "_current_request", "_handler_waiter", "_keepalive_handle", "_keepalive_timeout", "_loop", "_manager", "_messages",
     "_next_keepalive_close_time", "_parser", "_paused", "_process_keepalive", "_reading_paused", "_request_count",
@@ -66,7 +69,7 @@ class ClientConnection(web.RequestHandler):
     def __init__(self, server: web.Server, *, header_timeout_s: float) -> None:
         super().__init__(
             server, loop=asyncio.get_running_loop(), keepalive_timeout=KEEPALIVE_S,
-            # `content_coding` unpacks bodies where they are read, and `unread_body` discards the others.
+            # `content_coding` unpacks bodies where they are read, and `discard_unread_body` discards the others.
             auto_decompress=False, lingering_time=0.0,
             access_log=None,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -268,6 +271,27 @@ async def header_timer(request: web.Request, handler: Handler) -> web.StreamResp
     if isinstance(request.protocol, ClientConnection):
         request.protocol.header_arrived()
     return await handler(request)
+
+
+@web.middleware
+async def discard_unread_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Throw the rest of a body away after the response, within limits. Then aiohttp closes the connection.
+
+    A client that sends its body before it reads the response would lose the response if the connection was closed at
+    once: if a socket is closed with unread bytes, the kernel resets the connection.
+    """
+    response = await handler(request)
+    content = request.content
+    if not content.is_eof() and not awaits_continue(request):
+        await response.prepare(request)
+        await response.write_eof()
+        size = 0
+        # The body may be broken, which changes nothing: the response has been sent.
+        with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
+            async with asyncio.timeout(DISCARD_S):
+                while size < DISCARD_BYTES and (part := await content.readany()):
+                    size += len(part)
+    return response
 
 
 def encode(response: Response) -> tuple[bytes, bytes]:

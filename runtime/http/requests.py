@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import re
 import secrets
@@ -12,11 +13,13 @@ from typing import Any, TypeAlias, TypeVar
 import orjson
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import istr
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
 
 from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
+from ...handlers.first_errors import failing_fast, first_errors
 from ..access.keys import ANYBODY, Caller
 from ..jobs.job import ALL
 from ..serving.invocation import NORMAL
@@ -193,17 +196,23 @@ def dump_json(value: Any) -> bytes:
 def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
     """Return parsed JSON as a `model`. Raises `invalid`, with `remedy`, if it does not fit the model."""
     try:
-        return model.model_validate(found)
+        valid: M = _validator(model).validate_python(found)
     except ValidationError as error:
-        wrong = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
+        wrong = [{"field": field, "problem": problem} for field, problem in problems(error)]
         message = "The body is invalid: {field}: {problem}.".format_map(wrong[0])
         details = {"field": wrong[0]["field"], "problems": wrong}
         raise invalid(message, remedy=remedy, details=details) from None
+    return valid
+
+
+@functools.cache
+def _validator(model: type[BaseModel]) -> SchemaValidator:
+    return failing_fast(TypeAdapter(model))
 
 
 def problems(error: ValidationError) -> list[tuple[str, str]]:
-    """Return (field, problem) for each invalid field. The problem does not quote the field's value."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
+    """Return (field, problem) for the first invalid fields. The problem does not quote the field's value."""
+    found = first_errors(error, MAX_PROBLEMS)
     return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
 
 

@@ -21,7 +21,7 @@ from pilotflame.handlers.codec import (
     InputCodec,
     OutputCodec,
 )
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, create_model, field_validator
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
@@ -106,7 +106,9 @@ def test_every_problem_is_named_by_its_path() -> None:
 
 def test_problems_do_not_repeat_the_body_back_and_are_limited() -> None:
     with pytest.raises(InputInvalid) as caught:
-        InputCodec(list[int]).decode(json.dumps(["hunter2"] * 1000).encode())
+        InputCodec(create_model("Wide", **{f"n{number}": int for number in range(1000)})).decode(
+            json.dumps({f"n{number}": "hunter2" for number in range(1000)}).encode()
+        )
     assert len(caught.value.details["problems"]) == MAX_PROBLEMS
     assert "hunter2" not in json.dumps(caught.value.to_wire())
     assert "and 997 more" in caught.value.message

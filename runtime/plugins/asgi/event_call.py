@@ -8,11 +8,12 @@ from typing import Any
 from urllib.parse import quote
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from ....errors import BadInput, HandlerFailed
 from ....handlers.codec import JSON_TYPE, input_error
 from ....handlers.failure import cut
+from ....handlers.first_errors import failing_fast
 from .http_call import App, Message, as_bytes
 from .messages import Header
 from .scope import HTTP, Facts, scope_of
@@ -49,6 +50,9 @@ class RequestEvent(BaseModel):
         return self.body.encode() if isinstance(self.body, str) else orjson.dumps(self.body)
 
 
+_VALIDATOR = failing_fast(TypeAdapter(RequestEvent))
+
+
 class EventCall:
     """One call of an app with an event."""
 
@@ -57,7 +61,7 @@ class EventCall:
         if not isinstance(event, dict):
             raise BadInput("This function is a web app, and the input is no request.", remedy=_REMEDY)
         try:
-            self._event = RequestEvent.model_validate(event)
+            self._event: RequestEvent = _VALIDATOR.validate_python(event)
         except ValidationError as error:
             wrong = input_error(error)
             raise BadInput(wrong.message, remedy=_REMEDY, details=wrong.details) from None

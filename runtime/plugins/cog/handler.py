@@ -24,6 +24,7 @@ from ....handlers.codec import InputCodec
 from ....handlers.contract import Context
 from ....handlers.dialect import Entry
 from ....handlers.files import InputFiles, text_of, with_urls
+from ....handlers.first_errors import first_errors
 from ....handlers.handler import Handler, HandlerKind, Hook, kind_of, written
 from ....handlers.loading import import_file
 from ....handlers.stand_in import is_installed
@@ -175,7 +176,7 @@ class Answers:
         except ValidationError as error:
             # Cog checks arrays and enumerations after it has converted them to JSON. So check the JSON, too.
             if not _fits_as_json(self._adapter, output):
-                wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
+                wrong = first_errors(error, 1)[0]
                 where = "".join(f".{step}" for step in wrong["loc"])
                 fault = f"The output does not fit the predictor's return annotation: output{where}: {wrong['msg']}."
                 remedy = "Return what the annotation says, or annotate with Any."

@@ -29,6 +29,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from ....errors import HandlerSignatureError
 from ....handlers.codec import input_error
 from ....handlers.files import InputFiles
+from ....handlers.first_errors import failing_fast
 from ....handlers.handler import written
 from .sdk import declared_input
 
@@ -55,8 +56,9 @@ class CogInputs:
                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             }
             self.names = [field.removeprefix(_PREFIX) for field in fields]
-            self._model = create_model("Input", __config__=_CONFIG, **fields)
-            self.schema: Mapping[str, Any] = self._model.model_json_schema()
+            model = create_model("Input", __config__=_CONFIG, **fields)
+            self.schema: Mapping[str, Any] = model.model_json_schema()
+            self._validator = failing_fast(TypeAdapter(model))
             self.returned = hints.get("return")
             self.output_schema = _schema_of(self.returned)
         except (NameError, SyntaxError, TypeError, PydanticUserError, PydanticSchemaGenerationError) as error:
@@ -83,7 +85,7 @@ class CogInputs:
         Raises InputInvalid, which names the path of each wrong input.
         """
         try:
-            model = self._model.model_validate(self._unwrap(event, extra), context=files)
+            model = self._validator.validate_python(self._unwrap(event, extra), context=files)
         except ValidationError as error:
             raise input_error(error) from None
         return {name: getattr(model, _PREFIX + name) for name in self.names}

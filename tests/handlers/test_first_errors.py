@@ -1,0 +1,81 @@
+"""A wrong input costs no more than a right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.handlers.first_errors import MOST_ERRORS, failing_fast, first_errors
+from pydantic import BaseModel, ConfigDict, Discriminator, TypeAdapter, ValidationError
+
+
+class Item(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["item"] = "item"
+    number: int
+    nested: list[Item] = []
+
+
+class Other(BaseModel):
+    kind: Literal["other"]
+    type: list[int] = []
+    text: str
+    default: dict[str, Any] = {"type": "list"}
+
+
+ADAPTERS: list[TypeAdapter[Any]] = [
+    TypeAdapter(Item),
+    TypeAdapter(list[Item | str]),
+    TypeAdapter(dict[str, tuple[int, ...]]),
+    TypeAdapter(list[Annotated[Item | Other, Discriminator("kind")]]),
+    TypeAdapter(set[int] | frozenset[str] | None),
+]
+JSON = st.recursive(
+    st.none() | st.integers() | st.sampled_from(["item", "other", "1", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["kind", "number", "nested", "text", "x"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=str)
+@given(value=JSON)
+def test_it_accepts_what_the_adapter_accepts(adapter: TypeAdapter[Any], value: Any) -> None:
+    assert _outcome(failing_fast(adapter).validate_python, value) == _outcome(adapter.validate_python, value)
+
+
+def _outcome(validate: Callable[[Any], Any], value: Any) -> Any:
+    """The valid value, or the place of the first error."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        return first_errors(error, 1)[0]["loc"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[None] * 100_000, [{"kind": "item", "number": None}] * 50_000, [{"nested": [{}] * 50_000}]],
+    ids=["values", "objects", "nested"],
+)
+def test_each_list_ends_at_its_first_wrong_item(value: Any) -> None:
+    with pytest.raises(ValidationError) as found:
+        failing_fast(TypeAdapter(list[Item | str])).validate_python(value)
+    assert found.value.error_count() < 10
+
+
+def test_many_unknown_fields_are_counted_and_not_described() -> None:
+    value = {"number": 1, **{f"x{number}": 0 for number in range(MOST_ERRORS + 1)}}
+    with pytest.raises(ValidationError) as found:
+        failing_fast(TypeAdapter(Item)).validate_python(value)
+    assert first_errors(found.value, 20) == [
+        {"type": "too_many_errors", "loc": (), "msg": "1001 fields are wrong", "input": None}
+    ]
+    del value["x0"]
+    with pytest.raises(ValidationError) as found:
+        failing_fast(TypeAdapter(Item)).validate_python(value)
+    assert len(first_errors(found.value, 20)) == 20
