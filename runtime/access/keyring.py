@@ -2,8 +2,9 @@
 
 The file holds digests of the tokens, never a token. The file must still stay private, because with a signing digest,
 requests to the routes of AWS Lambda can be signed (see `aws_signature.py`). A gateway that has this file requires an
-API key from every caller, even after the last key is revoked. To admit callers without a key again, stop the gateway
-and remove the file. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
+API key from every caller, even after the last key is revoked. The empty file `access/closed` beside it says that there
+were keys, so that the loss of keys.json opens no gateway: the gateway then does not start. To admit callers without a key
+again, stop the gateway and remove both files. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ...errors import UnknownKey
+from ...errors import GatewayError, UnknownKey
 from ..telemetry.metrics import Numbers, Reading
 from . import private_files
 from .deploy_policy import DeployPolicy
@@ -165,6 +166,7 @@ class Keyring:
 
     def __init__(self, state: Path) -> None:
         self.path = keys_path(state)
+        self._mark = self.path.with_name("closed")
         self.exists = False
         """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
         without a key.
@@ -174,12 +176,18 @@ class Keyring:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the keys from the file, if it exists. Raise GatewayError if it is damaged."""
+        """Read the keys from the file, if it exists. Raise GatewayError if it is damaged, or missing although there were
+        keys.
+        """
         private_files.remove_leftovers(self.path.parent)
+        if self._mark.exists() and not self.path.exists():
+            fault = f"{self.path} is missing, and this gateway has had API keys."
+            remedy = f"Restore it from a backup. To admit callers without a key, remove {self._mark}, too."
+            raise GatewayError(fault, remedy=remedy)
         if file := private_files.load(self.path, KeysFile):
             self._held = {key.id: Held(key) for key in file.keys}
             self._revoked = {key.id: key for key in file.revoked}
-            self.exists = True
+            self._note_keys()
 
     def all(self) -> list[ApiKey]:
         """Return all keys, the oldest first."""
@@ -281,4 +289,9 @@ class Keyring:
         file = KeysFile(keys=tuple(one.to_store() for one in kept.values()), revoked=tuple(limits.values()))
         private_files.write(self.path, file.model_dump_json(indent=1).encode())
         self._held, self._revoked = kept, limits
+        self._note_keys()
+
+    def _note_keys(self) -> None:
         self.exists = True
+        if not self._mark.exists():
+            private_files.write(self._mark, b"")

@@ -49,7 +49,7 @@ def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
         fault = f"the field {place} is wrong ({problem['type']})" if place else "it is no JSON object"
         # A damaged file of keys must not count as missing. Otherwise, the gateway could admit callers without a key.
         message = f"{path} is damaged: {fault}."
-        raise GatewayError(message, remedy="Restore it, or remove it.") from None
+        raise GatewayError(message, remedy="Restore it from a backup.") from None
 
 
 def remove(path: Path) -> None:

@@ -278,8 +278,8 @@ def revoke_key(*, id_or_name: str, store: Client | Keyring, as_json: bool) -> No
 
     The next request with the key is refused. Requests that already run are finished.
 
-    The gateway asks for a key even when the last key is revoked. To open the gateway again, stop it and remove the file
-    access/keys.json from its state folder.
+    The gateway asks for a key even when the last key is revoked. To open the gateway again, stop it and remove the files
+    access/keys.json and access/closed from its state folder.
 
     \b
     Examples:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import GatewayError
+
+LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -23,6 +27,7 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
     try:
         # Mode 0700, since the folder holds secrets and the settings of functions.
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_private(path)
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         message = f"The state folder {path} cannot be used: {error.strerror}."
@@ -35,6 +40,19 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
         yield path
     finally:
         os.close(descriptor)
+
+
+def _make_private(path: Path) -> None:
+    """Take the rights of other users away from a folder that somebody else has made, so that it is as private as a new one."""
+    mode = path.stat().st_mode
+    try:
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            path.chmod(0o700)
+    except PermissionError:
+        # The volumes of Kubernetes belong to root, and to a group that this process is in.
+        if mode & stat.S_IRWXO:
+            text = "other users may read inputs of jobs and logs in %s, which has another owner: `chmod o-rwx` it"
+            LOG.warning(text, path)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def test_the_file_is_its_owners_and_holds_no_token(tmp_path: Path):
     assert stat.S_IMODE(keyring.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(keyring.path.parent.stat().st_mode) == 0o700
     assert token.rpartition("_")[2] not in keyring.path.read_text()
-    assert [path.name for path in keyring.path.parent.iterdir()] == ["keys.json"]
+    assert {path.name for path in keyring.path.parent.iterdir()} == {"keys.json", "closed"}
 
 
 def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
@@ -147,7 +147,21 @@ def test_half_written_files_are_removed(tmp_path: Path):
     keyring.create(NewKey(name="a"), 0.0)
     (keyring.path.parent / ".keys.json.x1y2").write_text('{"ver')
     assert len(loaded(tmp_path).all()) == 1
-    assert [path.name for path in keyring.path.parent.iterdir()] == ["keys.json"]
+    assert {path.name for path in keyring.path.parent.iterdir()} == {"keys.json", "closed"}
+
+
+def test_lost_keys_open_no_gateway(tmp_path: Path):
+    """Not even keys that an older release has written."""
+    keyring = loaded(tmp_path)
+    keyring.create(NewKey(name="a"), 0.0)
+    (tmp_path / "access" / "closed").unlink()
+    loaded(tmp_path)
+    keyring.path.unlink()
+    with pytest.raises(GatewayError, match=r"keys\.json is missing") as caught:
+        loaded(tmp_path)
+    assert "closed" in caught.value.remedy
+    (tmp_path / "access" / "closed").unlink()
+    assert not loaded(tmp_path).exists
 
 
 def test_threads_may_change_it_at_once(tmp_path: Path):

@@ -16,6 +16,28 @@ def test_it_is_made_and_private(tmp_path: Path) -> None:
         assert (state / "lock").read_text() == f"{os.getpid()}\n"
 
 
+def test_a_folder_that_somebody_else_has_made_becomes_private(tmp_path: Path) -> None:
+    (made := tmp_path / "state").mkdir(mode=0o755)
+    made.chmod(0o2777)
+    with locked_state_dir(made) as state:
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o2770, 0o777], ids=oct)
+def test_a_folder_of_another_owner_is_used_and_others_rights_are_told(
+    tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    (made := tmp_path / "state").mkdir()
+    made.chmod(mode)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with locked_state_dir(made):
+        pass
+    assert ("chmod o-rwx" in caplog.text) == bool(mode & stat.S_IRWXO)
+
+
 def test_a_second_gateway_is_told_which_process_has_it(tmp_path: Path) -> None:
     with locked_state_dir(tmp_path):
         with pytest.raises(GatewayError) as caught, locked_state_dir(tmp_path):
