@@ -43,7 +43,7 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
 
 
 def _make_private(path: Path) -> None:
-    """Take the rights of other users away from a folder that somebody else has made, so that it is as private as a new one."""
+    """Remove the rights of group and others. A folder that existed before the gateway may have them."""
     mode = path.stat().st_mode
     try:
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
