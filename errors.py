@@ -148,6 +148,10 @@ class PilotflameError(Exception):
             wire["details"] = details
         return wire
 
+    def copied(self) -> PilotflameError:
+        """Return the same error without its traceback."""
+        return self.from_wire(self.to_wire(private=True))
+
     def about(self, subject: str) -> PilotflameError:
         """Return the same error with a message that begins with `subject`; unchanged if that is empty."""
         if not subject or self.message.startswith(f"{subject}: "):

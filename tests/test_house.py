@@ -303,6 +303,13 @@ def test_no_caller_makes_the_gateway_describe_every_error() -> None:
     assert found == OWN_INPUT
 
 
+def test_errors_of_invocations_are_raised_as_copies() -> None:
+    """An error that is raised from the future itself keeps the invocation and its body: `Invocation.wait` copies it."""
+    awaited = re.compile(r"await [a-z_.]*invocation\.output\b")
+    found = {name for name, path in modules().items() if awaited.search(path.read_text(encoding="utf-8"))}
+    assert found == set()
+
+
 def test_one_timer_decides_about_workers() -> None:
     found = Counter[str]()
     rooms = ("runtime/reconciling", "runtime/scaling", "runtime/functions", "runtime/measuring")

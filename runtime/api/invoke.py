@@ -72,7 +72,7 @@ _HEADERS = {
 async def collected(invocation: Invocation) -> Output:
     """Return the output; the pieces of a stream as one JSON array. Raise OutputInvalid if the array is too large."""
     if invocation.stream is None:
-        return await invocation.output
+        return await invocation.wait()
     pieces, size = [], 0
     while some := await invocation.stream.take():
         invocation.stream.consumed(len(some))
@@ -81,7 +81,7 @@ async def collected(invocation: Invocation) -> Output:
             message = f"The output is larger than {MAX_COLLECTED_BYTES} bytes."
             raise OutputInvalid(message, remedy="Call /invoke, which streams it.")
         pieces += some
-    await invocation.output
+    await invocation.wait()
     return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
@@ -129,7 +129,7 @@ class Gateway:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotflameError):
-                await invocation.output
+                await invocation.wait()
         # The caller has disconnected: the wait for the output was cancelled, or a write to it failed.
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)

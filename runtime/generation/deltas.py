@@ -108,7 +108,7 @@ class Deltas:
                 for piece in pieces:
                     yield piece
                 stream.consumed(len(pieces))
-            output = await invocation.output
+            output = await invocation.wait()
             if stream is None:
                 self._note(number, invocation)
                 yield output.payload

@@ -199,6 +199,18 @@ class Invocation:
             head["exchange"] = self.input is not None
         return head
 
+    async def wait(self) -> Output:
+        """Wait for the output, and return it. Raise a copy of its error.
+
+        The frames in the traceback of an error that was raised hold the invocation. Without a copy, the invocation would
+        hold this traceback, and a failed call would keep its body until the garbage collector finds the cycle.
+        """
+        try:
+            return await self.output
+        except PilotflameError as error:
+            error.__traceback__ = None
+            raise error.copied() from None
+
     # -- changes of state, in the order in which they happen; called by the dispatcher
 
     def mark_traced(self, span: str, trace: TraceContext | None = None) -> None:

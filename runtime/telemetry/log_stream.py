@@ -65,6 +65,8 @@ class LogStream:
             self._rest = b""
         for channel in list(self._unfinished):
             self._finish(channel, "", "info", "")
+        # The captures hold their invocations, whose bodies are not needed any more.
+        self._recorded.clear()
 
     # -- which lines belong to which invocation
 

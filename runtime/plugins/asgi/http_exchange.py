@@ -96,7 +96,7 @@ class HttpExchange:
                 if count := self._read.add(len(piece)):
                     self._stream.consumed(count)
             return [decode_response(piece) for piece in found]
-        output = await self._invocation.output
+        output = await self._invocation.wait()
         self._invocation.timeline.mark_responded(time.monotonic())
         return [decode_response(output.payload)]
 

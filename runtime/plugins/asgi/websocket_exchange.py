@@ -148,7 +148,7 @@ class WebSocketExchange:
                     self._stream.consumed(count)
             if found := [message for piece in pieces if (message := self._joined.add(piece)) is not None]:
                 return found
-        await self._invocation.output
+        await self._invocation.wait()
         return []
 
     async def _send_all(self, socket: web.WebSocketResponse, messages: list[tuple[int, bytes]]) -> None:

@@ -98,7 +98,7 @@ class GrpcMethods:
     async def infer(self, sent: Any, call: GrpcCall) -> Message:
         """Return the response to a ModelInferRequest. Raise the errors of the call."""
         async with self._running(sent, call) as running:
-            output = await running.invocation.output
+            output = await running.invocation.wait()
         headers = invocation_headers(running.invocation).items()
         call.context.set_trailing_metadata([(name.lower(), text) for name, text in headers])
         return infer_response(output, **running.names)
@@ -115,7 +115,7 @@ class GrpcMethods:
         async with self._running(sent, call, streams=True) as running:
             stream, names = running.invocation.stream, running.names
             if stream is None:
-                output = await running.invocation.output
+                output = await running.invocation.wait()
                 return infer_response(output, **names, parameters=is_final(True))
             left_s = max(0.0, running.invocation.deadline_s - time.monotonic())
             async with asyncio.timeout(left_s + LAST_EVENT_S):
@@ -123,7 +123,7 @@ class GrpcMethods:
                     for piece in pieces:
                         await write(infer_response(output_of(piece), **names, parameters=is_final(False)))
                         stream.consumed(1)
-                await running.invocation.output
+                await running.invocation.wait()
         return (
             message("ModelInferResponse", **names, parameters=is_final(True))
             if running.asked.empty_final

@@ -198,7 +198,7 @@ async def _streamed(
             if invocation.stream is not None:
                 await events.send_pieces(invocation.stream)
             try:
-                output = await invocation.output
+                output = await invocation.wait()
                 if invocation.stream is None:
                     await events.send(output.payload)
             except PilotflameError as error:

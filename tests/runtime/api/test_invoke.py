@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 
@@ -10,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-from live import LIMIT_S, WAITS_ASYNC, Gate, Gateway, events, failure, gateway_here, gone
+from live import LIMIT_S, WAITS_ASYNC, Function, Gate, Gateway, events, failure, gateway_here, gone
 from pilotflame.runtime.serving.invocation import Invocation
 from pilotflame.runtime.serving.revision import Revision
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
@@ -603,3 +604,31 @@ async def test_preferences_have_any_case(deploy, prefer: str):
     assert (response.status_code, response.headers["Preference-Applied"]) == (202, "respond-async")
     other = await function.client.post(function.path, json=1, headers={"Prefer": "not-respond-async"})
     assert other.status_code == 200
+
+
+FAILING = {
+    "handler": "def handler(event):\n    raise ValueError('no')",
+    "stream": "def handler(event):\n    yield 1\n    raise ValueError('no')",
+    "worker": "import os\ndef handler(event):\n    os._exit(3)",
+}
+
+
+@pytest.mark.parametrize(
+    "path", ["/invoke/{}", "/v2/{}/runsync", "/lambda/2015-03-31/functions/{}/invocations"]
+)
+@pytest.mark.parametrize("failing", FAILING)
+async def test_a_failed_call_keeps_nothing(deploy, failing: str, path: str):
+    """No cycle of references holds its body until the garbage collector runs."""
+    function: Function = await deploy(FAILING[failing])
+    gc.collect()
+    gc.disable()
+    try:
+        for headers in ({}, {"Prefer": "nothing"}):
+            body = {"input": "x" * 100_000}
+            await function.client.post(path.format(function.name), json=body, headers=headers)
+        # The end of a request takes some turns of the event loop.
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [found for found in gc.get_objects() if isinstance(found, Invocation)] == []
+    finally:
+        gc.enable()
