@@ -310,6 +310,12 @@ def test_errors_of_invocations_are_raised_as_copies() -> None:
     assert found == set()
 
 
+def test_one_file_writes_to_the_terminal() -> None:
+    """It escapes control characters in what functions print and callers send."""
+    found = {name for name, path in modules().items() if "click.echo" in path.read_text(encoding="utf-8")}
+    assert found == {"runtime.client.display"}
+
+
 def test_one_timer_decides_about_workers() -> None:
     found = Counter[str]()
     rooms = ("runtime/reconciling", "runtime/scaling", "runtime/functions", "runtime/measuring")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,11 +24,26 @@ BAR_COLUMNS = 40
 WIDTH_WITHOUT_TERMINAL = 200
 # A JSON answer is indented if it is shorter. A longer answer, such as an embedding, would fill too many lines.
 INDENTED_CHARS = 4_000
+# All control characters but the tab and the line feed. Some terminals obey those above 0x7f, too.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return a text of one or more lines whose other control characters are escaped, as in `\\x1b`.
+
+    Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
+    """
+    return text if text.isprintable() else _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
+    """Print a text on stdout. If `raw`, its control characters are not escaped."""
+    click.echo(text if raw else printable(text), nl=nl)
 
 
 def say(text: str) -> None:
     """Print a line on stderr."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
 
 
 def function_trace(trace: str) -> str:
@@ -42,7 +58,13 @@ def warn(texts: Sequence[str]) -> None:
 
 def print_json(value: Any) -> None:
     """Print one line of JSON on stdout."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    echo(json_text(value))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return `value` as JSON without control characters."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return text if text.isprintable() else _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def print_result(value: Any, text: str, *, as_json: bool) -> None:
@@ -50,7 +72,7 @@ def print_result(value: Any, text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(value)
     else:
-        click.echo(text)
+        echo(text)
 
 
 def print_list(
@@ -72,15 +94,20 @@ def reply_facts(answer: Any, reply: InvokeReply) -> dict[str, Any]:
 
 
 def print_answer(answer: Any) -> None:
-    """Print a function's answer: bytes unchanged, JSON on one line. On a terminal, indent a short JSON answer."""
+    """Print a function's answer: bytes unchanged, JSON on one line. On a terminal, indent a short JSON answer, and
+    escape control characters.
+    """
+    terminal = sys.stdout.isatty()
     if isinstance(answer, bytes):
-        return click.echo(answer, nl=False)
-    indented = json.dumps(answer, ensure_ascii=False, indent=2) if sys.stdout.isatty() else ""
-    return click.echo(indented) if 0 < len(indented) < INDENTED_CHARS else print_json(answer)
+        return echo(answer.decode("utf-8", "replace"), nl=False) if terminal else click.echo(answer, nl=False)
+    indented = json_text(answer, indent=2) if terminal else ""
+    return echo(indented) if 0 < len(indented) < INDENTED_CHARS else print_json(answer)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without borders. Columns of numbers are aligned to the right."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool = False) -> None:
+    """Print a table without borders, if `apart` after an empty line. Columns of numbers are aligned to the right."""
+    if apart:
+        echo()
     # The import of rich takes time, and --help does not need it.
     from rich.table import Table  # noqa: PLC0415
 
@@ -89,7 +116,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         numbers = bool(rows) and all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     _console(err=False).print(table)
 
 
@@ -177,10 +204,10 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
         def show(name: str, told: dict[str, Any]) -> None:
             if name == "note":
                 # A note says why the deploy takes long, so it must appear during the deploy.
-                return None if quiet else console.print(f"  {told['text']}", markup=False)
+                return None if quiet else console.print(printable(f"  {told['text']}"), markup=False)
             if (line := _deploy_line(name, told)) is None:
                 return status.update(f"{told['name']} …") if status is not None else None
-            return console.print(line) if live else lines.append(line)
+            return console.print(printable(line)) if live else lines.append(line)
 
         yield show
     for line in () if quiet else lines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import click
 
 from ...errors import GatewayUnreachable, PilotflameError
-from .display import function_trace, say
+from .display import function_trace, json_text, say
 
 ERROR = 1
 USAGE = 2
@@ -75,4 +74,4 @@ def say_error(error: PilotflameError, *, as_json: bool) -> None:
 
 
 def _say_json(error: dict[str, Any]) -> None:
-    say(json.dumps({"error": error}, ensure_ascii=False))
+    say(json_text({"error": error}))

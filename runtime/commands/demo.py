@@ -73,7 +73,7 @@ def demo(*, starts: int, as_json: bool) -> None:
     """
     model = minilm.model_folder()
     os.environ.update(minilm.OFFLINE)
-    tell: Callable[[str], None] = (lambda _text: None) if as_json else click.echo
+    tell: Callable[[str], None] = (lambda _text: None) if as_json else display.echo
     with private_gateway() as url, Client(url) as client:
         with display.spinner("computing the expected answer with plain transformers"):
             expected = minilm.reference([minilm.TEXT])[0]

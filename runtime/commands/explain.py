@@ -40,7 +40,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
             display.print_json(decision)
     else:
         for decision in found:
-            click.echo(f"{_moment(decision['at'])}  {decision['text']}")
+            display.echo(f"{_moment(decision['at'])}  {decision['text']}")
         desired = client.get("v1", "functions", name)["desired"]
         workers = "1 worker" if desired["held"] == 1 else f"{desired['held']} workers"
         display.say(f"now: {workers} ({'; '.join(desired['because']) or 'nothing wants one'})")

@@ -67,7 +67,7 @@ def _print_deployed(found: dict[str, Any], folder: Path, *, as_json: bool) -> No
         display.say(f"recognised a handler of {dialect}: {found['entry']}")
     name = found["name"]
     body = _example(folder, found["input_schema"])
-    return click.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
+    return display.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
 
 
 def _example(folder: Path, schema: dict[str, Any]) -> str:
@@ -149,23 +149,21 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     if as_json:
         return display.print_json(found)
     display.print_table(("", ""), _facts(found))
-    click.echo()
-    display.print_table(("setting", "value", "from"), _settings(found))
+    display.print_table(("setting", "value", "from"), _settings(found), apart=True)
     if memory:
         columns = ("process", "pid", "own memory", "with its share", "resident")
-        click.echo()
-        display.print_table(columns, [_process_row(process) for process in found["processes"]])
+        display.print_table(columns, [_process_row(process) for process in found["processes"]], apart=True)
     if sources := found.get("sources"):
         names = ("source", "state", "in flight", "completed", "left", "waiting", "lag", "last error")
-        click.echo()
-        display.print_table(names, [_source_row(source) for source in sources])
+        display.print_table(names, [_source_row(source) for source in sources], apart=True)
     if schedules := found.get("schedules"):
-        click.echo()
-        display.print_table(("schedule", "workers", "for", "next"), [_schedule_row(one) for one in schedules])
+        display.print_table(
+            ("schedule", "workers", "for", "next"), [_schedule_row(one) for one in schedules], apart=True
+        )
     if errors := found.get("last_errors"):
-        click.echo("\nlast errors:")
+        display.echo("\nlast errors:")
         for error in errors:
-            click.echo(f"{display.local_time(error['at'])} {error['source']} {error['text']}".rstrip())
+            display.echo(f"{display.local_time(error['at'])} {error['source']} {error['text']}".rstrip())
     return display.warn(found["warnings"])
 
 

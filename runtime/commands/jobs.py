@@ -121,10 +121,10 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
         return display.print_json(job)
     display.print_table(("", ""), _facts(job))
     if "output" in job:
-        click.echo("\nprogress:" if job["status"] == JobState.IN_PROGRESS else "\noutput:")
+        display.echo("\nprogress:" if job["status"] == JobState.IN_PROGRESS else "\noutput:")
         display.print_answer(_output(job))
     if job.get("logs"):
-        click.echo(f"\nit printed:\n{job['logs']}")
+        display.echo(f"\nit printed:\n{job['logs']}")
     if "errorDetails" in job:
         display.say(f"the function's log has more: pilotflame logs {name} --request {job_id}")
     return None
@@ -236,7 +236,7 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
             continue
         done.append(job)
         if not as_json:
-            click.echo(f"{job_id} {job['status']}")
+            display.echo(f"{job_id} {job['status']}")
     if as_json:
         display.print_json({"jobs": done, "errors": refused})
     if refused:

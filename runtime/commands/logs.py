@@ -30,8 +30,11 @@ from ..telemetry.log_files import LogLevel
     "--audit", "kind", flag_value="audit", help="Show who deployed, deleted, or changed keys and secrets."
 )
 @click.option("--access", "kind", flag_value="access", help="Show the requests (PILOTFLAME_ACCESS_LOG=1).")
+@click.option("--raw", is_flag=True, help="Print control characters as the function has printed them.")
 @options.gateway
-def logs(*, name: str | None, kind: str | None, client: Client, as_json: bool, **query: Any) -> None:
+def logs(
+    *, name: str | None, kind: str | None, raw: bool, client: Client, as_json: bool, **query: Any
+) -> None:
     """Print the log of a function, or of the gateway.
 
     Without FUNCTION, print the gateway's own messages. FUNCTION may be a deleted function. A function's log has the
@@ -51,7 +54,7 @@ def logs(*, name: str | None, kind: str | None, client: Client, as_json: bool, *
         if as_json:
             display.print_json(line)
         else:
-            click.echo(_shown(line))
+            display.echo(_shown(line), raw=raw)
 
 
 def _shown(line: dict[str, Any]) -> str:

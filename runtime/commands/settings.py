@@ -25,7 +25,7 @@ def settings(*, name: str | None, as_markdown: bool, as_json: bool) -> None:
       pilotflame settings scale.max
     """
     if as_markdown:
-        return click.echo(markdown(), nl=False)
+        return display.echo(markdown(), nl=False)
     found = find_settings(name) if name is not None else all_settings()
     if as_json:
         return display.print_json({"settings": [one._asdict() for one in found]})

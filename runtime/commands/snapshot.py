@@ -118,13 +118,13 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
         return display.print_json({**facts(manifest), **listed})
     touched = "recorded" if manifest.first_touch else "not recorded"
     chunk_size = display.size(manifest.chunk_bytes)
-    click.echo(f"{path}: {contents(manifest)}")
+    display.echo(f"{path}: {contents(manifest)}")
     how = f"chunks of {chunk_size} with digests of {manifest.algorithm}"
-    click.echo(f"digest {manifest.digest}, {how}, order of first touch {touched}\n")
+    display.echo(f"digest {manifest.digest}, {how}, order of first touch {touched}\n")
     chunks = {shard.name: str(len(shard.chunks)) for shard in manifest.shards}
     rows = [(file.name, display.size(file.size_bytes), chunks.get(file.name, "-")) for file in manifest.files]
     display.print_table(("file", "size", "chunks"), rows)
-    click.echo()
+    display.echo()
     largest = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)[:LARGEST_TENSORS]
     details = [
         (found.name, found.dtype, "×".join(map(str, found.shape)) or "scalar", display.size(found.size_bytes))

@@ -134,8 +134,8 @@ def pull(
     elapsed_s = time.monotonic() - started_s
     if as_json:
         return display.print_json(_pull_facts(where, manifest, stats, elapsed_s))
-    click.echo(f"pulled {source.url} into {where}: {contents(manifest)}")
-    return click.echo(_fetched(manifest, stats, elapsed_s))
+    display.echo(f"pulled {source.url} into {where}: {contents(manifest)}")
+    return display.echo(_fetched(manifest, stats, elapsed_s))
 
 
 def _budgets(settings: GatewaySettings) -> Budgets:
@@ -174,7 +174,7 @@ def cache(*, evict: str | None, as_json: bool) -> None:
         spare = tier.spares.total_bytes()
         kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
         used_of = f"{display.size(used)} of {display.size(tier.budget_bytes)}"
-        click.echo(f"{tier.kind} ({tier.root}): {used_of}{kept}")
+        display.echo(f"{tier.kind} ({tier.root}): {used_of}{kept}")
     return None
 
 

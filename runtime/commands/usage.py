@@ -57,7 +57,7 @@ def usage(
     if as_json:
         return display.print_json(found)
     if as_csv:
-        return click.echo(_csv(by, found), nl=False)
+        return display.echo(_csv(by, found), nl=False)
     # Most functions have no tokens, so these columns are left out without any.
     tokens = TOKENS if found["total"]["prompt_tokens"] else ()
     rows = [_row(row["key"] or "-", row["usage"], tokens) for row in found["rows"]]

@@ -132,14 +132,14 @@ def _answer(client: Client, name: str, event: dict[str, Any], *, quiet: bool) ->
                     thought = (
                         click.style(reasoning, dim=True) if (reasoning := delta.get("reasoning")) else ""
                     )
-                    click.echo(thought + (delta.get("text") or ""), nl=False)
+                    display.echo(thought + (delta.get("text") or ""), nl=False)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
             answer.stopped = True
     answer.ended_s = time.monotonic()
     if not quiet:
-        click.echo()
+        display.echo()
     return answer
 
 

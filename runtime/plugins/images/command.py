@@ -79,7 +79,7 @@ def build(
         display.warn(options.withheld(source.folder))
     with _written(source, context, with_weights=how.pop("with_weights")) as written:
         if print_only:
-            return click.echo((written.folder / CONTAINERFILE).read_text(encoding="utf-8"), nl=False)
+            return display.echo((written.folder / CONTAINERFILE).read_text(encoding="utf-8"), nl=False)
         if not as_json:
             display.warn(written.notices)
         if context is not None:

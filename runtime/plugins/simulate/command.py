@@ -198,7 +198,7 @@ def _try_workers(given: SimulateOptions) -> None:
             rows.append({"workers": count, **figures(Simulator(replace(learned, workers=count)).run(calls))})
     if given.as_json:
         return display.print_json({"runs": rows})
-    click.echo(f"{rows[0]['calls']} calls")
+    display.echo(f"{rows[0]['calls']} calls")
     columns = ("workers", "on time", "refused", "too late", "p50", "p99", "calls/s", "mean batch", "busy")
     return display.print_table(columns, [_workers_row(row) for row in rows])
 
@@ -334,7 +334,7 @@ def _compare_policies(given: SimulateOptions) -> None:
             {"functions": len(functions), "calls": calls, "span_s": span_s, "policies": rows}
         )
     counts = f"{display.counted(len(functions), 'function')}, {display.counted(calls, 'call')}"
-    click.echo(f"{counts} in {display.duration(span_s)}")
+    display.echo(f"{counts} in {display.duration(span_s)}")
     rungs = list(dict.fromkeys(rung for row in rows for rung in row["rung_s"]))
     columns = ("", "bill", "holding", "waiting", "cold starts", SLOW_TITLE, *WAITS, *rungs)
     return display.print_table(columns, [_policy_row(row, rungs) for row in rows])

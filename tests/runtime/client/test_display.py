@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.client.display import deploying, snapshots
+from pilotflame.runtime.client.display import (
+    _CONTROL,
+    deploying,
+    echo,
+    print_answer,
+    print_json,
+    print_table,
+    printable,
+    say,
+    snapshots,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,3 +61,34 @@ def test_a_deploy_that_fails_shows_its_progress_on_terminals_only(capsys) -> Non
     with pytest.raises(GatewayError, match="no"):
         fail()
     assert capsys.readouterr().err == ""
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2Kgone\r\x9b31m \t\n\x7f\x00ü"
+
+
+@pytest.mark.parametrize("show", [say, echo, lambda text: print_table(["a"], [[text]]), print_answer])
+def test_no_control_character_reaches_a_terminal(capsys, monkeypatch, show: Callable[[str], None]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(HOSTILE)
+    # A table's head is bold.
+    told = re.sub(r"\x1b\[[01]m", "", "".join(capsys.readouterr()))
+    assert not set(told) & {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0))} - set("\n\t")
+    assert "gone" in told
+    assert "ü" in told
+
+
+def test_json_stays_json(capsys) -> None:
+    print_json({"text": HOSTILE})
+    assert json.loads(printed := capsys.readouterr().out) == {"text": HOSTILE}
+    assert "\x9b" not in printed
+
+
+def test_bytes_are_printed_unchanged_into_a_pipe(capsysbinary) -> None:
+    print_answer(HOSTILE.encode())
+    assert capsysbinary.readouterr().out == HOSTILE.encode()
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_what_has_no_control_characters_is_unchanged(text: str) -> None:
+    assert (printable(text) == text) == (not _CONTROL.search(text))
+    assert not _CONTROL.search(printable(text))
