@@ -61,5 +61,15 @@ class Adapters:
             one.limit(time.monotonic() + within_s)
         one.wait()
 
+    def check(self) -> None:
+        """Raise SnapshotChanged if an adapter that is open may not have the bytes of its manifest any more."""
+        for name in tuple(self._opened):
+            self._named[name].check()
+
+    @property
+    def compare(self) -> bool:
+        """True if `check` can find other bytes."""
+        return any(one.compares for one in self._named.values())
+
     def __repr__(self) -> str:
         return f"Adapters({list(self._named)!r})"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .caching.cache import Lease
     from .fetching.arrival import Arrival
+    from .format.compared import ComparedShards
     from .format.manifest import Manifest
     from .format.slices import Slices
     from .restoring.device.device import Device
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from .restoring.gate import Awaited
     from .restoring.mapping import Mapping
     from .restoring.plan import Plan
-    from .sources.source import ObjectInfo
 
 # The subject of the error that torch is not installed.
 _SUBJECT = "context.snapshot"
@@ -47,9 +47,10 @@ class Snapshot:
         self,
         root: Path,
         manifest: Manifest,
-        verified: Sequence[ObjectInfo] | None = None,
         *,
         name: str = "",
+        versions: dict[str, str] | None = None,
+        assets: Path | None = None,
         cache: Path | None = None,
         mounted: Sequence[Path] = (),
         parks: bool = True,
@@ -59,15 +60,23 @@ class Snapshot:
 
         `name` is the snapshot's key in the settings if the function has several snapshots. Errors begin with it. With
         `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only the assets. In
-        a container, `mounted` are the folders of this snapshot in the cache. Without `cache`, `root` holds all files.
-        Then `verified` is what `FolderSource.stat` returned for each file that was verified, and `open` refuses a
-        shard that differs. Without `parks`, copies to devices make no checksums, so `park` copies all weights to the
+        a container, `mounted` are the folders of this snapshot in the cache. Without `cache`, `root` holds the shards, and
+        `assets` or else `root` the other files. Then `versions` has the version of each shard that was compared with the
+        manifest before (`ComparedShards`): `open` refuses shards with other bytes. If it is None, no bytes are
+        compared. Without `parks`, copies to devices make no checksums, so `park` copies all weights to the
         host. `gpus` is the number of the function's GPUs. If it is not 0, the device "auto" is never the host.
         """
         self.root = root
         self.manifest = manifest
         self.name = name
-        self._verified = verified
+        self._assets = assets
+        self._compared: ComparedShards | None = None
+        if versions is not None and cache is None:
+            from .format.compared import ComparedShards  # noqa: PLC0415  only local weights need it
+
+            self._compared = ComparedShards(_folder_of(root), manifest, versions)
+        # Whether modules or another process get the weights, and whether tensors are views of the mapped files.
+        self._restores = self._viewed = False
         self._cache, self._mounted = cache, mounted
         self._parks, self._gpus = parks, gpus
         self.gated = False
@@ -85,13 +94,34 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights."""
-        return self.root if self.root.is_dir() else self.root.parent
+        """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights, or links to them."""
+        return self._assets if self._assets is not None else _folder_of(self.root)
 
     @property
     def fetched(self) -> bool:
         """True if the weights are fetched into the node's cache."""
         return self._cache is not None
+
+    @property
+    def compares(self) -> bool:
+        """True if `check` can find other bytes."""
+        return self._compared is not None
+
+    def check(self) -> None:
+        """Raise SnapshotChanged if the handler may read other bytes than the manifest describes.
+
+        Those are the bytes of the mapped files, until they are on a device. A handler that restores and loads nothing reads
+        the files that have the names of the shards now.
+        """
+        if self._compared is None:
+            return
+        with self._named():
+            if not self._restores:
+                self._compared.check()
+            elif self._mapping is not None and (
+                self._viewed or not all(one.compared for _, one in self._uploads)
+            ):
+                self._mapping.check()
 
     def skeleton(self) -> AbstractContextManager[None]:
         """Return a context in which new modules have parameters without memory (on the meta device).
@@ -145,6 +175,7 @@ class Snapshot:
 
     def apply(self, plan: Plan) -> None:
         """Apply a plan that was made for this snapshot: now if the snapshot is open, or else when it is opened."""
+        self._restores = True
         if self._mapping is None:
             self._plans.append(plan)
         elif (upload := self._apply(plan, self._mapping)) is not None:
@@ -157,6 +188,7 @@ class Snapshot:
 
         if (device := find_device(plan.device, self._gpus)) is None:
             restore(plan, mapping)
+            self._viewed = True
             return None
         self._devices[device.name] = device
         self._uploads = [(module, one) for module, one in self._uploads if module() is not None]
@@ -178,6 +210,7 @@ class Snapshot:
             )
         from .restoring.views import views  # noqa: PLC0415
 
+        self._restores = self._viewed = True
         with self._named():
             return views(self._mapping, names, slices)
 
@@ -206,10 +239,12 @@ class Snapshot:
 
     def reference(self) -> dict[str, Any]:
         """Return JSON for `referred` in another process of this node. This process must hold the snapshot meanwhile."""
+        self._restores = True
         return {
             "root": str(self.root), "manifest": self.manifest.to_json().decode(), "name": self.name,
             "cache": None if self._cache is None else str(self._cache), "mounted": [str(path) for path in self._mounted],
-            "verified": None if self._verified is None else [[one.size_bytes, one.version] for one in self._verified],
+            "versions": None if self._compared is None else self._compared.versions,
+            "assets": None if self._assets is None else str(self._assets),
             "deadline_s": None if self._arrival is None else self._arrival.deadline_s,
         }  # fmt: skip
 
@@ -217,12 +252,11 @@ class Snapshot:
     def referred(cls, reference: dict[str, Any]) -> Snapshot:
         """Return the snapshot of a `reference`, open. Raises ManifestError if its manifest is not valid, and the errors of `open`."""
         from .format.manifest import Manifest  # noqa: PLC0415
-        from .sources.source import ObjectInfo  # noqa: PLC0415
 
-        cache, verified = reference["cache"], reference["verified"]
+        cache, assets = reference["cache"], reference["assets"]
         made = cls(
-            Path(reference["root"]), Manifest.parse(reference["manifest"].encode()),
-            None if verified is None else [ObjectInfo(*one) for one in verified], name=reference["name"],
+            Path(reference["root"]), Manifest.parse(reference["manifest"].encode()), name=reference["name"],
+            versions=reference["versions"], assets=None if assets is None else Path(assets),
             cache=None if cache is None else Path(cache), mounted=[Path(path) for path in reference["mounted"]],
         )  # fmt: skip
         made.open()
@@ -251,19 +285,21 @@ class Snapshot:
         """
         from .restoring.device.device import find_device  # noqa: PLC0415
         from .restoring.device.pinned_shards import shards_to_pin  # noqa: PLC0415
+        from .sources.folder import FolderSource  # noqa: PLC0415
 
         for plan in self._plans if self._cache is None else ():
             if plan.layout is None or (device := find_device(plan.device, self._gpus)) is None:
                 continue
             if self._pinned is None:
-                self._pinned = shards_to_pin(device, self.root, self.manifest, self._verified)
+                source = self._compared or FolderSource(_folder_of(self.root))
+                self._pinned = shards_to_pin(device, self.manifest, source.open)
             if self._pinned is not None:
                 self._pinned.pin(plan.layout.pieces, stop)
 
     def open(self) -> None:
         """Map the files into memory and apply the plans that `build` made. Read ahead the files that lie on a disk.
 
-        Raises SnapshotChanged if a file was replaced or written to after it was verified.
+        Raises SnapshotChanged if a local file does not have the bytes of the manifest.
         """
         with needs(_SUBJECT, "torch"):
             from .restoring.mapping import Mapping  # noqa: PLC0415
@@ -278,7 +314,7 @@ class Snapshot:
 
     def _mapped(self, kind: type[Mapping]) -> Mapping:
         if self._cache is None:
-            return kind(self.root, self.manifest, self._verified)
+            return kind(_folder_of(self.root), self.manifest, self._compared)
         from .caching.node import follow  # noqa: PLC0415  only remote weights need it
 
         self._lease = lease = follow(self._cache, self.manifest, self._mounted)
@@ -414,6 +450,11 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"Snapshot({str(self.root)!r}, {len(self.manifest.tensors)} tensors)"
+
+
+def _folder_of(root: Path) -> Path:
+    """Return the folder of the weights. `root` is this folder or a file in it, which may be gone."""
+    return root.parent if root.suffix == ".safetensors" and not root.is_dir() else root
 
 
 def subject_of(name: str) -> str:

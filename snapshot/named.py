@@ -108,6 +108,17 @@ class Snapshots:
             one.open()
         self._arriving = [one for one in self._named.values() if one.arriving]
 
+    @property
+    def compare(self) -> bool:
+        """True if `check` can find other bytes: a snapshot or an adapter is in a folder of this machine."""
+        return self.adapters.compare or any(one.compares for one in self._named.values())
+
+    def check(self) -> None:
+        """Raise SnapshotChanged if the handler may read other bytes than the manifests describe. See `Snapshot.check`."""
+        for one in self._named.values():
+            one.check()
+        self.adapters.check()
+
     def park(self) -> int:
         """Free the device memory of the weights. Return the number of freed bytes.
 

@@ -36,6 +36,7 @@ from ..packaging.snapshots import (
     describe_local,
     describe_remote,
     folder_of,
+    read_versions,
 )
 from ..settings.function_settings import (
     FunctionSettings,
@@ -117,7 +118,9 @@ def prepare(
             environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
         with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
             rules = SourceRules(secrets_of(settings.name), policies, request.owner)
-            fields = _fields(staged, settings, local, environment, log, rules)
+            live = store.current(settings.name)
+            earlier = None if live is None else store.code(live).parent
+            fields = _fields(staged, settings, local, environment, log, rules, earlier)
         origins = {f"env.{variable}": needs.file for variable in needs.env}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
@@ -194,12 +197,16 @@ def _fields(
     environment: tuple[Path, str],
     log: Log,
     rules: SourceRules,
+    earlier: Path | None,
 ) -> RevisionFields:
-    """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record."""
+    """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record.
+
+    `earlier` is the folder of the live revision.
+    """
     snapshots = {}
     for name in settings.all_snapshots:
         try:
-            snapshots[name] = _described(staged, name, settings, local, log, rules)
+            snapshots[name] = _described(staged, name, settings, local, log, rules, earlier)
         except SnapshotError as error:
             raise error.about(subject_of(name)) from error
     return RevisionFields(
@@ -215,6 +222,7 @@ def _described(
     local: dict[str, Path],
     log: Log,
     rules: SourceRules,
+    earlier: Path | None,
 ) -> StoredSnapshot:
     """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
     folder = folder_of(staged, name)
@@ -222,11 +230,11 @@ def _described(
     folder.mkdir(parents=True, exist_ok=True)
     if (root := local.get(name)) is None:
         return StoredSnapshot(url=describe_remote(settings.all_snapshots[name], folder, part, log, rules))
-    describe_local(root, folder, part, log, rules)
+    stored = root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve())
+    before = None if earlier is None else folder_of(earlier, name)
+    describe_local(root, folder, part, log, rules, earlier=before, stored=stored)
     # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
-    if root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve()):
-        root = root.relative_to(uploaded)
-    return StoredSnapshot(root=root)
+    return StoredSnapshot(root=root.relative_to(uploaded) if stored else root)
 
 
 def worker_spec(
@@ -282,12 +290,16 @@ def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
 
 def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, access: Access) -> Weights:
     folder = folder_of(code_folder.parent, name)
+    assets, manifest = folder / ASSETS_FOLDER, folder / MANIFEST_FILE
     if stored.url is not None:
-        assets, manifest = folder / ASSETS_FOLDER, folder / MANIFEST_FILE
         return Weights(
             name=name, root=assets, manifest=manifest, source=stored.url, cache=cache, access=access
         )
-    return Weights(name=name, root=code_folder / (stored.root or ""), manifest=folder / MANIFEST_FILE)
+    # Weights in the code have their assets there, and a revision of an earlier release has no copies of them.
+    return Weights(
+        name=name, root=code_folder / (stored.root or ""), manifest=manifest, assets=assets if assets.is_dir() else None,
+        versions=read_versions(folder),
+    )  # fmt: skip
 
 
 def fair_threads(settings: FunctionSettings) -> int:

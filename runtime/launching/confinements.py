@@ -134,7 +134,7 @@ class Confinements:
         (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
         # An environment is a folder with bin/python.
         environment = Path(spec.python).parents[1] if spec.python else None
-        weights = (path for one in spec.weights for path in (one.root, one.manifest))
+        weights = (path for one in spec.weights for path in one.folders)
         paths = (spec.code, *weights, environment)
         writable = () if spec.prefixes is None else (spec.prefixes.folder,)
         for folder in writable:

@@ -327,7 +327,7 @@ async def _let_go(keeping: asyncio.Future[dict[str, KeptFolders]]) -> None:
 
 def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:
     """Yield the mounts of the files that the function reads: its code, its weights and their manifests."""
-    for path in {spec.code, *(path for one in spec.weights for path in (one.root, one.manifest))}:
+    for path in {spec.code, *(path for one in spec.weights for path in one.folders)}:
         yield _mount(path)
 
 

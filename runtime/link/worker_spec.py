@@ -54,6 +54,10 @@ class Weights(BaseModel):
     root: Path
     """The folder or file of the weights; for a fetched snapshot, the folder of its other files (config, tokenizer)."""
     manifest: Path
+    assets: Path | None = None
+    """The revision's copy of the files beside local weights, with links to the rest; None if `root` has them."""
+    versions: dict[str, str] = {}
+    """The versions of local shards, by name, whose bytes the deploy has compared with the manifest (`file_version`)."""
     source: str = ""
     """The URL from which the snapshot is fetched; "" if `root` holds the weights."""
     access: Access = Field(ANY, exclude=True)
@@ -67,6 +71,11 @@ class Weights(BaseModel):
     def subject(self) -> str:
         """The name of the snapshot in messages; "" if the function has only one snapshot."""
         return subject_of(self.name)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The files and folders that workers read."""
+        return (self.root, self.manifest) if self.assets is None else (self.root, self.manifest, self.assets)
 
     @property
     def on_use(self) -> bool:

@@ -1,4 +1,5 @@
-"""Puts what a deploy needs of a snapshot into a revision's folder: the manifest, its signature, and the assets.
+"""Puts what a deploy needs of a snapshot into a revision's folder: the manifest, its signature, the assets, and the versions
+of local shards.
 
 If the gateway requires signatures, they are checked here, at a deploy and for stored revisions.
 """
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import SignatureInvalid, SnapshotChanged, SnapshotError, SourceError
+import orjson
+
+from ...errors import SignatureInvalid, SnapshotChanged, SnapshotCorrupt, SnapshotError, SourceError
 from ...snapshot.handle import subject_of
 from ..access.deploy_policy import DeployPolicies
 from ..settings.function_settings import SnapshotPart
@@ -24,8 +27,11 @@ if TYPE_CHECKING:
     from ...snapshot.sources.source import Progress, Source
 
 MANIFEST_FILE = "manifest.json"
-# Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
+# Holds the files of a snapshot that are not weights, such as config and tokenizer. For a local snapshot, it also has links to
+# the weights and to all else beside them.
 ASSETS_FOLDER = "assets"
+# Has the versions of local shards whose bytes a deploy has compared with the manifest, by the names of the shards.
+VERSIONS_FILE = "versions.json"
 # Holds a folder for each named snapshot, with its manifest and assets. A single unnamed snapshot
 # has them in the revision's folder.
 SNAPSHOTS_FOLDER = "snapshots"
@@ -44,13 +50,28 @@ class SourceRules:
     key_id: str
 
 
-def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log, rules: SourceRules) -> None:
+def describe_local(
+    snapshot: Path,
+    folder: Path,
+    part: SnapshotPart,
+    log: Log,
+    rules: SourceRules,
+    *,
+    earlier: Path | None,
+    stored: bool,
+) -> None:
     """Write a manifest of the weights into `folder`: the manifest beside the weights, if there is one, or else a new
-    manifest.
+    manifest. Also write the versions of the weights that were compared with it, and unless the weights are `stored` with
+    the revision, copies of the assets.
 
-    Raises SignatureInvalid if a signature is required and missing.
+    `earlier` is the folder of the same snapshot in the live revision. A file that was compared for that revision is not read again. Raises
+    SignatureInvalid if a signature is required and missing, and SnapshotCorrupt if the manifest describes another
+    file.
     """
+    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
+    from ...snapshot.format.compared import file_version  # noqa: PLC0415
     from ...snapshot.format.create import create  # noqa: PLC0415
+    from ...snapshot.format.layout import SUFFIX  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, read_manifest  # noqa: PLC0415
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
@@ -60,9 +81,70 @@ def describe_local(snapshot: Path, folder: Path, part: SnapshotPart, log: Log, r
     _keep_signature(source, found, folder, log, rules)
     if found is None:
         log(f"making a manifest of {snapshot}")
-    manifest = found or create(snapshot)
-    _needed(manifest, part, log).write(folder / MANIFEST_FILE)
+        # It is made of the bytes of these versions, or of later ones, which are compared below.
+        versions = {
+            file.name: file_version(file.stat()) for file in root.glob(f"*{SUFFIX}") if file.is_file()
+        }
+        manifest = create(snapshot)
+    else:
+        manifest, versions = found, _compared_earlier(found, earlier)
+    manifest = _needed(manifest, part, log)
+    manifest.write(folder / MANIFEST_FILE)
+    remedy = f"Make the manifest again: pilotflame snapshot create {root}" if found else "Deploy again."
+    _write_versions(root, manifest, versions, folder, remedy)
+    if not stored:
+        (folder / ASSETS_FOLDER).mkdir()
+        fetch_assets(manifest, source, folder / ASSETS_FOLDER)
+        _link_rest(root, folder / ASSETS_FOLDER)
     _enlarge_pages(root, manifest)
+
+
+def _write_versions(
+    root: Path, manifest: Manifest, versions: Mapping[str, str], folder: Path, remedy: str
+) -> None:
+    """Compare the shards whose versions are not in `versions`, and write the versions of all shards into `folder`."""
+    from ...snapshot.format.compared import ComparedShards  # noqa: PLC0415
+
+    shards = ComparedShards(root, manifest, versions)
+    try:
+        shards.check()
+    except SnapshotChanged as error:
+        raise SnapshotCorrupt(error.message, remedy=remedy, details=error.details) from error
+    known = {name: version for name, version in shards.versions.items() if version}
+    (folder / VERSIONS_FILE).write_bytes(orjson.dumps(known))
+
+
+def _compared_earlier(manifest: Manifest, folder: Path | None) -> dict[str, str]:
+    """Return the versions of the shards that were compared with the same manifest for a revision."""
+    from ...snapshot.format.manifest import Manifest  # noqa: PLC0415
+
+    with contextlib.suppress(OSError, SnapshotError):
+        # The parts of a manifest may differ, so nothing of a part was compared for another part.
+        if folder is not None and Manifest.read(folder / MANIFEST_FILE).digest == manifest.digest:
+            return read_versions(folder)
+    return {}
+
+
+def read_versions(folder: Path) -> dict[str, str]:
+    """Return the versions of local shards in a revision's folder. A revision of an earlier release has none: then each zygote
+    reads the weights and compares them with the manifest.
+    """
+    try:
+        found = orjson.loads((folder / VERSIONS_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    right = isinstance(found, dict) and all(isinstance(one, str) for one in found.values())
+    return found if right else {}
+
+
+def _link_rest(root: Path, folder: Path) -> None:
+    """Link what `root` has and `folder` has not, at the same places. The folders that have assets are made already."""
+    for path in root.iterdir():
+        here = folder / path.name
+        if here.is_dir():
+            _link_rest(path, here)
+        elif not here.exists():
+            here.symlink_to(path.absolute())
 
 
 def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules: SourceRules) -> str:

@@ -90,6 +90,9 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
     fork_safety.make_torch_single_threaded()
     import_s = time.monotonic() - began_s
     snapshots, prefixes = _snapshots(spec), _prefixes(spec)
+    if snapshots is not None:
+        # Forks inherit what was compared, so each new version is read once for all workers.
+        snapshots.check()
     state = None
     if handler.build is not None:
         try:
@@ -97,6 +100,8 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
             state = handler.build(context)
         except (Exception, SystemExit) as error:
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
+        if snapshots is not None:
+            snapshots.check()
     return Built(handler, state, snapshots, threads, import_s, tuple(_observers(spec)), prefixes)
 
 
@@ -141,16 +146,10 @@ def _prefixes(spec: WorkerSpec) -> DeclaredPrefixes | None:
 
 def _snapshot(spec: WorkerSpec, weights: Weights) -> Snapshot:
     from ...snapshot.format.manifest import Manifest  # noqa: PLC0415  only functions with weights need it
-    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
-    manifest = Manifest.read(weights.manifest)
-    verified = None
-    if weights.cache is None:
-        files = FolderSource(weights.root)
-        verified = [files.stat(shard.name) for shard in manifest.shards]
     return Snapshot(
-        weights.root, manifest, verified, name=weights.name, cache=weights.cache, mounted=weights.mounted,
-        parks=spec.parks, gpus=spec.resources.gpus or 0,
+        weights.root, Manifest.read(weights.manifest), name=weights.name, versions=weights.versions,
+        assets=weights.assets, cache=weights.cache, mounted=weights.mounted, parks=spec.parks, gpus=spec.resources.gpus or 0,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class LoopRunner(Runner):
     async def _execute(self, group: list[Call]) -> None:
         try:
             frames = await (self._run(group) if self.handler.batch is None else self._run_batch(group))
-            if self.suspects_device:
+            if self.suspicious:
                 await asyncio.to_thread(self.probe_if_suspected)
         finally:
             self._running -= 1
@@ -115,10 +115,12 @@ class LoopRunner(Runner):
         arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = self.started(calls)
         try:
+            self.check()
             if self._streaming:
                 await self._stream(calls[0], arguments)
                 return [*frames, self.end_frame(calls[0], started_s)]
             answer = await self.handler.call(*arguments)
+            self.check()
             return frames + self.result_frames(calls, answer, started_s)
         except asyncio.CancelledError as error:
             if not calls[0].cancellation.flag:
@@ -148,7 +150,9 @@ class LoopRunner(Runner):
     async def _run_piece(self, run: BatchRun, calls: list[Call]) -> None:
         started_s = self.started(calls)
         try:
+            self.check()
             answer = await self.handler.call(*run.arguments(calls))
+            self.check()
         except asyncio.CancelledError as error:
             if all(call.cancellation.flag for call in calls):
                 run.give_up(calls, Cancelled("The callers went away; the handler was cancelled."))
@@ -167,6 +171,7 @@ class LoopRunner(Runner):
                 frame, size = self.chunk_frame(call, chunk)
                 if call.credit is not None:
                     await call.credit.spend_async(size)
+                self.check()
                 self.link.send_encoded(frame)
         finally:
             if inspect.isasyncgen(chunks):

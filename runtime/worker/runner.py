@@ -29,6 +29,7 @@ from ...errors import (
     Overloaded,
     PackageMissing,
     PilotflameError,
+    SnapshotChanged,
     SnapshotError,
     SnapshotMismatch,
 )
@@ -102,7 +103,8 @@ class Runner(ABC):
 
     The runner calls `on_idle` after `close`, once all running groups have ended. `probe` blocks until it knows whether
     the devices still work. If a call has failed with an error that a device may have caused, the runner calls `probe`
-    before it sends the answers.
+    before it sends the answers. `check` raises SnapshotChanged if the weights have changed since the deploy. The
+    runner calls it before and after each call of the handler, and before it sends a chunk.
     """
 
     handler: Handler
@@ -111,6 +113,7 @@ class Runner(ABC):
     concurrency: int
     on_idle: Callable[[], None]
     probe: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    check: Callable[[], None] = field(default=lambda: None, kw_only=True)
     observers: Sequence[CallObserver] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -119,8 +122,8 @@ class Runner(ABC):
         self._calls: dict[int, Call] = {}
         self._incomplete: list[Call] = []
         self._lock = threading.Lock()
-        self.suspects_device = False
-        """True if a call has failed with an error that a device may have caused."""
+        self.suspicious = False
+        """True if a call has failed with an error that a device or other weights may have caused."""
         self.slots = self.window = self.concurrency
         # The largest number of events in one handler call. It is lowered when memory runs out.
         self.limit = self.handler.batch.max_size if self.handler.batch else 1
@@ -167,9 +170,9 @@ class Runner(ABC):
         return self.stop() + self._incomplete
 
     def probe_if_suspected(self) -> None:
-        """Call `probe` if a call has failed with an error that a device may have caused."""
-        if self.suspects_device:
-            self.suspects_device = False
+        """Call `probe` if a call has failed with an error that a device or other weights may have caused."""
+        if self.suspicious:
+            self.suspicious = False
             self.probe()
 
     @abstractmethod
@@ -313,7 +316,7 @@ class Runner(ABC):
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""
-        self.suspects_device = self.suspects_device or may_be_of_device(error)
+        self.suspicious = self.suspicious or may_be_of_device(error) or isinstance(error, SnapshotChanged)
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid, Overloaded)):
             return error
         if isinstance(error, SnapshotError) and not isinstance(error, OF_HANDLERS):

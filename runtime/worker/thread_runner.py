@@ -63,10 +63,12 @@ class ThreadRunner(Runner):
         arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = self.started(calls)
         try:
+            self.check()
             with self.gate():
                 if self._streaming:
                     return [*frames, self._stream(calls[0], arguments, started_s)]
                 answer = self.handler.call(*arguments)
+                self.check()
                 return frames + self.result_frames(calls, answer, started_s)
         except BaseException as error:  # noqa: BLE001  the caller gets the error, and the thread goes on
             return frames + self.failure_frames(calls, error)
@@ -78,8 +80,10 @@ class ThreadRunner(Runner):
             self.tell_observers(calls)
             started_s = self.started(calls)
             try:
+                self.check()
                 with self.gate():
                     answer = self.handler.call(*run.arguments(calls))
+                    self.check()
             except BaseException as error:  # noqa: BLE001
                 run.fail(calls, error)
             else:
@@ -102,6 +106,7 @@ class ThreadRunner(Runner):
                     # Report the deadline here, because the gateway's timer may fire a moment later.
                     late = DeadlineExceeded("The deadline passed while the caller did not read the stream.")
                     return self.error_frame(call, late)
+                self.check()
                 self.link.send_encoded(frame)
         finally:
             if (close := getattr(chunks, "close", None)) is not None:

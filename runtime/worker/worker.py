@@ -32,6 +32,7 @@ from ...errors import (
     SettingsError,
     SnapshotChanged,
     SnapshotCorrupt,
+    SnapshotError,
     SourceError,
 )
 from ...handlers.contract import NOTHING, Cancellation, Context
@@ -142,10 +143,12 @@ class Worker:
 
     def _make_runner(self, tasks: asyncio.TaskGroup) -> Runner:
         common = (self._handler, self._spec.code, self._link, self._spec.concurrency, self._on_idle)
-        probe, observers = self._probe_devices, self._observers
+        found: dict[str, Any] = {"probe": self._probe, "observers": self._observers}
+        if self._snapshots is not None and self._snapshots.compare:
+            found["check"] = self._snapshots.check
         if self._on_event_loop:
-            return LoopRunner(*common, tasks, probe=probe, observers=observers)
-        return ThreadRunner(*common, self._loop, self._gate, probe=probe, observers=observers)
+            return LoopRunner(*common, tasks, **found)
+        return ThreadRunner(*common, self._loop, self._gate, **found)
 
     def _run_first_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)
@@ -210,6 +213,7 @@ class Worker:
                 state = await call_hook(self._handler, self._handler.setup, self._context(self._host))
             if self._prefixes is not None:
                 await self._prepare_prefixes(self._prefixes)
+            self._runner.check()
         except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
             if isinstance(error, (CacheError, SnapshotChanged, SnapshotCorrupt, SourceError)):
                 failure: PilotflameError = not_whole(error)
@@ -298,16 +302,23 @@ class Worker:
         self._link.send_json(FrameKind.READY, 0, head)
         setproctitle(f"pilotflame: worker {self._spec.label}")
 
-    def _probe_devices(self) -> None:
-        """Drain if a device has failed, because every call would fail. The next worker makes a new context on the
-        device.
+    def _probe(self) -> None:
+        """Drain if a device has failed, or if the weights have changed since the deploy, because every call would fail. The
+        next worker makes a new context on the device, and maps the weights again.
 
         Don't call this on the loop's thread. When it returns, no group starts any more, and DRAIN was sent to the
         gateway.
         """
-        if (error := devices.failure(self._snapshots)) is None:
-            return
-        sys.stderr.write(f"a device of this worker has failed, so another worker replaces it: {error}\n")
+        try:
+            self._runner.check()
+        except SnapshotError as error:
+            sys.stderr.write(f"another worker replaces this one: {error}\n")
+        else:
+            if (failure := devices.failure(self._snapshots)) is None:
+                return
+            sys.stderr.write(
+                f"a device of this worker has failed, so another worker replaces it: {failure}\n"
+            )
         drained = threading.Event()
 
         def drain() -> None:

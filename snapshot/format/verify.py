@@ -40,10 +40,16 @@ def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
 
 
 def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt:
-    shard = manifest.shards[index]
-    names = chunk_tensors(manifest, index, chunk)
-    place = f"chunk {chunk} of {len(shard.chunks)} (from byte {chunk * manifest.chunk_bytes})"
-    return _shard_fault(shard, f"{place}, which {holding(names)}, differs", names, chunk)
+    fault, names = chunk_fault(manifest, index, chunk), chunk_tensors(manifest, index, chunk)
+    return _shard_fault(manifest.shards[index], fault, names, chunk)
+
+
+def chunk_fault(manifest: Manifest, index: int, chunk: int) -> str:
+    """Return the text for a chunk of a shard whose digest differs, with the names of its tensors."""
+    place = (
+        f"chunk {chunk} of {len(manifest.shards[index].chunks)} (from byte {chunk * manifest.chunk_bytes})"
+    )
+    return f"{place}, which {holding(chunk_tensors(manifest, index, chunk))}, differs"
 
 
 def holding(names: list[str]) -> str:

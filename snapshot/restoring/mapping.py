@@ -13,9 +13,9 @@ import torch
 
 from ...errors import SnapshotChanged, SnapshotError
 from ..fetching.arrival import Arrival
+from ..format.compared import ComparedShards
 from ..format.manifest import Manifest, Shard
-from ..sources.folder import FolderSource, object_info
-from ..sources.source import ObjectInfo
+from ..sources.folder import FolderSource
 from .read_ahead import ReadAhead, in_memory
 
 # Python's mmap module has this constant since 3.13. Without the flag, the kernel's heuristic refuses a writable private
@@ -41,30 +41,26 @@ class Mapping:
         self,
         root: Path,
         manifest: Manifest,
-        verified: Sequence[ObjectInfo] | None = None,
+        compared: ComparedShards | None = None,
         *,
         keep: object = None,
         arrival: Arrival | None = None,
     ) -> None:
         """Map the shards in folder `root`.
 
-        `verified` is what `FolderSource.stat` returned for each shard when the shard was verified. Raises
-        SnapshotChanged if a shard differs from its entry, is missing, or does not have the manifest's size. The mapping
-        keeps a reference to `keep`, such as a lease, as long as any shard is mapped. With `arrival`, bytes may still be
-        arriving: call `wait` before reading them. Until a chunk has landed, its bytes read as zeros.
+        With `compared`, raises SnapshotChanged if a shard does not have the bytes of the manifest. In any case, raises it
+        if a shard is missing or has another size. The mapping keeps a reference to `keep`, such as a lease, as long as
+        any shard is mapped. With `arrival`, bytes may still be arriving: call `wait` before reading them. Until a chunk
+        has landed, its bytes read as zeros.
         """
         self.manifest = manifest
         self.arrival = arrival
         self.root = root
-        if verified is not None and len(verified) != len(manifest.shards):
-            fault = f"{len(verified)} files were verified, the manifest has {len(manifest.shards)}."
-            raise SnapshotChanged(fault, remedy="Verify the files of this manifest.")
-        source = FolderSource(root)
-        files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
-        found = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
-        self.infos = [info for _, info in found]
-        """The sizes and versions of the mapped files, as `FolderSource.stat` returns them."""
-        memories = [memory for memory, _ in found]
+        self._compared = compared
+        # The open files outside a cache. Another file with the same name does not change them.
+        self._descriptors: dict[int, int] = {}
+        weakref.finalize(self, _close_all, self._descriptors).atexit = False
+        memories = [self._map(number, keep) for number in range(len(manifest.shards))]
         self.flats = [_flat(memory) for memory in memories]
         """Each shard as a one-dimensional tensor of uint8."""
         if arrival is not None and not arrival.complete:
@@ -74,6 +70,40 @@ class Mapping:
         """Block until bytes [begin, end) of a shard have landed. Raises the errors of Arrival.wait."""
         if self.arrival is not None and begin < end:
             self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end))
+
+    def check(self) -> None:
+        """Raise SnapshotChanged if a mapped file was written to, and does not have the bytes of the manifest any more."""
+        if self._compared is not None:
+            for shard, descriptor in self._descriptors.items():
+                self._compared.compare(self.manifest.shards[shard].name, descriptor)
+
+    def opened(self, shard: int) -> int:
+        """Return a new descriptor of the file that is mapped for a shard outside a cache."""
+        return os.dup(self._descriptors[shard])
+
+    def _map(self, number: int, keep: object) -> _Memory | None:
+        shard = self.manifest.shards[number]
+        try:
+            descriptor = (self._compared or FolderSource(self.root)).open(shard.name)
+        except SnapshotChanged:
+            raise
+        except SnapshotError as error:
+            raise SnapshotChanged(error.message, remedy=error.remedy) from error
+        if self.arrival is None:
+            self._descriptors[number] = descriptor
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes != shard.size_bytes:
+                fault = f"Shard {shard.name} has {size_bytes} bytes, {shard.size_bytes} expected."
+                raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
+            if not size_bytes:
+                return None
+            memory = _Memory(descriptor, size_bytes, flags=_FLAGS, prot=_PROTECTION)
+            memory.keep = keep
+            return memory
+        finally:
+            if self.arrival is not None:
+                os.close(descriptor)
 
     def read_ahead(self) -> ReadAhead | None:
         """Start threads that read all shards from the disk. Return None if the shards are in memory already."""
@@ -142,30 +172,6 @@ def _map_over(memory: _Memory, begin: int, end: int, descriptor: int) -> None:
     if _libc.mmap(base + begin, end - begin, _PROTECTION, flags, descriptor, offset) == _MAP_FAILED:
         fault = f"Weights that have arrived cannot be mapped: {os.strerror(ctypes.get_errno())}."
         raise SnapshotError(fault, remedy="See vm.max_map_count and the limits of memory of this process.")
-
-
-def _map(
-    source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: object
-) -> tuple[_Memory | None, ObjectInfo]:
-    try:
-        descriptor = source.open(shard.name)
-    except SnapshotError as error:
-        raise SnapshotChanged(error.message, remedy=error.remedy) from error
-    try:
-        found = object_info(descriptor)
-        if found.size_bytes != shard.size_bytes:
-            fault = f"Shard {shard.name} has {found.size_bytes} bytes, {shard.size_bytes} expected."
-            raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
-        if verified not in {None, found}:
-            remedy = "Verify the snapshot again, and publish new weights under a new name."
-            raise SnapshotChanged(f"Shard {shard.name} was replaced or written to.", remedy=remedy)
-        if not found.size_bytes:
-            return None, found
-        memory = _Memory(descriptor, found.size_bytes, flags=_FLAGS, prot=_PROTECTION)
-        memory.keep = keep
-        return memory, found
-    finally:
-        os.close(descriptor)
 
 
 def _flat(memory: _Memory | None) -> torch.Tensor:

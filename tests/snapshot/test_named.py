@@ -20,7 +20,6 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
 from pilotflame.snapshot.restoring.gate import Gate
-from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.locate import open_source
 from safetensors.torch import save_file
 from torch import nn
@@ -53,9 +52,7 @@ def whole(tmp_path: Path) -> Adapted:
 
 def snapshot(folder: Path, name: str = "", **how: Path) -> Snapshot:
     manifest = create(folder, chunk_bytes=CHUNK_BYTES)
-    files = FolderSource(folder)
-    verified = None if how else [files.stat(shard.name) for shard in manifest.shards]
-    return Snapshot(folder, manifest, verified, name=name, **how)  # type: ignore[arg-type]
+    return Snapshot(folder, manifest, name=name, versions=None if how else {}, **how)  # type: ignore[arg-type]
 
 
 def named(folder: Path, **how: Path) -> Snapshots:

@@ -11,9 +11,8 @@ import torch
 
 from ....errors import SnapshotChanged
 from ...fetching.ranges import Chunks
-from ...format.manifest import Manifest
-from ...sources.folder import FolderSource, object_info
-from ...sources.source import ObjectInfo
+from ...sources.folder import FolderSource
+from ..mapping import Mapping
 from .slab import Segment
 
 MOST_GAP_BYTES = 32 << 10
@@ -25,10 +24,11 @@ GATHERED_BYTES = 1 << 20
 class OpenShards:
     """The open shards of an upload. The arrival tells it, by `move` and `show`, in which folder each chunk is."""
 
-    def __init__(self, manifest: Manifest, root: Path, expected: Sequence[ObjectInfo] | None) -> None:
-        """`expected` has the infos of files outside the cache. A file that has another info now is refused."""
-        self._shards, self._chunks, self._expected = manifest.shards, Chunks(manifest), expected
-        self._roots = [root]
+    def __init__(self, mapping: Mapping) -> None:
+        """Outside a cache, it reads the files that `mapping` has opened, even if other files have their names now."""
+        self._mapping = mapping
+        self._shards, self._chunks = mapping.manifest.shards, Chunks(mapping.manifest)
+        self._roots = [mapping.root]
         self._moved: dict[int, int] = {}
         """The number of the folder of each chunk that is not in the first folder."""
         self._open: dict[tuple[int, int], int] = {}
@@ -40,11 +40,6 @@ class OpenShards:
     def show(self, chunk: int) -> None:
         if len(self._roots) > 1:
             self._moved[chunk] = len(self._roots) - 1
-
-    def check(self, segments: Sequence[Segment]) -> None:
-        """Raise SnapshotChanged if a shard of these segments was replaced or written to."""
-        for segment in segments:
-            self._descriptor(0, segment.shard)
 
     def read(self, segments: Sequence[Segment], into: memoryview) -> None:
         """Read segments of files to their places in a piece. Raises SnapshotChanged if a file has become shorter."""
@@ -104,13 +99,9 @@ class OpenShards:
             return found
 
     def _opened(self, root: int, shard: int) -> int:
-        name = self._shards[shard].name
-        found = FolderSource(self._roots[root]).open(name)
-        if self._expected is not None and object_info(found) != self._expected[shard]:
-            os.close(found)
-            remedy = "Deploy again: publish new weights under a new name."
-            raise SnapshotChanged(f"Shard {name} was replaced or written to.", remedy=remedy)
-        return found
+        if self._mapping.arrival is None:
+            return self._mapping.opened(shard)
+        return FolderSource(self._roots[root]).open(self._shards[shard].name)
 
     def close(self) -> None:
         with self._lock:

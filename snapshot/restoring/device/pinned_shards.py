@@ -12,7 +12,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +19,7 @@ from torch import Tensor
 
 from ....errors import SnapshotError
 from ....machine import memory_bytes
-from ...format.manifest import Manifest
-from ...sources.folder import FolderSource, object_info
-from ...sources.source import ObjectInfo
+from ...format.manifest import Manifest, Shard
 from ..read_ahead import in_memory
 from .slab import Segment, SlabPiece
 
@@ -108,29 +105,22 @@ class PinnedShards:
             yield flat[begin:end], segment.at + begin - segment.begin
 
 
-def shards_to_pin(
-    device: Device, root: Path, manifest: Manifest, expected: Sequence[ObjectInfo] | None
-) -> PinnedShards | None:
-    """Map the shards in folder `root`. Return None if they are not in memory, or not as `expected`."""
-    source = FolderSource(root)
+def shards_to_pin(device: Device, manifest: Manifest, opened: Callable[[str], int]) -> PinnedShards | None:
+    """Map the shards, which `opened` opens by their names. Return None if they are not in memory, or cannot be opened."""
     try:
-        flats = [_mapped(source, manifest, number, expected) for number in range(len(manifest.shards))]
+        flats = [_mapped(shard, opened) for shard in manifest.shards]
     except (SnapshotError, OSError):
         # The upload reads the files, and reports what is wrong.
         return None
     return PinnedShards(device, flats) if in_memory(manifest, flats) else None
 
 
-def _mapped(
-    source: FolderSource, manifest: Manifest, number: int, expected: Sequence[ObjectInfo] | None
-) -> Tensor:
-    shard = manifest.shards[number]
+def _mapped(shard: Shard, opened: Callable[[str], int]) -> Tensor:
     if not shard.size_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    descriptor = source.open(shard.name)
+    descriptor = opened(shard.name)
     try:
-        info = object_info(descriptor)
-        if info.size_bytes != shard.size_bytes or (expected is not None and info != expected[number]):
+        if os.fstat(descriptor).st_size != shard.size_bytes:
             raise SnapshotError(f"Shard {shard.name} was replaced or written to.")
         return map_shared(descriptor, shard.size_bytes)
     finally:

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ....errors import PilotflameError, SnapshotError, SourceUnavailable
+from ....errors import PilotflameError, SnapshotChanged, SnapshotError, SourceUnavailable
 from ...fetching.arrival import Arrival
 from ...fetching.ranges import Chunks
 from ..mapping import Mapping
@@ -60,6 +60,8 @@ class DeviceUpload:
         self._running = 0
         self._seen = 0
         """How many of the first pieces are known to be on the device."""
+        self.compared = False
+        """True once it is known that the copied bytes fit the manifest."""
         self._arrival: Arrival | None = None
         self._error: PilotflameError | None = None
         self._changed = threading.Condition()
@@ -74,7 +76,7 @@ class DeviceUpload:
         if self._left:
             self._start(threads or self._threads())
         else:
-            self.ended_s = self.started_s
+            self.ended_s, self.compared = self.started_s, True
 
     def _threads(self) -> int:
         if self.pinned is None:
@@ -83,10 +85,8 @@ class DeviceUpload:
         return min(copying_threads(), 1 + buffered)
 
     def _start(self, threads: int) -> None:
-        manifest, self._arrival = self.mapping.manifest, self.mapping.arrival
-        # Files in a cache need no check: only the cache writes them, and a lease protects them.
-        expected = self.mapping.infos if self._arrival is None else None
-        self._files, self._chunks = OpenShards(manifest, self.mapping.root, expected), Chunks(manifest)
+        self._arrival = self.mapping.arrival
+        self._files, self._chunks = OpenShards(self.mapping), Chunks(self.mapping.manifest)
         self._wait_for_chunks(self._arrival)
         self._running = min(threads, self._left)
         for number in range(self._running):
@@ -159,6 +159,8 @@ class DeviceUpload:
         for event in self._submitted(range(len(self._events)), timeout_s):
             event.wait()
         self.end(None if timeout_s is None else max(0.0, begun_s + timeout_s - time.monotonic()))
+        if isinstance(self._error, SnapshotChanged):
+            raise self._error
 
     def _submitted(self, pieces: Sequence[int], timeout_s: float | None) -> list[Event]:
         missing = [number for number in pieces if self._events[number] is None]
@@ -269,7 +271,6 @@ class DeviceUpload:
 
     def _copy(self, number: int, piece: SlabPiece) -> None:
         if self.pinned is not None and (parts := self.pinned.parts(piece)) is not None:
-            self._files.check(piece.segments)
             self._submit(number, piece, parts)
             return
         buffer, event = self.device.buffers.take(self.layout.largest_bytes), None
@@ -355,6 +356,13 @@ class DeviceUpload:
         self.ended_s = time.monotonic()
         self._files.close()
         self.device.release()
+        try:
+            # A file may have been written to while it was copied.
+            self.mapping.check()
+        except SnapshotError as error:
+            self.fail(error)
+        else:
+            self.compared = True
 
 
 def checksum(content: Tensor, factors: Tensor) -> Tensor:

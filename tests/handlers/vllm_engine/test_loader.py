@@ -20,7 +20,6 @@ from pilotflame.errors import SnapshotChanged, SnapshotMismatch
 from pilotflame.handlers.vllm_engine import loader
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
-from pilotflame.snapshot.sources.folder import FolderSource
 from safetensors.torch import load_file
 
 # A worker that starts the engine, says the engine's process id, and is killed.
@@ -32,7 +31,6 @@ from pilotflame.handlers.vllm_engine.model import VllmModel
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
-from pilotflame.snapshot.sources.folder import FolderSource
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
@@ -104,15 +102,15 @@ def test_a_tied_weight_comes_by_both_names(vllm: Any, snapshot: Snapshot) -> Non
     assert torch.equal(found["head.weight"], found["norm.weight"])
 
 
-def test_a_file_that_was_replaced_since_it_was_verified_is_refused(
+def test_a_file_that_was_replaced_since_the_deploy_is_refused(
     vllm: Any, folder: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     manifest = create(tmp_path)
-    snapshot = Snapshot(tmp_path, manifest, [FolderSource(tmp_path).stat("model.safetensors")])
+    snapshot = Snapshot(tmp_path, manifest, versions={})
     snapshot.open()
     load(snapshot, Model([]))
-    shutil.copyfile(folder / "model.safetensors", tmp_path / "other")
+    (tmp_path / "other").write_bytes(bytes(manifest.total_bytes))
     (tmp_path / "other").rename(tmp_path / "model.safetensors")
     with pytest.raises(SnapshotChanged, match="was replaced"):
         load(snapshot, Model([]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,6 @@ def refused(error: dict[str, Any] | None) -> bool:
     return error is not None and (FILE in text or "config.json" in text) and "eploy again" in text
 
 
-@pytest.mark.xfail(
-    strict=True, reason="positions come from the deploy, and bytes from the file that is there now"
-)
 async def test_after_a_replacement_a_restart_answers_with_the_deployed_bytes_or_refuses(state, tmp_path):
     right = written(tmp_path)
     async with gateway_here(state) as gateway:
@@ -76,47 +74,40 @@ async def test_after_a_replacement_a_restart_answers_with_the_deployed_bytes_or_
         assert refused(await outcome(gateway.function(function.name)))
 
 
-@pytest.mark.xfail(strict=True, reason="a rollback serves the newer weights")
-async def test_a_rollback_does_not_answer_with_newer_weights(state, tmp_path):
+async def test_a_rollback_does_not_answer_with_newer_weights(gateway, deploy, tmp_path):
+    older = written(tmp_path)
+    function = await deploy(HANDLER, {"snapshot": str(tmp_path)})
+    newer = written(tmp_path, value=5.0)
+    await gateway.deploy(HANDLER, {"snapshot": str(tmp_path)}, name=function.name)
+    assert await function.answer() == newer
+    assert refused(await order(function, "rollback"))
+    # The newer revision is still live.
+    assert await function.answer() == newer
     written(tmp_path)
-    async with gateway_here(state) as gateway:
-        function = await gateway.deploy(HANDLER, {"snapshot": str(tmp_path)})
-        newer = written(tmp_path, value=5.0)
-        await gateway.deploy(HANDLER, {"snapshot": str(tmp_path)}, name=function.name)
-        assert await function.answer() == newer
-        assert refused(await order(function, "rollback"))
-        # The newer revision is still live.
-        assert await function.answer() == newer
-        written(tmp_path)
-        assert await order(function, "rollback") is None
+    assert await order(function, "rollback") is None
+    assert await function.answer() == older
 
 
-@pytest.mark.xfail(strict=True, reason="a deploy takes a manifest that does not describe the files")
-async def test_a_deploy_refuses_weights_that_their_manifest_does_not_describe(state, tmp_path):
-    right = written(tmp_path)
+async def test_a_deploy_refuses_weights_that_their_manifest_does_not_describe(gateway, tmp_path):
+    written(tmp_path)
     create(tmp_path).write(tmp_path / MANIFEST_NAME)
-    async with gateway_here(state) as gateway:
-        function = await gateway.deploy(HANDLER, {"snapshot": str(tmp_path)})
-        assert await function.answer() == right
-        written(tmp_path, value=5.0)
-        response = await gateway.send(HANDLER, {"snapshot": str(tmp_path)}, name=function.name)
-        assert FILE in json.dumps(failure(response))
+    written(tmp_path, value=5.0)
+    error = failure(await gateway.send(HANDLER, {"snapshot": str(tmp_path)}))
+    assert error["type"] == "snapshot_corrupt"
+    assert FILE in error["message"]
+    assert "pilotflame snapshot create" in error["remedy"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="pages that were not touched yet show new bytes, and a truncated file kills the worker",
-)
 @pytest.mark.parametrize("change", ["in place", "truncated"])
-async def test_a_ready_worker_refuses_weights_that_were_written_to(state, tmp_path, change):
+async def test_a_ready_worker_refuses_weights_that_were_written_to(deploy, tmp_path, change):
     right = written(tmp_path)
-    async with gateway_here(state) as gateway:
-        function = await gateway.deploy(HANDLER, {"snapshot": str(tmp_path), "scale.min": 1})
-        if change == "truncated":
-            with (tmp_path / FILE).open("r+b") as file:
-                file.truncate(100)
-        else:
-            written(tmp_path, value=5.0)
-        for _ in range(3):
-            assert refused(await outcome(function))
-        assert written(tmp_path) == right
+    function = await deploy(HANDLER, {"snapshot": str(tmp_path)})
+    if change == "truncated":
+        os.truncate(tmp_path / FILE, 100)
+    else:
+        written(tmp_path, value=5.0)
+    assert refused(await outcome(function))
+    # The next worker refuses them when it starts.
+    assert refused(await outcome(function))
+    written(tmp_path)
+    assert await function.answer() == right

@@ -7,6 +7,7 @@ import json
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def skeleton(stored: tuple[Path, Manifest]) -> Net:
     return (wrap(net) if wrapped else net).eval()
 
 
-def restored(stored: tuple[Path, Manifest], **options: bool) -> tuple[Net, Snapshots]:
+def restored(stored: tuple[Path, Manifest], **options: Any) -> tuple[Net, Snapshots]:
     net, snapshot = skeleton(stored), Snapshot(*stored, **options)
     snapshot.restore(net, device="simulated", cast=True)
     snapshot.open()
@@ -155,7 +156,7 @@ def test_weights_that_are_gone_when_they_are_needed_again_are_an_error(stored: t
     snapshots.park()
     os.truncate(stored[0] / "model.safetensors", 100)
     snapshots.unpark()
-    with pytest.raises(SnapshotChanged, match="was replaced or written to"):
+    with pytest.raises(SnapshotChanged, match=r"model\.safetensors ends at byte \d+"):
         answer(net, snapshots)
 
 
@@ -166,18 +167,19 @@ def test_an_unpark_that_fails_can_be_tried_again(stored: tuple[Path, Manifest]) 
     right = answer(net, snapshots)
     snapshots.park()
     file = stored[0] / "model.safetensors"
-    file.rename(stored[0] / "away")
+    content = file.read_bytes()
+    os.truncate(file, 100)
     snapshots.unpark()
     with pytest.raises(SnapshotError):
         snapshots.wait(20)
     assert snapshots.park() > 0
-    (stored[0] / "away").rename(file)
+    file.write_bytes(content)
     snapshots.unpark()
     assert torch.equal(answer(net, snapshots), right)
 
 
 def test_changes_of_what_an_unpark_that_fails_has_copied_are_kept(tmp_path: Path) -> None:
-    """The last shard is missing. The handler changes a weight of the first one, and is parked again."""
+    """The last shard is truncated. The handler changes a weight of the first one, and is parked again."""
     torch.manual_seed(0)
     tensors, last = Net().state_dict(), "last.weight"
     save_file({name: tensor for name, tensor in tensors.items() if name != last}, tmp_path / "a.safetensors")
@@ -186,29 +188,44 @@ def test_changes_of_what_an_unpark_that_fails_has_copied_are_kept(tmp_path: Path
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     net, snapshots = restored((tmp_path, create(tmp_path)))
     snapshots.park()
-    (tmp_path / "b.safetensors").rename(tmp_path / "away")
+    content = (tmp_path / "b.safetensors").read_bytes()
+    os.truncate(tmp_path / "b.safetensors", 100)
     snapshots.unpark()
     with pytest.raises(SnapshotError):
         snapshots.wait(20)
     with torch.no_grad(), snapshots.gate():
         net.layers[2].bias.add_(1)
     snapshots.park()
-    (tmp_path / "away").rename(tmp_path / "b.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(content)
     snapshots.unpark()
     snapshots.wait(20)
     assert torch.equal(net.layers[2].bias.cpu(), tensors["layers.2.bias"] + 1)
     assert torch.equal(net.layers[1].bias.cpu(), tensors["layers.1.bias"])
 
 
-def test_a_file_that_was_replaced_meanwhile_is_refused(stored: tuple[Path, Manifest]) -> None:
+def test_a_file_that_was_replaced_meanwhile_comes_back_from_the_old_one(
+    stored: tuple[Path, Manifest],
+) -> None:
     net, snapshots = restored(stored)
+    right = answer(net, snapshots)
     snapshots.park()
     file = stored[0] / "model.safetensors"
-    (stored[0] / "other").write_bytes(file.read_bytes())
+    (stored[0] / "other").write_bytes(b"other")
     (stored[0] / "other").rename(file)
     snapshots.unpark()
-    with pytest.raises(SnapshotChanged, match="was replaced"):
-        answer(net, snapshots)
+    assert torch.equal(answer(net, snapshots), right)
+
+
+def test_a_file_that_was_written_to_meanwhile_is_refused(stored: tuple[Path, Manifest]) -> None:
+    _, snapshots = restored(stored, versions={})
+    snapshots.park()
+    with (stored[0] / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"else")
+    snapshots.unpark()
+    for see in (lambda: snapshots.wait(20), snapshots.check):
+        with pytest.raises(SnapshotChanged, match=r"model\.safetensors .* was replaced or written to"):
+            see()
 
 
 def test_a_module_of_which_everything_has_changed(tmp_path: Path) -> None:

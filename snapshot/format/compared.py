@@ -1,0 +1,106 @@
+"""Opens the shards of a snapshot in a folder of this node, and refuses a file that has other bytes than the manifest says.
+
+A file has a version (`file_version`), which changes when anything writes to the file or replaces it. A file is read and
+compared with its digests once for each version: a deploy stores the versions that it has compared. So an unchanged file costs
+one system call, a copy or a restored backup is read once more, and other bytes are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import SnapshotChanged, SourceError
+from ..sources.folder import FolderSource
+from .manifest import Manifest, Shard
+from .verify import chunk_fault
+
+REMEDY = "Deploy again to use the new file, or put the deployed file back."
+# The kernel takes the times of files from a clock that ticks every 1 to 10 ms. A second write within a tick may change no time.
+_TICK_NS = 20_000_000
+# Some file systems store times in whole seconds, or in even ones.
+_SECOND_NS = 1_000_000_000
+
+
+def file_version(status: os.stat_result) -> str:
+    """Return the version of a file; "" if the file has changed so lately that the next write may not change its times."""
+    changed_ns = status.st_ctime_ns
+    tick_ns = _TICK_NS if changed_ns % _SECOND_NS else 2 * _SECOND_NS
+    # A time far in the future comes from another clock, such as the clock of a file server.
+    if abs(time.time_ns() - changed_ns) < tick_ns:
+        return ""
+    # A program can reset the time of the last write, but not the time of the last change. A new hard link to the file
+    # sets that time too, and the bytes are the same.
+    if status.st_nlink > 1:
+        changed_ns = 0
+    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{changed_ns}"
+
+
+class ComparedShards:
+    """The shards of a snapshot in folder `root`. Any thread may use it, and forks inherit what was compared."""
+
+    def __init__(self, root: Path, manifest: Manifest, versions: Mapping[str, str]) -> None:
+        """`versions` has the version of each shard, by name, whose bytes were compared with `manifest` before."""
+        self._source, self._manifest = FolderSource(root), manifest
+        self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
+        self._paths = {name: root / name for name in self._numbers}
+        self.versions = dict(versions)
+
+    def open(self, name: str) -> int:
+        """Open a shard and return its descriptor. Raises SnapshotChanged if the manifest describes other bytes."""
+        try:
+            descriptor = self._source.open(name)
+        except SourceError as error:
+            raise SnapshotChanged(error.message, remedy=REMEDY, details={"shard": name}) from error
+        try:
+            self.compare(name, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def compare(self, name: str, descriptor: int) -> None:
+        """Raise SnapshotChanged if the manifest describes other bytes than an open shard has. Read only a new version."""
+        version = file_version(os.fstat(descriptor))
+        if version and version == self.versions.get(name):
+            return
+        self._read(self._numbers[name], descriptor)
+        # If the file was written to meanwhile, its version is another one now.
+        self.versions[name] = version
+
+    def check(self) -> None:
+        """Compare the files that have the names of the shards now. Read only new versions."""
+        for name, path in self._paths.items():
+            try:
+                version = file_version(path.stat())
+            except OSError:
+                version = ""
+            if not version or version != self.versions.get(name):
+                os.close(self.open(name))
+
+    def _read(self, number: int, descriptor: int) -> None:
+        manifest, shard = self._manifest, self._manifest.shards[number]
+        size_bytes = os.fstat(descriptor).st_size
+        if size_bytes != shard.size_bytes:
+            raise self._changed(shard, f"it has {size_bytes} bytes instead of {shard.size_bytes}")
+        buffer = memoryview(bytearray(min(manifest.chunk_bytes, size_bytes)))
+        for begin, end in manifest.needed_extents(number):
+            for at in range(begin, end, manifest.chunk_bytes):
+                view = buffer[: min(manifest.chunk_bytes, end - at)]
+                _fill(view, descriptor, at)
+                chunk = at // manifest.chunk_bytes
+                if manifest.digest_algorithm.digest(view) != shard.chunks[chunk]:
+                    raise self._changed(shard, chunk_fault(manifest, number, chunk))
+
+    def _changed(self, shard: Shard, how: str) -> SnapshotChanged:
+        fault = f"Shard {shard.name} of {self._source.url} was replaced or written to: {how}."
+        return SnapshotChanged(fault, remedy=REMEDY, details={"shard": shard.name})
+
+
+def _fill(view: memoryview, descriptor: int, offset: int) -> None:
+    """Fill `view` with the bytes of a file from `offset` on. If the file ends before, the rest of `view` is unchanged."""
+    done = 0
+    while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += count
