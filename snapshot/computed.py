@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..errors import CacheError, SnapshotCorrupt, SnapshotError
 from .caching.flock import locked_file
+from .format.compared import file_version
 from .format.create import create
 from .format.manifest import MANIFEST_NAME, Manifest
 from .handle import Snapshot
@@ -39,6 +40,7 @@ class ComputedSnapshots:
         self.folder, self.limit_bytes = folder, limit_bytes
         # A zygote makes this object, and its workers inherit it.
         self._zygote = secrets.token_hex(8)
+        self._opened: list[Snapshot] = []
 
     def open(self, key: str, compute: Callable[[Path], None]) -> Snapshot:
         """Return the snapshot with this key, mapped. If it is not there, `compute` writes its files into the folder that it gets.
@@ -46,7 +48,16 @@ class ComputedSnapshots:
         Blocks while another worker computes. Raises what `compute` raises, and SnapshotError if the folder cannot be written or
         stays locked, or if `compute` has written no snapshot.
         """
-        place = self.folder / key
+        found = self._open(self.folder / key, compute)
+        self._opened.append(found)
+        return found
+
+    def check(self) -> None:
+        """Raise SnapshotChanged if a file of an open snapshot was written to. The next worker computes that snapshot again."""
+        for one in self._opened:
+            one.check()
+
+    def _open(self, place: Path, compute: Callable[[Path], None]) -> Snapshot:
         if (found := self._mapped(place)) is not None:
             return found
         try:
@@ -76,14 +87,16 @@ class ComputedSnapshots:
             for file in made.iterdir():
                 sync(file)
         self._remove_others(place)
-        return _map(place, Manifest.read(place))
+        return _map(place, Manifest.read(place), {})
 
     def _mapped(self, place: Path) -> Snapshot | None:
         """Return a snapshot, mapped; None if it is absent or damaged."""
         try:
             manifest = Manifest.read(place)
+            # A file that is written to while it is verified has another version when it is mapped.
+            versions = {one.name: file_version((place / one.name).stat()) for one in manifest.shards}
             self._verify(place, manifest)
-            return _map(place, manifest)
+            return _map(place, manifest, versions)
         except (OSError, SnapshotError):
             return None
 
@@ -121,8 +134,8 @@ class _ComputationFailed(Exception):
         self.error = error
 
 
-def _map(place: Path, manifest: Manifest) -> Snapshot:
-    found = Snapshot(place, manifest)
+def _map(place: Path, manifest: Manifest, versions: dict[str, str]) -> Snapshot:
+    found = Snapshot(place, manifest, versions=versions)
     found.open()
     # The time of the folder says when it was used last.
     os.utime(place)

@@ -74,7 +74,7 @@ class Snapshot:
         if versions is not None and cache is None:
             from .format.compared import ComparedShards  # noqa: PLC0415  only local weights need it
 
-            self._compared = ComparedShards(_folder_of(root), manifest, versions)
+            self._compared = ComparedShards(folder_of(root), manifest, versions)
         # Whether modules or another process get the weights, and whether tensors are views of the mapped files.
         self._restores = self._viewed = False
         self._cache, self._mounted = cache, mounted
@@ -95,7 +95,7 @@ class Snapshot:
     @property
     def path(self) -> Path:
         """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights, or links to them."""
-        return self._assets if self._assets is not None else _folder_of(self.root)
+        return self._assets if self._assets is not None else folder_of(self.root)
 
     @property
     def fetched(self) -> bool:
@@ -291,7 +291,7 @@ class Snapshot:
             if plan.layout is None or (device := find_device(plan.device, self._gpus)) is None:
                 continue
             if self._pinned is None:
-                source = self._compared or FolderSource(_folder_of(self.root))
+                source = self._compared or FolderSource(folder_of(self.root))
                 self._pinned = shards_to_pin(device, self.manifest, source.open)
             if self._pinned is not None:
                 self._pinned.pin(plan.layout.pieces, stop)
@@ -314,7 +314,7 @@ class Snapshot:
 
     def _mapped(self, kind: type[Mapping]) -> Mapping:
         if self._cache is None:
-            return kind(_folder_of(self.root), self.manifest, self._compared)
+            return kind(folder_of(self.root), self.manifest, self._compared)
         from .caching.node import follow  # noqa: PLC0415  only remote weights need it
 
         self._lease = lease = follow(self._cache, self.manifest, self._mounted)
@@ -452,7 +452,7 @@ class Snapshot:
         return f"Snapshot({str(self.root)!r}, {len(self.manifest.tensors)} tensors)"
 
 
-def _folder_of(root: Path) -> Path:
+def folder_of(root: Path) -> Path:
     """Return the folder of the weights. `root` is this folder or a file in it, which may be gone."""
     return root.parent if root.suffix == ".safetensors" and not root.is_dir() else root
 

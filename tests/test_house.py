@@ -368,6 +368,7 @@ def test_tests_mirror_the_sources() -> None:
 TOGETHER = {
     "all_routes",
     "named_adapters",
+    "local_histories",
     "architectures",
     "cached_parts",
     "clients",
@@ -376,6 +377,7 @@ TOGETHER = {
     "container_limits",
     "cog_cases",
     "corruptions",
+    "deployed_bytes",
     "desired_state_over_time",
     "examples",
     "faults",

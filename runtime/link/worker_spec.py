@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...snapshot.handle import is_adapter, subject_of
+from ...snapshot.handle import folder_of, is_adapter, subject_of
 from ...snapshot.sources.access import ANY, Access
 from ..settings.resources import Resources
 
@@ -71,6 +71,11 @@ class Weights(BaseModel):
     def subject(self) -> str:
         """The name of the snapshot in messages; "" if the function has only one snapshot."""
         return subject_of(self.name)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the weights, also if `root` is a file."""
+        return folder_of(self.root)
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -1,5 +1,4 @@
-"""Puts what a deploy needs of a snapshot into a revision's folder: the manifest, its signature, the assets, and the versions
-of local shards.
+"""Puts what a revision needs of a snapshot into its folder: manifest, signature, assets, versions of local shards.
 
 If the gateway requires signatures, they are checked here, at a deploy and for stored revisions.
 """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ...errors import PilotflameError
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause
+from ..link.worker_spec import Weights
 from ..scaling.revision_state import Phase
 from ..scaling.seen import Seen
 from ..scaling.table import Row
@@ -189,7 +191,7 @@ class ProcessEvents(PoolEvents):
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
     ) -> None:
         was_ready = replica.activation.ready_s > 0
-        cause = await replica.child.cause() if started or not was_ready else EndCause()
+        cause = await self._cause(replica) if started or not was_ready else EndCause()
         self.unrecovered -= 1
         self._one.revision.dispatcher.recover(unstarted, started, cause)
         if _died_in_start(replica):
@@ -199,12 +201,22 @@ class ProcessEvents(PoolEvents):
         if not len(self._one.replicas) and not len(self._one.revision.dispatcher.queue):
             self._one.pool.release()
             self._tasks.create_task(self._one.revision.dispatcher.store_curve())
-        text = cause.text or (await replica.child.cause()).text
+        text = cause.text or (await self._cause(replica)).text
         end = describe_end(replica, text, started, self._logs, retiring=self._one.phase is Phase.RETIRING)
         self.deaths += end.unexpected
         self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
         await replica.child.wait_gone(STOP_TIMEOUT_S)
         self._one.pool.note_gone()
+
+    async def _cause(self, replica: Replica) -> EndCause:
+        """Return how a worker ended. A read beyond the end of a mapped file ends it with SIGBUS: name the file."""
+        cause = await replica.child.cause()
+        local = [one for one in self._one.revision.spec.weights if not one.source]
+        if not local or not cause.text.startswith(f"signal {signal.SIGBUS.value} "):
+            return cause
+        short = await asyncio.to_thread(_truncated, local)
+        told = f": {short} was truncated; deploy again, or put the file back" if short else ""
+        return cause._replace(text=f"{cause.text}{told}")
 
     def _note_death(self, cause: EndCause) -> None:
         """Count a worker that died while it started. After too many such deaths, fail the waiting invocations."""
@@ -218,6 +230,13 @@ class ProcessEvents(PoolEvents):
 def _died_in_start(replica: Replica) -> bool:
     """Return True if a worker ended before it was ready, without a report of a failure and without being cancelled."""
     return not (replica.activation.ready_s or replica.reported_failure or replica.left)
+
+
+def _truncated(weights: list[Weights]) -> str:
+    """Return the path of a file of local weights that is shorter than at the deploy; "" if there is none."""
+    from ...snapshot.format.compared import truncated  # noqa: PLC0415  only weights of a dead worker need it
+
+    return next((found for one in weights if (found := truncated(one.folder, one.manifest))), "")
 
 
 class WorkerEnd(NamedTuple):

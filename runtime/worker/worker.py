@@ -144,11 +144,20 @@ class Worker:
     def _make_runner(self, tasks: asyncio.TaskGroup) -> Runner:
         common = (self._handler, self._spec.code, self._link, self._spec.concurrency, self._on_idle)
         found: dict[str, Any] = {"probe": self._probe, "observers": self._observers}
-        if self._snapshots is not None and self._snapshots.compare:
-            found["check"] = self._snapshots.check
+        if checks := self._checks():
+            found["check"] = checks[0] if len(checks) == 1 else lambda: [check() for check in checks]
         if self._on_event_loop:
             return LoopRunner(*common, tasks, **found)
         return ThreadRunner(*common, self._loop, self._gate, **found)
+
+    def _checks(self) -> list[Callable[[], None]]:
+        """Return the functions that raise SnapshotChanged if files in folders have changed. Files in a cache need none."""
+        found = []
+        if self._snapshots is not None and self._snapshots.compare:
+            found.append(self._snapshots.check)
+        if self._prefixes is not None:
+            found.append(self._prefixes.kept.check)
+        return found
 
     def _run_first_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from ...errors import SnapshotChanged, SourceError
+from ...errors import SnapshotChanged, SnapshotError, SourceError
 from ..sources.folder import FolderSource
 from .manifest import Manifest, Shard
 from .verify import chunk_fault
@@ -25,17 +26,19 @@ _SECOND_NS = 1_000_000_000
 
 
 def file_version(status: os.stat_result) -> str:
-    """Return the version of a file; "" if the file has changed so lately that the next write may not change its times."""
-    changed_ns = status.st_ctime_ns
+    """Return the version of a file; "" if the file has changed so lately that the next write may not change its times.
+
+    It has the time of the last change only if the file has one name. Each name that is added or removed sets this time,
+    though the bytes stay. But only this time shows a write after which a program has reset the time of the last write.
+    """
+    named_once = status.st_nlink == 1
+    changed_ns = status.st_ctime_ns if named_once else status.st_mtime_ns
     tick_ns = _TICK_NS if changed_ns % _SECOND_NS else 2 * _SECOND_NS
     # A time far in the future comes from another clock, such as the clock of a file server.
     if abs(time.time_ns() - changed_ns) < tick_ns:
         return ""
-    # A program can reset the time of the last write, but not the time of the last change. A new hard link to the file
-    # sets that time too, and the bytes are the same.
-    if status.st_nlink > 1:
-        changed_ns = 0
-    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{changed_ns}"
+    version = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
+    return f"{version}-{status.st_ctime_ns}" if named_once else version
 
 
 class ComparedShards:
@@ -64,7 +67,7 @@ class ComparedShards:
     def compare(self, name: str, descriptor: int) -> None:
         """Raise SnapshotChanged if the manifest describes other bytes than an open shard has. Read only a new version."""
         version = file_version(os.fstat(descriptor))
-        if version and version == self.versions.get(name):
+        if self._knows(name, version):
             return
         self._read(self._numbers[name], descriptor)
         # If the file was written to meanwhile, its version is another one now.
@@ -77,8 +80,12 @@ class ComparedShards:
                 version = file_version(path.stat())
             except OSError:
                 version = ""
-            if not version or version != self.versions.get(name):
+            if not self._knows(name, version):
                 os.close(self.open(name))
+
+    def _knows(self, name: str, version: str) -> bool:
+        known = self.versions.get(name, "")
+        return bool(version) and (version == known or known.startswith(f"{version}-"))
 
     def _read(self, number: int, descriptor: int) -> None:
         manifest, shard = self._manifest, self._manifest.shards[number]
@@ -97,6 +104,15 @@ class ComparedShards:
     def _changed(self, shard: Shard, how: str) -> SnapshotChanged:
         fault = f"Shard {shard.name} of {self._source.url} was replaced or written to: {how}."
         return SnapshotChanged(fault, remedy=REMEDY, details={"shard": shard.name})
+
+
+def truncated(root: Path, manifest_file: Path) -> str:
+    """Return the path of the first shard that is shorter than its manifest says. "" if there is none, or no manifest."""
+    with suppress(OSError, SnapshotError):
+        for shard in Manifest.read(manifest_file).shards:
+            if (path := root / shard.name).stat().st_size < shard.size_bytes:
+                return str(path)
+    return ""
 
 
 def _fill(view: memoryview, descriptor: int, offset: int) -> None:

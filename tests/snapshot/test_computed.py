@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotflame.errors import CacheError, SnapshotError, StorageFull
+from pilotflame.errors import CacheError, SnapshotChanged, SnapshotError, StorageFull
 from pilotflame.snapshot.computed import ComputedSnapshots
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
@@ -90,6 +90,16 @@ def test_a_damaged_one_is_computed_again(tmp_path: Path, name: str, damage: Call
     found = ComputedSnapshots(tmp_path, MANY).open("one", numbers)
     assert found.load("a")["a"].sum() == 1024
     assert (found.path / ASSET).read_text() == "names"
+
+
+def test_a_write_to_a_mapped_one_is_noticed_and_it_is_computed_again(tmp_path: Path) -> None:
+    kept = ComputedSnapshots(tmp_path, MANY)
+    kept.open("one", numbers).load("a")
+    kept.check()
+    flip(tmp_path / "one" / FILE)
+    with pytest.raises(SnapshotChanged, match=FILE):
+        kept.check()
+    assert kept.open("one", numbers).load("a")["a"].sum() == 1024
 
 
 def test_a_zygote_reads_the_bytes_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pilotflame.errors import (
     PilotflameError,
     RequirementsError,
     SettingsError,
+    SnapshotCorrupt,
     SnapshotError,
 )
 from pilotflame.handlers.recognise import installed_dialects
@@ -31,6 +33,8 @@ from pilotflame.runtime.packaging.requirements import requirements_digest
 from pilotflame.runtime.packaging.snapshots import MANIFEST_FILE
 from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
 from pilotflame.runtime.settings.resources import Resources
+from pilotflame.snapshot.format.compared import ComparedShards
+from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
@@ -328,6 +332,59 @@ def test_uploaded_named_weights_move_with_their_revision(store: Store, weights: 
 def test_a_manifest_beside_the_weights_is_taken(store: Store, folder: Path, weights: Path) -> None:
     (weights / MANIFEST_NAME).write_text("{}")
     with pytest.raises(SnapshotError):
+        prepared(store, folder, overrides={"snapshot": str(weights)})
+
+
+def test_a_revision_has_copies_of_the_assets_and_links_to_the_rest(
+    store: Store, folder: Path, weights: Path
+) -> None:
+    (weights / "pooling").mkdir()
+    for name, text in {
+        "config.json": "one",
+        "pooling/config.json": "two",
+        "pooling/model.onnx": "graph",
+    }.items():
+        (weights / name).write_text(text)
+    made = prepared(store, folder, overrides={"snapshot": str(weights)})
+    (found,) = worker_spec(store, published(store, made), Path("cache"), installed_dialects()).weights
+    assert found.assets is not None
+    assert {path.relative_to(found.assets).as_posix() for path in found.assets.rglob("*") if path.is_symlink()} == {
+        "model.safetensors", "pooling/model.onnx",
+    }  # fmt: skip
+    (weights / "config.json").write_text("other")
+    (weights / "pooling/config.json").unlink()
+    assert (found.assets / "config.json").read_text() == "one"
+    assert (found.assets / "pooling/config.json").read_text() == "two"
+    assert (found.assets / "model.safetensors").samefile(weights / "model.safetensors")
+    assert list(found.versions) == ["model.safetensors"]
+
+
+def test_a_link_to_a_version_of_the_weights_is_followed_at_the_deploy(
+    store: Store, folder: Path, weights: Path, tmp_path: Path
+) -> None:
+    (current := tmp_path / "current").symlink_to(weights)
+    made = prepared(store, folder, overrides={"snapshot": str(current)})
+    (found,) = worker_spec(store, published(store, made), Path("cache"), installed_dialects()).weights
+    assert found.root == weights
+
+
+def test_weights_with_a_manifest_are_compared_once_for_all_deploys(
+    store: Store, folder: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, read = list[int](), ComparedShards._read
+    monkeypatch.setattr(
+        ComparedShards, "_read", lambda self, number, file: reads.append(number) or read(self, number, file)
+    )
+    create(weights).write(weights / MANIFEST_NAME)
+    # Longer than a tick of the clock of files.
+    time.sleep(0.03)
+    for _ in range(3):
+        store.promote(published(store, prepared(store, folder, overrides={"snapshot": str(weights)})))
+    assert reads == [0]
+    (weights / "config.json").write_text("one")
+    create(weights).write(weights / MANIFEST_NAME)
+    (weights / "config.json").write_text("two")
+    with pytest.raises(SnapshotCorrupt, match=r"Asset config\.json"):
         prepared(store, folder, overrides={"snapshot": str(weights)})
 
 

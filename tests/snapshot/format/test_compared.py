@@ -147,6 +147,16 @@ def test_a_new_hard_link_costs_nothing(stored: tuple[Path, Manifest], reads: lis
         shards.check()
 
 
+def test_a_file_that_lost_its_name_costs_nothing(stored: tuple[Path, Manifest], reads: list[int]) -> None:
+    """A worker that has the file mapped goes on after a replacement by rename."""
+    shards = ComparedShards(*stored, {})
+    descriptor = shards.open(NAME)
+    (stored[0] / NAME).unlink()
+    shards.compare(NAME, descriptor)
+    os.close(descriptor)
+    assert reads == [0]
+
+
 def test_only_the_needed_chunks_are_compared(stored: tuple[Path, Manifest]) -> None:
     root, manifest = stored
     part = manifest.model_copy(update={"part": NeededPart(chunks=((0, 1),), slices={})})
