@@ -121,6 +121,9 @@ def prepare(
             live = store.current(settings.name)
             earlier = None if live is None else store.code(live).parent
             fields = _fields(staged, settings, local, environment, log, rules, earlier)
+            for name in settings.all_snapshots:
+                assets = folder_of(staged, name) / ASSETS_FOLDER
+                store.weights.share(assets, [assets])
         origins = {f"env.{variable}": needs.file for variable in needs.env}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()

@@ -3,8 +3,8 @@
     <state dir>/weights/<SHA-256> a file that is hard-linked into the code of each revision that has it; an executable
     file has the ending -x
 
-Weights are the files of a snapshot inside the function's folder, and files with the usual endings. Their names and
-times do not matter. The digest is computed from the bytes, never taken from a manifest, so no deploy can obtain a file
+Weights are the files of a snapshot inside the function's folder, files with the usual endings, and copies of the assets
+beside weights elsewhere. Their names and times do not matter. The digest is computed from the bytes, never taken from a manifest, so no deploy can obtain a file
 that it did not contain. A shared file is read-only, because a change in place would change all revisions that have it.
 If it has only one hard link, no revision has it any more.
 """

@@ -193,7 +193,7 @@ def play(steps: list[tuple[str, bool]]) -> World:
         return world
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(STEPS)
 def test_each_answer_has_the_bytes_of_its_deploy(steps: list[tuple[str, bool]]) -> None:
     play(steps)

@@ -359,6 +359,18 @@ def test_a_revision_has_copies_of_the_assets_and_links_to_the_rest(
     assert list(found.versions) == ["model.safetensors"]
 
 
+def test_revisions_share_large_assets(store: Store, folder: Path, weights: Path) -> None:
+    (weights / "tokenizer.json").write_bytes(bytes(1 << 20))
+    inodes = set[int]()
+    for _ in range(2):
+        record = published(store, prepared(store, folder, overrides={"snapshot": str(weights)}))
+        (found,) = worker_spec(store, record, Path("cache"), installed_dialects()).weights
+        assert found.assets is not None
+        inodes.add((found.assets / "tokenizer.json").stat().st_ino)
+    assert len(inodes) == 1
+    assert (weights / "tokenizer.json").stat().st_ino not in inodes
+
+
 def test_a_link_to_a_version_of_the_weights_is_followed_at_the_deploy(
     store: Store, folder: Path, weights: Path, tmp_path: Path
 ) -> None:

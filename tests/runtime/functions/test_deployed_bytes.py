@@ -290,8 +290,8 @@ class History:
 
 
 async def test_a_random_history_of_a_function_has_only_its_bytes_and_refusals(state, tmp_path):
-    history = History(tmp_path / "weights", seed=4)
-    await history.play(state, 14, restarts=1)
+    history = History(tmp_path / "weights", seed=3)
+    await history.play(state, 10, restarts=1)
     assert history.answers
     assert history.refusals
 
