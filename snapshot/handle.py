@@ -110,8 +110,8 @@ class Snapshot:
     def check(self) -> None:
         """Raise SnapshotChanged if the handler may read other bytes than the manifest describes.
 
-        Those are the bytes of the mapped files, until they are on a device. A handler that restores and loads nothing reads
-        the files that have the names of the shards now.
+        It compares the mapped files, except weights that are on a device already. If the handler restores and loads
+        nothing, it may open the files itself: then it compares the files that have the names of the shards now.
         """
         if self._compared is None:
             return
