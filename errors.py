@@ -36,6 +36,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── InputTooLarge               the body exceeds the limit
     │   ├── InputTimeout                the body arrived too slowly
     │   ├── OutputInvalid               the output does not fit its annotation, or is not JSON
+    │   │   ├── OutputNotFinite             a language model computed NaN or an infinity where it chooses a token
     │   │   └── OutputTooLarge              the output exceeds what a worker can send to the gateway at once
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
@@ -279,6 +280,9 @@ class InputTimeout(InvocationError, code="input_timeout", status=408): ...
 
 
 class OutputInvalid(InvocationError, code="output_invalid"): ...
+
+
+class OutputNotFinite(OutputInvalid, code="output_not_finite"): ...
 
 
 class OutputTooLarge(OutputInvalid, code="output_too_large"): ...
