@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -81,7 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     torch's errors are recognised by class name and message, because this module does not import torch.
     """
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     kinds = type(error).__mro__
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in kinds):

@@ -68,14 +68,24 @@ class CausalModel:
     def forward(self, rows: Rows, ids: list[list[int]], adapters: Sequence[str] = ()) -> Tensor:
         """Append the tokens `ids` (rows, tokens) to the rows. Return the logits after the last tokens: (rows, vocabulary).
 
-        `adapters` has the name of each row's adapter, or "" for a row without one. By default, no row has one.
+        `adapters` has the name of each row's adapter, or "" for a row without one. By default, no row has one. If the model raises, the
+        rows are as before.
         """
         tokens, device = len(ids[0]), next(self.module.parameters()).device
         mask = rows.extend(tokens)
+        try:
+            return self._pass(rows, ids, mask.to(device), adapters, device)
+        except Exception:
+            rows.take_back(tokens)
+            raise
+
+    def _pass(
+        self, rows: Rows, ids: list[list[int]], mask: Tensor, adapters: Sequence[str], device: torch.device
+    ) -> Tensor:
         arguments: dict[str, Any] = {
             "input_ids": torch.tensor(ids, device=device),
-            "attention_mask": mask.to(device),
-            "position_ids": rows.positions(tokens).to(device),
+            "attention_mask": mask,
+            "position_ids": rows.positions(len(ids[0])).to(device),
             self._cache: rows.cache,
             "use_cache": True,
             "logits_to_keep": 1,

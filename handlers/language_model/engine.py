@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,14 +17,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...errors import Overloaded
+from ...errors import OutputNotFinite, Overloaded
+from ..failure import is_out_of_memory
 from .admission import Admission, EngineLoad, Targets
 from .causal_model import CausalModel
 from .contract import Sampling
 from .prefixes import Prefix, Prefixes
 from .prompt_reader import PromptReader
 from .rows import Rows
-from .sampling import Logprobs, Sampler
+from .sampling import Logprobs, Sampler, check_finite
 from .schedule import Chunk, ScheduledSequence, StepSchedule
 
 NO_TARGETS = Targets()
@@ -181,7 +183,9 @@ class Engine:
         step = self._schedule.step(self._reader.tokens(slice_s))
         for sequence in step.dropped:
             self._leave(self._runs[sequence])
-        made, late_s = self._continue()
+        if (continued := self._continue()) is None:
+            return
+        made, late_s = continued
         slice_s = max(LEAST_SLICE_S, slice_s - late_s) if step.rows else 0.0
         found = self._read(step.chunk, slice_s) if step.chunk is not None else None
         self._schedule.done(step, read=found is not None)
@@ -244,15 +248,25 @@ class Engine:
             run.put(refusal)
             self._end(run)
 
-    def _continue(self) -> tuple[list[_Made], float]:
-        """Make the next token of each row. Return also by how many seconds this took longer than predicted."""
+    def _continue(self) -> tuple[list[_Made], float] | None:
+        """Make the next token of each row. Return also by how many seconds this took longer than predicted.
+
+        Return None if memory has run out and the youngest row waits again, so that the others have room.
+        """
         if not (members := self._members):
             return [], 0.0
         predicted_s = self._admission.step_s(len(members))
         began_s = time.perf_counter()
-        logits = self.model.forward(
-            self._rows, [[run.ids[-1]] for run in members], [run.adapter for run in members]
-        )
+        try:
+            logits = self.model.forward(
+                self._rows, [[run.ids[-1]] for run in members], [run.adapter for run in members]
+            )
+        except Exception as error:
+            LOG.exception("a step of the language model failed")
+            if is_out_of_memory(error) and (dropped := self._schedule.drop_youngest()) is not None:
+                self._leave(self._runs[dropped])
+                return None
+            return [(run, _freed(error)) for run in members], 0.0
         made = _choose(members, logits)
         taken_s = time.perf_counter() - began_s
         self._admission.note_step(len(members), taken_s)
@@ -268,16 +282,16 @@ class Engine:
             if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
             logits = self._reader.read(chunk, run.ids, self._fill(run), run.adapter, slice_s)
+            if logits is None:
+                return None
+            if not chunk.last:
+                return []
+            self._rows.join(self._reader.rows)
         except Exception as error:
             # The rows of the other sequences are not affected.
             LOG.exception("a prompt could not be read")
-            self._give(run, error)
+            self._give(run, _freed(error))
             return []
-        if logits is None:
-            return None
-        if not chunk.last:
-            return []
-        self._rows.join(self._reader.rows)
         self._members.append(run)
         self._reader.stop()
         return _choose([run], logits)
@@ -312,10 +326,10 @@ class Engine:
             self._reader.stop()
 
     def _fail(self, error: Exception) -> None:
-        """Fail the sequences of a step. The sequences that wait are not affected."""
+        """Fail the sequences of a step that failed for an unknown reason. The sequences that wait are not affected."""
         reading = self._schedule.reading
         for run in [*self._members, *([self._runs[reading]] if reading is not None else [])]:
-            run.put(error)
+            run.put(_freed(error))
             self._schedule.remove(run.sequence)
             del self._runs[run.sequence]
         self._members, self._rows = [], self.model.new_rows()
@@ -324,15 +338,18 @@ class Engine:
 
 def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
     """Choose the next token of each run from the logits: (runs, vocabulary)."""
-    likeliest = logits.argmax(-1).tolist() if any(run.sampler.greedy for run in runs) else []
+    largest, likeliest = (found.tolist() for found in logits.max(-1))
     made: list[_Made] = []
     for row, run in enumerate(runs):
         try:
+            check_finite(largest[row], "The model computed")
             if run.sampler.greedy:
                 token, logprobs = likeliest[row], None
                 run.sampler.note(token)
             else:
                 token, logprobs = run.sampler.choose(logits[row])
+        except OutputNotFinite as error:
+            made.append((run, error))
         except Exception as error:
             # Only the request that asks for this choice fails.
             LOG.exception("a token could not be chosen")
@@ -341,6 +358,12 @@ def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
             ends = token in run.ends
             made.append((run, Token(token, logprobs, ends, ends or run.sampler.complete)))
     return made
+
+
+def _freed(error: Exception) -> Exception:
+    """Return an error without the variables of its frames, which have a pass's keys, values and other large tensors."""
+    traceback.clear_frames(error.__traceback__)
+    return error
 
 
 def _overloaded(text: str, late_s: float) -> Overloaded:

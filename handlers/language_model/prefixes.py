@@ -74,6 +74,9 @@ def write(
         for layer, pair in enumerate(rows.columns()):
             if pair is not None:
                 for kind, tensor in zip(("keys", "values"), pair, strict=True):
+                    if bool(tensor.isnan().any()):
+                        message = f"The model computes NaN for the prefix {prefix.name!r}."
+                        raise SnapshotError(message, remedy="Check the model's weights and its dtype.")
                     tensors[f"{prefix.name}.{layer}.{kind}"] = tensor.cpu().contiguous()
                     size_bytes += tensor.nbytes
         # Stop before all of them are in memory.

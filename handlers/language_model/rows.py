@@ -21,7 +21,11 @@ LEAST_COLUMNS = SPARE_COLUMNS = 256
 
 
 class Rows:
-    """The rows of one batch, in all layers of a model. `cache` is what the model's forward pass gets."""
+    """The rows of one batch, in all layers of a model. `cache` is what the model's forward pass gets.
+
+    A method that raises, such as because memory has run out, has changed no row. Attention multiplies masked columns by 0, and 0 times NaN is
+    NaN. So what a row has written is cleared when the row leaves, and memory without a row is always 0.
+    """
 
     def __init__(self, layers: int, columns: int = LEAST_COLUMNS) -> None:
         """`columns` is the number of columns that have room at first."""
@@ -31,8 +35,7 @@ class Rows:
         """The columns of the present forward pass. The last `tokens` of them are new. Row number i has the columns
         [end - lengths[i], end).
         """
-        self.room = (1, columns)
-        """The rows and columns that have memory in each layer."""
+        self.least_columns = columns
         self._layers = [_Layer(self) for _ in range(layers)]
         self.cache = Cache(layers=[*self._layers])
 
@@ -42,13 +45,18 @@ class Rows:
         Return its attention mask: (rows, columns), with 1 for the columns of a row and 0 for those before it.
         """
         width = max(self.lengths) + tokens
-        if self.end + tokens > self.room[1]:
-            self._make_room(len(self.lengths), width)
+        for layer in self._layers:
+            layer.reserve(len(self.lengths), width, self.end + tokens)
         self.end += tokens
         self.lengths = [length + tokens for length in self.lengths]
         self.begin, self.tokens = self.end - width, tokens
         starts = torch.tensor([width - length for length in self.lengths])
         return (torch.arange(width) >= starts[:, None]).long()
+
+    def take_back(self, tokens: int) -> None:
+        """Undo `extend`, after its forward pass has failed. The next pass writes the same columns."""
+        self.end -= tokens
+        self.lengths = [length - tokens for length in self.lengths]
 
     def positions(self, tokens: int) -> Tensor:
         """Return the positions of the last `tokens` tokens of each row: (rows, tokens)."""
@@ -56,11 +64,12 @@ class Rows:
 
     def join(self, other: Rows) -> None:
         """Append a copy of the only row of `other`."""
-        length, rows = other.lengths[0], len(self.lengths) + 1
-        if rows == 1 or rows > self.room[0] or self.end < length:
-            self._make_room(rows, max([length, *self.lengths]))
-        for own, their in zip(self._layers, other._layers, strict=True):
-            own.write(len(self.lengths), self.end - length, self.end, their, other.end - length)
+        length, row = other.lengths[0], len(self.lengths)
+        pairs = list(zip(self._layers, other._layers, strict=True))
+        for own, their in pairs:
+            own.reserve(row + 1, max([length, *self.lengths]), self.end, like=their)
+        for own, their in pairs:
+            own.write(row, length, their)
         self.lengths.append(length)
 
     @property
@@ -73,8 +82,7 @@ class Rows:
 
         None stands for a layer that shares the keys of another one.
         """
-        begin = self.end - self.lengths[0]
-        return [layer.columns(begin, self.end) for layer in self._layers]
+        return [layer.columns(0, self.lengths[0]) for layer in self._layers]
 
     def fill(self, tokens: int, columns: list[tuple[Tensor, Tensor] | None]) -> None:
         """Append tokens to the only row. The argument `columns` has the form of the result of `columns()`."""
@@ -86,47 +94,40 @@ class Rows:
     def leave(self, row: int) -> None:
         """Remove a row. The last row takes its number."""
         last = len(self.lengths) - 1
-        if row != last:
-            start = self.end - self.lengths[last]
-            for layer in self._layers:
-                layer.write(row, start, self.end, layer, start, last)
-            self.lengths[row] = self.lengths[last]
-        del self.lengths[last]
-        if not self.lengths:
-            self.begin = self.end = 0
-
-    def _make_room(self, rows: int, width: int) -> None:
-        """Move the columns to the front, so that there is room for `rows` rows of `width` columns, and for more columns.
-
-        If a row is to join, the columns end at `width`. Else they begin with the first column.
-        """
-        held = max(self.lengths, default=0)
-        end = max(held, width) if rows > len(self.lengths) else held
-        fresh = rows > self.room[0] or width + 1 > self.room[1]
-        if fresh:
-            # New memory has the size that is needed now, so one long row does not enlarge the memory of many short ones.
-            self.room = (rows + rows // 2 if rows > self.room[0] else rows, width + SPARE_COLUMNS)
         for layer in self._layers:
-            layer.move(len(self.lengths), self.end - held, self.end, end, fresh=fresh)
-        self.begin, self.end = end - held, end
+            layer.clear(row)
+            if row != last:
+                layer.write(row, self.lengths[last], layer, last)
+                layer.clear(last)
+        self.lengths[row] = self.lengths[last]
+        del self.lengths[last]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """The keys and values of one layer: (rows, heads, columns, size of a head)."""
+    """The keys and values of one layer: (rows, heads, columns, size of a head).
+
+    Its memory begins at the column `_first`, which other layers need not share.
+    """
 
     def __init__(self, rows: Rows) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
+        self._first = self._used = 0
+        """The number of the first column, and how many columns have been written."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._held(key_states, value_states)
+        raise NotImplementedError("`update` makes the memory")
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         rows, count, tokens = self._rows, key_states.shape[0], key_states.shape[2]
-        keys, values = self._held(key_states, value_states)
-        keys[:count, :, rows.end - tokens : rows.end] = key_states
-        values[:count, :, rows.end - tokens : rows.end] = value_states
-        return keys[:count, :, rows.begin : rows.end], values[:count, :, rows.begin : rows.end]
+        if self.keys is None:
+            self._new(key_states, value_states, count, max(rows.least_columns, rows.end - rows.begin))
+            self._first, self._used = rows.begin, rows.end - rows.begin
+        begin, end = rows.begin - self._first, rows.end - self._first
+        keys, values = self._held()
+        keys[:count, :, end - tokens : end] = key_states
+        values[:count, :, end - tokens : end] = value_states
+        return keys[:count, :, begin:end], values[:count, :, begin:end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._rows.end - self._rows.begin, 0
@@ -140,51 +141,71 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     get_max_cache_shape = get_max_length
 
-    def columns(self, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """Return the first row's keys and values in some columns; None if there are none."""
+    def columns(self, row: int, length: int) -> tuple[Tensor, Tensor] | None:
+        """Return the keys and values of a row in its last columns; None if there are none."""
         if self.keys is None or self.values is None:
             return None
-        return self.keys[0, :, begin:end], self.values[0, :, begin:end]
+        end = self._rows.end - self._first
+        return self.keys[row, :, end - length : end], self.values[row, :, end - length : end]
 
-    def write(self, row: int, begin: int, end: int, source: _Layer, at: int, source_row: int = 0) -> None:
-        """Copy a row's columns from `source`, where they begin at column `at`.
+    def reserve(self, rows: int, width: int, end: int, like: _Layer | None = None) -> None:
+        """Have memory for `rows` rows in the columns [end - width, end). The columns of the present rows may move in it.
 
-        A layer that shares the keys of another layer has none, and is left out.
+        A layer without memory gets one if `like` has one. A layer that shares the keys of another layer never has memory.
         """
-        if source.keys is not None and source.values is not None:
-            keys, values = self._held(source.keys, source.values)
-            until = at + end - begin
-            keys[row, :, begin:end] = source.keys[source_row, :, at:until]
-            values[row, :, begin:end] = source.values[source_row, :, at:until]
-
-    def move(self, rows: int, begin: int, end: int, to_end: int, *, fresh: bool) -> None:
-        """Move the columns [begin, end) of the first rows, so that they end at `to_end`, and with `fresh` to new memory."""
         keys, values = self.keys, self.values
         if keys is None or values is None:
+            if like is not None and like.keys is not None and like.values is not None:
+                least = self._rows.least_columns
+                self._new(like.keys, like.values, rows, least if width < least else width + SPARE_COLUMNS)
+                self._first, self._used = end - width, width
             return
-        held_keys, held_values = keys[:rows, :, begin:end], values[:rows, :, begin:end]
-        if fresh:
-            keys, values = self._new(keys, values)
+        room, columns = keys.shape[0], keys.shape[2]
+        if rows <= room and self._first <= end - width and end <= self._first + columns:
+            self._used = max(self._used, end - self._first)
+            return
+        present, held = len(self._rows.lengths), max(self._rows.lengths, default=0)
+        until = self._rows.end - self._first
+        old = [tensor[:present, :, until - held : until] for tensor in (keys, values)]
+        if rows > room or width >= columns:
+            # New memory has the size that is needed now, so one long row does not enlarge the memory of many short ones.
+            more = rows + rows // 2 if rows > room else rows
+            self._new(keys, values, more, width + SPARE_COLUMNS)
+            self._used = 0
         else:
             # The old and the new columns overlap.
-            held_keys, held_values = held_keys.clone(), held_values.clone()
-        keys[:rows, :, to_end - (end - begin) : to_end] = held_keys
-        values[:rows, :, to_end - (end - begin) : to_end] = held_values
+            old = [tensor.clone() for tensor in old]
+        self._first = end - width
+        self._used = max(self._used, width)
+        begin = self._rows.end - held - self._first
+        for tensor, moved in zip(self._held(), old, strict=True):
+            tensor[:present, :, begin : begin + held] = moved
 
-    def _held(self, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values, which the first call makes."""
+    def write(self, row: int, length: int, source: _Layer, source_row: int = 0) -> None:
+        """Copy a row's last `length` columns from `source`, which may share the keys of another layer."""
+        if (found := source.columns(source_row, length)) is not None:
+            end = self._rows.end - self._first
+            for tensor, copied in zip(self._held(), found, strict=True):
+                tensor[row, :, end - length : end] = copied
+
+    def clear(self, row: int) -> None:
+        """Set what a row has written to 0."""
+        if self.keys is not None:
+            for tensor in self._held():
+                tensor[row, :, : self._used] = 0
+
+    def _held(self) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
-            return self._new(like_keys, like_values)
+            raise RuntimeError("a layer without keys is used")
         return self.keys, self.values
 
-    def _new(self, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Make new keys and values. All columns are 0 at first, because attention multiplies masked values by 0."""
-        self.dtype, self.device, self.is_initialized = like_keys.dtype, like_keys.device, True
-        rows, columns = self._rows.room
-        self.keys, self.values = (
+    def _new(self, like_keys: Tensor, like_values: Tensor, rows: int, columns: int) -> None:
+        """Make new keys and values. All columns are 0 at first."""
+        keys, values = (
             _zeros(like, (rows, like.shape[1], columns, like.shape[3])) for like in (like_keys, like_values)
         )
-        return self.keys, self.values
+        self.dtype, self.device, self.is_initialized = like_keys.dtype, like_keys.device, True
+        self.keys, self.values = keys, values
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -209,6 +230,10 @@ class Alone(Rows):
 
     def join(self, other: Rows) -> None:
         self.lengths, self.cache = list(other.lengths), other.cache
+
+    def take_back(self, tokens: int) -> None:
+        # The state may have the tokens, so the only row has to leave.
+        self.lengths = [self.lengths[0] - tokens]
 
     def leave(self, row: int) -> None:
         del self.lengths[row]

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...errors import OutputNotFinite
 from .contract import Sampling
 
 LEAST_TEMPERATURE = 0.01
@@ -22,6 +23,15 @@ class Logprobs(NamedTuple):
     chosen: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens, the likeliest first."""
+
+
+def check_finite(largest: float, what: str) -> None:
+    """Raise OutputNotFinite if `largest`, the largest logit of a row, is NaN or infinite. A smaller logit may be -inf."""
+    if not math.isfinite(largest):
+        message = f"{what} {largest} as the largest logit of the next token, which is not a finite number."
+        raise OutputNotFinite(
+            message, remedy="Change the prompt or the sampling, or check the model's weights and its dtype."
+        )
 
 
 class Grammar(Protocol):
@@ -68,6 +78,7 @@ class Sampler:
         """Return the next token. `logits` has the shape (vocabulary,)."""
         raw = logits.float()
         scores = self._allowed(self._penalised(raw))
+        check_finite(float(scores.max()), "With the request's penalties and limits, there is")
         token = int(scores.argmax()) if not self._sampling.temperature else self._drawn(scores)
         self.note(token)
         return token, self._logprobs(raw, token)

@@ -17,6 +17,8 @@ from .times import TimeLine
 
 LEAST_CHUNK, MOST_CHUNK = 4, 512
 """The tokens of a chunk."""
+REGAINED = 64
+"""After memory has run out, each step gives the rows one part in REGAINED of their room more."""
 DECAY = 0.95
 """How much less each earlier chunk counts."""
 
@@ -77,6 +79,11 @@ class StepSchedule:
     reading: ScheduledSequence | None = None
     """The sequence whose prompt is being read. It has a place in the rows already."""
     _waiting: list[tuple[tuple[int, int], ScheduledSequence]] = field(default_factory=list)
+    _room: int = field(default=0, init=False)
+    """The window, or less after memory has run out."""
+
+    def __post_init__(self) -> None:
+        self._room = self.window
 
     @property
     def waiting(self) -> int:
@@ -124,6 +131,7 @@ class StepSchedule:
         """
         for sequence in step.rows:
             sequence.tokens += 1
+        self._room = min(self.window, self._room + len(step.rows) + self._room // REGAINED)
         if read and step.chunk is not None and step.chunk.sequence is self.reading:
             sequence = step.chunk.sequence
             sequence.read = step.chunk.end
@@ -135,23 +143,41 @@ class StepSchedule:
     def _dropped(self) -> list[ScheduledSequence]:
         """Take the youngest sequences out of the rows until the rows fit into the window after one more token."""
         dropped: list[ScheduledSequence] = []
-        while len(self.rows) > 1 and self._held() > self.window:
-            youngest = max(self.rows, key=lambda one: one.place)
-            self.rows.remove(youngest)
-            dropped.append(youngest)
+        while len(self.rows) > 1 and self._held() > self._room:
+            dropped.append(self._take_youngest())
         # A sequence that is being read has no row yet, so it waits again at no cost but its reading.
-        if self.reading is not None and self.rows and self._held(self.reading) > self.window:
+        if self.reading is not None and self.rows and self._held(self.reading) > self._room:
             dropped.append(self.reading)
             self.reading = None
         for sequence in dropped:
-            sequence.read = sequence.stored
-            self.add(sequence)
+            self._wait_again(sequence)
         return dropped
+
+    def drop_youngest(self) -> ScheduledSequence | None:
+        """Let the youngest row wait again, because memory has run out. Return None if there is one row.
+
+        The rows get no more tokens at first, and then more with each step.
+        """
+        if len(self.rows) < 2:
+            return None
+        youngest = self._take_youngest()
+        self._room = self._held()
+        self._wait_again(youngest)
+        return youngest
+
+    def _take_youngest(self) -> ScheduledSequence:
+        youngest = max(self.rows, key=lambda one: one.place)
+        self.rows.remove(youngest)
+        return youngest
+
+    def _wait_again(self, sequence: ScheduledSequence) -> None:
+        sequence.read = sequence.stored
+        self.add(sequence)
 
     def _admit(self) -> None:
         if self.reading is None and self._waiting and len(self.rows) < self.most_rows:
             sequence = self._waiting[0][1]
-            if not self.rows or self._held(sequence) <= self.window:
+            if not self.rows or self._held(sequence) <= self._room:
                 heapq.heappop(self._waiting)
                 self.reading = sequence
 

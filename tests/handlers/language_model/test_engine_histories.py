@@ -49,21 +49,32 @@ def known(kind: str) -> list[tuple[list[int], list[int]]]:
 
 
 class Faults:
-    """Lets memory run out in some calls of the model and in some allocations of keys and values."""
+    """Lets memory run out in some passes of the model and in some allocations of keys and values."""
 
     def __init__(self, engine: Engine, drawn: random.Random, share: float) -> None:
-        self.drawn, self.share, self.count = drawn, share, 0
-        self.forward, self.zeros = engine.model.forward, rows_module._zeros
-        engine.model.forward = self.failing_forward  # type: ignore[method-assign]
+        self.drawn, self.share = drawn, share
+        self.charged = self.rows = 0
+        """The faults that may fail a caller, and the rows of the present pass."""
+        self.forward, self.run, self.zeros = engine.model.forward, engine.model._pass, rows_module._zeros
+        engine.model.forward = self.noted_forward  # type: ignore[method-assign]
+        engine.model._pass = self.failing_pass  # type: ignore[method-assign]
 
     def fail(self) -> None:
         if self.drawn.random() < self.share:
-            self.count += 1
+            # With several rows, the youngest waits again, and no caller notices.
+            self.charged += self.rows < 2
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    def failing_forward(self, *arguments: Any) -> Any:
+    def noted_forward(self, rows: Any, ids: list[list[int]], *more: Any) -> Any:
+        self.rows = len(ids)
+        try:
+            return self.forward(rows, ids, *more)
+        finally:
+            self.rows = 0
+
+    def failing_pass(self, *arguments: Any) -> Any:
         self.fail()
-        found = self.forward(*arguments)
+        found = self.run(*arguments)
         # Later, keys and values are written.
         self.fail()
         return found
@@ -82,9 +93,11 @@ async def run_history(kind: str, seed: int) -> None:
         patch.setattr(rows_module, "_zeros", faults.failing_zeros)
         patch.setattr(ChunkTimes, "tokens_within", lambda *_: drawn.choice([3, 16, 512]))
         outcomes = await asyncio.gather(*(one_caller(engine, kind, drawn) for _ in range(12)))
-    assert sum(outcomes) <= faults.count
-    assert not engine._runs
-    assert not engine._members
+    assert sum(outcomes) <= faults.charged
+    async with asyncio.timeout(30):
+        # The engine's thread forgets a sequence after it has given the last token.
+        while engine._runs or engine._members:
+            await asyncio.sleep(0)
 
 
 async def one_caller(engine: Engine, kind: str, drawn: random.Random) -> bool:
@@ -108,7 +121,8 @@ async def one_caller(engine: Engine, kind: str, drawn: random.Random) -> bool:
         assert act == "poison"
         return False
     except RuntimeError as error:
-        assert "can't allocate" in str(error)
+        if "can't allocate" not in str(error):
+            raise
         return True
     finally:
         await stream.aclose()
@@ -118,20 +132,12 @@ async def one_caller(engine: Engine, kind: str, drawn: random.Random) -> bool:
     return False
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="NaN of one caller's row becomes another's, and a memory error of one prompt ends all rows",
-)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(0, 1 << 32))
 def test_nan_memory_errors_and_callers_who_leave_change_no_other_token(kind: str, seed: int) -> None:
     asyncio.run(run_history(kind, seed))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="NaN of one caller's row becomes another's, and a memory error of one prompt ends all rows",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_histories(kind: str) -> None:
@@ -139,10 +145,6 @@ def test_many_histories(kind: str) -> None:
         asyncio.run(run_history(kind, seed))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="NaN of one caller's row becomes another's, and a memory error of one prompt ends all rows",
-)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 async def test_a_row_whose_logits_are_not_finite_ends_alone(
     value: float, monkeypatch: pytest.MonkeyPatch
@@ -166,12 +168,14 @@ async def test_a_row_whose_logits_are_not_finite_ends_alone(
 
     for sampling in (GREEDY, Sampling(temperature=1.0, seed=1)):
         failure, other = await asyncio.gather(
-            drained(engine, bad, sampling), drained(engine, good), return_exceptions=True
+            drained(engine, bad, sampling, 400), drained(engine, good), return_exceptions=True
         )
         assert isinstance(failure, OutputNotFinite)
         assert other == answer
 
 
-async def drained(engine: Engine, prompt: list[int], sampling: Sampling = GREEDY) -> list[int]:
-    stream = engine.generate(prompt, Sampler(sampling, prompt, ()), (), NEW)
+async def drained(
+    engine: Engine, prompt: list[int], sampling: Sampling = GREEDY, new: int = NEW
+) -> list[int]:
+    stream = engine.generate(prompt, Sampler(sampling, prompt, ()), (), new)
     return [token.id async for token in stream]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotflame.handlers.language_model import rows as rows_module
 from pilotflame.handlers.language_model.rows import SPARE_COLUMNS, Rows
 
 HEADS, SIZE = 2, 4
@@ -25,6 +32,29 @@ def write(rows: Rows, tokens: list[list[float]]) -> list[torch.Tensor]:
     return [layer.update(states, -states)[0] for layer in rows._layers]
 
 
+@contextmanager
+def memory_for(count: int) -> Iterator[None]:
+    """Let memory run out after some allocations."""
+    left, zeros = itertools.count(count, -1), rows_module._zeros
+
+    def limited(*arguments: Any) -> torch.Tensor:
+        if not next(left):
+            raise MemoryError
+        return zeros(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_zeros", limited)
+        yield
+
+
+def joins(rows: Rows, other: Rows) -> bool:
+    try:
+        rows.join(other)
+    except MemoryError:
+        return False
+    return True
+
+
 class Model:
     """The rows as lists."""
 
@@ -36,6 +66,9 @@ class Model:
         return [self.next - back for back in range(count, 0, -1)]
 
     def check(self, seen: list[torch.Tensor]) -> None:
+        for layer in self.rows._layers:
+            assert layer.keys is not None
+            assert not layer.keys[len(self.held) :].any(), "a row that left is still in memory"
         for keys in seen:
             for number, row in enumerate(self.held):
                 assert keys[number, 0, keys.shape[2] - len(row) :, 0].tolist() == row
@@ -44,15 +77,21 @@ class Model:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.one_of(st.integers(1, 900), st.sampled_from(["step", "leave"])), max_size=40), st.randoms()
+    st.lists(st.one_of(st.integers(1, 900), st.sampled_from(["step", "leave", "fail"])), max_size=40),
+    st.randoms(),
 )
 def test_rows_hold_what_was_written(actions: list[int | str], chance: object) -> None:
-    model = Model()
+    model, fails = Model(), False
     for action in actions:
         if isinstance(action, int):
             tokens = model.numbers(action)
-            model.rows.join(one_row(tokens))
-            model.held.append(tokens)
+            joining = one_row(tokens)
+            with memory_for(chance.choice([0, 1, 3]) if fails else 99):  # type: ignore[attr-defined]
+                if joins(model.rows, joining):
+                    model.held.append(tokens)
+            fails = False
+        elif action == "fail":
+            fails = True
         elif action == "leave" and model.held:
             number = chance.randrange(len(model.held))  # type: ignore[attr-defined]
             model.rows.leave(number)
@@ -72,6 +111,6 @@ def test_a_long_row_leaves_no_memory_to_many_short_ones() -> None:
     rows.leave(0)
     for _ in range(8):
         rows.join(one_row([1.0] * 10))
-    most, columns = rows.room
-    assert (most <= 12, columns) == (True, 10 + SPARE_COLUMNS)
-    assert all(layer.keys is not None and layer.keys.shape[2] == columns for layer in rows._layers)
+    for layer in rows._layers:
+        assert layer.keys is not None
+        assert (layer.keys.shape[0] <= 12, layer.keys.shape[2]) == (True, 10 + SPARE_COLUMNS)

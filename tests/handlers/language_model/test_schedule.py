@@ -89,6 +89,8 @@ def run_history(rows: int, window: int, random_: random.Random) -> None:
             history.arrive()
         if random_.random() < 0.05:
             history.abort()
+        if random_.random() < 0.05:
+            history.schedule.drop_youngest()
         history.step()
     left, most = len(history.open), 0
     while history.open:
