@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..caller import PRIORITIES
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MOST_TOP = 20
@@ -126,7 +128,9 @@ class GenerationRequest(Sampling):
     continue_final_message: bool = Field(
         False, description="The last message is the beginning of the answer."
     )
-    priority: int = Field(0, ge=0, le=4, description="0 is served first.")
+    priority: int = Field(
+        0, ge=0, lt=PRIORITIES, description="0 is served first, among calls of one priority."
+    )
     adapter: str | None = Field(
         None, min_length=1, max_length=63, description="The adapter (LoRA) that answers, by its name."
     )

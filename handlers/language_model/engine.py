@@ -112,18 +112,18 @@ class Engine:
 
     async def generate(
         self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0,
-        targets: Targets = NO_TARGETS, adapter: str = "",
+        targets: Targets = NO_TARGETS, adapter: str = "", tenant: str = "",
     ) -> AsyncGenerator[Token]:  # fmt: skip
         """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
 
         The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
         leaves the engine with the next step. Raise what a step has raised, and Overloaded if the tokens would come later than `targets`
-        says, whose times are of `time.monotonic`. The adapter must have arrived.
+        says, whose times are of `time.monotonic`. The adapter must have arrived. Tenants share the engine equally.
         """
         self._arrived += 1
         prefix = self.prefix(ids, adapter)
         stored = len(prefix.ids) if prefix is not None else 0
-        sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority, stored)
+        sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority, stored, tenant)
         loop = asyncio.get_running_loop()
         run = _Run(
             sequence, list(ids), sampler, frozenset(ends), prefix, adapter, targets, loop, asyncio.Queue()
@@ -202,7 +202,7 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Add and remove sequences. Wait for one if there is nothing to do."""
-        idle = not self._members and self._schedule.reading is None and not self._schedule.waiting
+        idle = not self._members and not self._schedule.reading and not self._schedule.waiting
         while idle or not self._commands.empty():
             begins, run = self._commands.get()
             idle = False
@@ -286,14 +286,14 @@ class Engine:
                 return None
             if not chunk.last:
                 return []
-            self._rows.join(self._reader.rows)
+            self._rows.join(self._reader.row(chunk.sequence))
         except Exception as error:
             # The rows of the other sequences are not affected.
             LOG.exception("a prompt could not be read")
             self._give(run, _freed(error))
             return []
         self._members.append(run)
-        self._reader.stop()
+        self._reader.forget(chunk.sequence)
         return _choose([run], logits)
 
     def _fill(self, run: _Run) -> Callable[[Rows], None] | None:
@@ -304,7 +304,8 @@ class Engine:
 
     def _load_adapter(self, run: _Run) -> None:
         if run.adapter and self.model.adapters is not None:
-            self.model.adapters.load(run.adapter, {member.adapter for member in self._members})
+            used = [*self._members, *(self._runs[one] for one in self._schedule.reading)]
+            self.model.adapters.load(run.adapter, {other.adapter for other in used})
 
     def _end(self, run: _Run) -> None:
         self._schedule.remove(run.sequence)
@@ -322,18 +323,17 @@ class Engine:
             last = self._members.pop()
             if last is not run:
                 self._members[row] = last
-        elif self._schedule.reading is None:
-            self._reader.stop()
+        else:
+            self._reader.forget(run.sequence)
 
     def _fail(self, error: Exception) -> None:
         """Fail the sequences of a step that failed for an unknown reason. The sequences that wait are not affected."""
-        reading = self._schedule.reading
-        for run in [*self._members, *([self._runs[reading]] if reading is not None else [])]:
+        for run in [*self._members, *(self._runs[one] for one in self._schedule.reading)]:
             run.put(_freed(error))
+            self._reader.forget(run.sequence)
             self._schedule.remove(run.sequence)
             del self._runs[run.sequence]
         self._members, self._rows = [], self.model.new_rows()
-        self._reader.stop()
 
 
 def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:

@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
 from .admission import Targets
@@ -50,6 +51,7 @@ class _Plan:
     forms: list[tuple[Constraint | None, AnswerParts | None]]
     """The constraint and the reader of each answer."""
     targets: Targets
+    origin: CallOrigin
 
 
 class LanguageModel:
@@ -129,7 +131,7 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request))
+        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request), origin.get())
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -176,7 +178,14 @@ class LanguageModel:
         targets = plan.targets if index == 0 else NO_TARGETS
         made = 0
         found = self.engine.generate(
-            ids, sampler, ends, plan.most_new, request.priority, targets, request.adapter or ""
+            ids,
+            sampler,
+            ends,
+            plan.most_new,
+            plan.origin.rank(request.priority),
+            targets,
+            request.adapter or "",
+            plan.origin.tenant,
         )
         async with aclosing(found) as tokens:
             async for token in tokens:

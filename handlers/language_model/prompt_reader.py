@@ -1,4 +1,4 @@
-"""Reads one prompt at a time, chunk by chunk, into a row of its own."""
+"""Reads prompts chunk by chunk, each into a row of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from .causal_model import CausalModel
 from .pass_slices import PassSlices
 from .rows import Rows
-from .schedule import Chunk, ChunkTimes
+from .schedule import Chunk, ChunkTimes, ScheduledSequence
 
 LAYERS_A_STEP = 4
 """The layers of a chunk that fit into the time of a step."""
 
 
 class PromptReader:
-    """The prompt that an engine reads. While the engine has rows, a chunk is read in slices, between the steps of the rows.
+    """The prompts that an engine reads, one chunk at a time. While the engine has rows, a chunk is read in slices, between the steps of the rows.
 
     With adapters, each pass is whole, because peft changes the layers for the time of a pass.
     """
@@ -34,8 +34,8 @@ class PromptReader:
         self._chunk: Chunk | None = None
         """The chunk whose pass has begun and not ended."""
         self._taken_s = 0.0
-        self.rows = self.new_row(1)
-        """The row of the prompt, which its first chunk begins."""
+        self._rows: dict[ScheduledSequence, Rows] = {}
+        """The row of each prompt, which its first chunk begins."""
         self.times = ChunkTimes()
 
     def tokens(self, slice_s: float) -> int:
@@ -74,11 +74,20 @@ class PromptReader:
             self._chunk = None
         return logits
 
-    def stop(self) -> None:
-        """Forget the prompt."""
+    def row(self, sequence: ScheduledSequence) -> Rows:
+        """Return the row of a prompt that is read."""
+        return self._rows[sequence]
+
+    def forget(self, sequence: ScheduledSequence) -> None:
+        """Forget a prompt. Its row frees its memory, unless it is used elsewhere."""
+        if self._chunk is not None and self._chunk.sequence is sequence:
+            self._stop()
+        self._rows.pop(sequence, None)
+
+    def _stop(self) -> None:
         if self._passes is not None:
             self._passes.stop()
-        self._chunk, self.rows = None, self.new_row(1)
+        self._chunk = None
 
     def new_row(self, columns: int) -> Rows:
         """Return a row without tokens, with room for `columns`."""
@@ -87,19 +96,17 @@ class PromptReader:
         return rows
 
     def _begin(self, chunk: Chunk, fill: Callable[[Rows], None] | None) -> None:
-        if self._passes is not None:
-            self._passes.stop()
-        self._chunk = None
+        self._stop()
         if chunk.begin == chunk.sequence.stored:
-            self.rows = self.new_row(chunk.sequence.tokens)
+            self._rows[chunk.sequence] = rows = self.new_row(chunk.sequence.tokens)
             if fill is not None:
-                fill(self.rows)
+                fill(rows)
         self._chunk, self._taken_s = chunk, 0.0
 
     def _pass(
         self, chunk: Chunk, ids: Sequence[int], adapter: str, slice_s: float, *, begins: bool
     ) -> Tensor | None:
-        passes, rows, part = self._passes, self.rows, [[*ids[chunk.begin : chunk.end]]]
+        passes, rows, part = self._passes, self._rows[chunk.sequence], [[*ids[chunk.begin : chunk.end]]]
         if passes is not None and not begins:
             return passes.advance(slice_s or math.inf)
         if passes is None or not slice_s:

@@ -5,14 +5,18 @@ prompt, or a part of the chunk. A sequence joins the rows once its prompt is rea
 
 All rows are as wide as the longest one. So n rows hold n times the tokens of the longest one. This product stays within the window.
 If the sequences get longer than expected, the youngest leaves the rows and waits again, with the tokens that it has made.
+
+Tenants share the engine (`fair_queue.py`): each token that is read or made counts, and the prompt of the tenant that was served least is read
+next, also in the middle of a longer prompt. Rows and window are shared equally. While a tenant below its share waits, rows above the share of another tenant wait again.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...fair_queue import FairQueue
 from .times import TimeLine
 
 LEAST_CHUNK, MOST_CHUNK = 4, 512
@@ -37,15 +41,15 @@ class ScheduledSequence:
     """Sequences with a lower priority number come first."""
     stored: int = 0
     """The tokens at its beginning whose keys and values are stored, so that no step reads them."""
+    tenant: str = ""
     read: int = 0
     """How many tokens of the prompt have been read, or are stored."""
 
-    def __post_init__(self) -> None:
-        self.read = self.stored
+    deadline_s: float = field(init=False)
+    """The order within a tenant, as the fair queue names it: first come, first served."""
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.priority, self.number
+    def __post_init__(self) -> None:
+        self.read, self.deadline_s = self.stored, float(self.number)
 
 
 class Chunk(NamedTuple):
@@ -76,9 +80,11 @@ class StepSchedule:
     window: int
     rows: list[ScheduledSequence] = field(default_factory=list)
     """The sequences that each step continues by a token."""
-    reading: ScheduledSequence | None = None
-    """The sequence whose prompt is being read. It has a place in the rows already."""
-    _waiting: list[tuple[tuple[int, int], ScheduledSequence]] = field(default_factory=list)
+    reading: list[ScheduledSequence] = field(default_factory=list)
+    """The sequences whose prompts are being read, the last one first. They have places in the rows already."""
+    _waiting: FairQueue[ScheduledSequence] = field(default_factory=FairQueue)
+    _unfinished: ScheduledSequence | None = field(default=None, init=False)
+    """The sequence whose chunk is read in part."""
     _room: int = field(default=0, init=False)
     """The window, or less after memory has run out."""
 
@@ -90,38 +96,54 @@ class StepSchedule:
         return len(self._waiting)
 
     def unread_before(self, sequence: ScheduledSequence) -> list[int]:
-        """Return the tokens to read of each prompt that is being read, or that waits and comes before `sequence`."""
-        reading = [self.reading] if self.reading is not None else []
-        before = [one for place, one in self._waiting if place < sequence.place]
-        return [one.tokens - one.read for one in (*reading, *before)]
+        """Return the tokens to read of each prompt that is being read, or that waits and is expected to come before `sequence`."""
+        turns = Counter[str]()
+        before = list(self.reading)
+        own = 1 + sum(one.tenant == sequence.tenant for one in self._waiting)
+        for one in sorted(self._waiting, key=_age):
+            turns[one.tenant] += one.priority == sequence.priority
+            # Another tenant's later prompts come after this one.
+            rival = one.priority == sequence.priority and turns[one.tenant] <= own
+            if one.priority < sequence.priority or rival:
+                before.append(one)
+        return [one.tokens - one.read for one in before]
 
     @property
     def next(self) -> ScheduledSequence | None:
-        """The sequence that waits for its place the longest."""
-        return self._waiting[0][1] if self._waiting else None
+        """The sequence that waits and gets the next place."""
+        return self._waiting.first()
 
     def add(self, sequence: ScheduledSequence) -> None:
         """Let a sequence wait for its place. Alone, it must fit into the window."""
-        heapq.heappush(self._waiting, (sequence.place, sequence))
+        queue, tenant, priority = self._waiting, sequence.tenant, sequence.priority
+        others = {
+            one.tenant for one in (*self.rows, *self.reading, *queue.heads()) if one.priority == priority
+        }
+        queue.add(sequence)
+        if tenant not in others and others:
+            # The time without a sequence gives a tenant no advantage over a tenant with rows.
+            behind = min(queue.served(other, priority) for other in others) - queue.served(tenant, priority)
+            queue.charge(tenant, priority, max(0.0, behind))
 
     def remove(self, sequence: ScheduledSequence) -> None:
         """Forget a sequence that has ended or is not wanted any more, wherever it is."""
-        if self.reading is sequence:
-            self.reading = None
-        elif sequence in self.rows:
-            self.rows.remove(sequence)
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
-            heapq.heapify(self._waiting)
+        if self._unfinished is sequence:
+            self._unfinished = None
+        if not self._waiting.remove(sequence):
+            (self.reading if sequence in self.reading else self.rows).remove(sequence)
 
     def step(self, chunk_tokens: int) -> EngineStep:
         """Return the next step, which reads at most `chunk_tokens` of a prompt. Call `done` when it is done."""
-        dropped = tuple(self._dropped())
+        dropped = self._above_window()
+        for sequence in dropped:
+            self._wait_again(sequence)
         self._admit()
+        dropped += self._make_place()
         chunk = None
-        if (reading := self.reading) is not None:
+        if self.reading:
+            reading = self._unfinished or self.reading[-1]
             chunk = Chunk(reading, reading.read, min(reading.tokens, reading.read + max(1, chunk_tokens)))
-        return EngineStep(chunk, tuple(self.rows), dropped)
+        return EngineStep(chunk, tuple(self.rows), tuple(dropped))
 
     def done(self, step: EngineStep, *, read: bool = True) -> None:
         """Record a step. Its rows have one more token.
@@ -131,27 +153,70 @@ class StepSchedule:
         """
         for sequence in step.rows:
             sequence.tokens += 1
+            self._waiting.charge(sequence.tenant, sequence.priority, 1.0)
         self._room = min(self.window, self._room + len(step.rows) + self._room // REGAINED)
-        if read and step.chunk is not None and step.chunk.sequence is self.reading:
-            sequence = step.chunk.sequence
+        if step.chunk is None or step.chunk.sequence not in self.reading:
+            return
+        sequence = step.chunk.sequence
+        self._unfinished = None if read else sequence
+        if read:
+            self._waiting.charge(sequence.tenant, sequence.priority, float(step.chunk.end - sequence.read))
             sequence.read = step.chunk.end
             if step.chunk.last:
                 sequence.tokens += 1
                 self.rows.append(sequence)
-                self.reading = None
+                self.reading.remove(sequence)
 
-    def _dropped(self) -> list[ScheduledSequence]:
-        """Take the youngest sequences out of the rows until the rows fit into the window after one more token."""
+    def _turn(self, sequence: ScheduledSequence) -> tuple[int, float]:
+        """Return the order of tenants and priorities. The smaller one is served first."""
+        return sequence.priority, self._waiting.served(sequence.tenant, sequence.priority)
+
+    def _above_window(self) -> list[ScheduledSequence]:
+        """Take sequences out until the others fit into the window after one more token."""
         dropped: list[ScheduledSequence] = []
-        while len(self.rows) > 1 and self._held() > self._room:
-            dropped.append(self._take_youngest())
-        # A sequence that is being read has no row yet, so it waits again at no cost but its reading.
-        if self.reading is not None and self.rows and self._held(self.reading) > self._room:
-            dropped.append(self.reading)
-            self.reading = None
-        for sequence in dropped:
-            self._wait_again(sequence)
+        while len(self.rows) > 1 and _held(self.rows) > self._room:
+            dropped.append(self._take_youngest(self.rows))
+        # A sequence that is being read waits again at no cost but its reading.
+        while self.reading and len(places := [*self.rows, *self.reading]) > 1 and _held(places) > self._room:
+            dropped.append(self._take_youngest(self.reading))
         return dropped
+
+    def _make_place(self) -> list[ScheduledSequence]:
+        """Let rows of tenants above their share wait again, if a sequence of a tenant below its share then gets a place."""
+        head, kept, left = self._waiting.first(), list(self.rows), list[ScheduledSequence]()
+        if head is None or not self._comes_first(head):
+            return []
+        while not self._fits(head, kept) and (row := self._excess(head, kept)) is not None:
+            kept.remove(row)
+            left.append(row)
+        if not left or not self._fits(head, kept):
+            return []
+        self.rows = kept
+        self._begin(head)
+        for row in left:
+            self._wait_again(row)
+        return left
+
+    def _excess(self, head: ScheduledSequence, rows: list[ScheduledSequence]) -> ScheduledSequence | None:
+        """Return the youngest row of the tenant that holds the most, if it is above its share and the tenant of `head` is not."""
+        victims = [one for one in rows if one.tenant != head.tenant and one.priority >= head.priority]
+        if not victims:
+            return None
+        of: dict[str, list[ScheduledSequence]] = {head.tenant: [head]}
+        for one in (*rows, *self.reading):
+            of.setdefault(one.tenant, []).append(one)
+        tenants = len(of.keys() | {one.tenant for one in self._waiting.heads()})
+
+        def over(tenant: str) -> float:
+            """Return the tenant's part of rows or window, in shares. One place is always a share."""
+            held = of[tenant]
+            part = max(len(held) / self.most_rows, _held(held) / self._room) * tenants
+            return part if len(held) > 1 else 0.0
+
+        most = max((one.tenant for one in victims), key=over)
+        if over(head.tenant) > 1 or over(most) <= 1:
+            return None
+        return max((one for one in victims if one.tenant == most), key=_age)
 
     def drop_youngest(self) -> ScheduledSequence | None:
         """Let the youngest row wait again, because memory has run out. Return None if there is one row.
@@ -160,31 +225,54 @@ class StepSchedule:
         """
         if len(self.rows) < 2:
             return None
-        youngest = self._take_youngest()
-        self._room = self._held()
+        youngest = self._take_youngest(self.rows)
+        self._room = _held(self.rows)
         self._wait_again(youngest)
         return youngest
 
-    def _take_youngest(self) -> ScheduledSequence:
-        youngest = max(self.rows, key=lambda one: one.place)
-        self.rows.remove(youngest)
+    def _take_youngest(self, sequences: list[ScheduledSequence]) -> ScheduledSequence:
+        """Remove the youngest sequence of the tenant with the most rows."""
+        count = Counter(one.tenant for one in (*self.rows, *self.reading))
+        youngest = max(sequences, key=lambda one: (one.priority, count[one.tenant], one.number))
+        sequences.remove(youngest)
         return youngest
 
     def _wait_again(self, sequence: ScheduledSequence) -> None:
+        if self._unfinished is sequence:
+            self._unfinished = None
         sequence.read = sequence.stored
         self.add(sequence)
 
     def _admit(self) -> None:
-        if self.reading is None and self._waiting and len(self.rows) < self.most_rows:
-            sequence = self._waiting[0][1]
-            if not self.rows or self._held(sequence) <= self._room:
-                heapq.heappop(self._waiting)
-                self.reading = sequence
+        """Give places to the sequences that are next, if there is room."""
+        while (head := self._waiting.first()) is not None and self._comes_first(head) and self._fits(head):
+            self._begin(head)
 
-    def _held(self, *more: ScheduledSequence) -> int:
-        """Return the tokens that the rows hold after the next step, together with `more` sequences."""
-        sequences = (*self.rows, *more)
-        return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)
+    def _begin(self, sequence: ScheduledSequence) -> None:
+        self._waiting.remove(sequence)
+        self.reading.append(sequence)
+
+    def _comes_first(self, sequence: ScheduledSequence) -> bool:
+        """Return True if a waiting sequence is to be read now: before the rest of a longer prompt, if its tenant was served less."""
+        if not self.reading:
+            return True
+        other = self.reading[-1]
+        shorter = sequence.tokens - sequence.read < other.tokens - other.read
+        return sequence.priority < other.priority or (shorter and self._turn(sequence) < self._turn(other))
+
+    def _fits(self, sequence: ScheduledSequence, rows: list[ScheduledSequence] | None = None) -> bool:
+        """Return True if there is a place for another sequence beside these rows, and a part of the window."""
+        places = [*(self.rows if rows is None else rows), *self.reading]
+        return not places or (len(places) < self.most_rows and _held([*places, sequence]) <= self._room)
+
+
+def _held(sequences: list[ScheduledSequence]) -> int:
+    """Return the tokens that these rows hold after the next step."""
+    return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)
+
+
+def _age(sequence: ScheduledSequence) -> tuple[int, int]:
+    return sequence.priority, sequence.number
 
 
 class ChunkTimes:

@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from transformers import AutoTokenizer
 
 from ...errors import HandlerFailed, SnapshotError
+from ..caller import origin
 from ..language_model.adapters import check_adapter
 from ..language_model.contract import Delta, GenerationRequest
 from .adapters import VllmAdapters
@@ -109,7 +110,7 @@ class VllmModel:
                     yield Delta(index=index, text=self.tokenizer.decode(made.ids, skip_special_tokens=True))
             outputs = engine.generate(
                 {"prompt_token_ids": made.ids}, made.params, secrets.token_hex(8), lora_request=lora,
-                priority=request.priority,
+                priority=origin.get().rank(request.priority),
             )  # fmt: skip
             # vLLM aborts a request whose generator is closed.
             async with aclosing(outputs):

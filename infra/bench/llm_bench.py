@@ -29,6 +29,7 @@ import transformers
 from gpu_model import deployed
 from llm_goodput import goodput
 from llm_servers import plain_ms, transformers_serve_ms
+from llm_tenants import ratios
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
@@ -307,6 +308,12 @@ def main() -> int:
         engines = (Engine(causal, ROWS, 65_536), Engine(causal, ROWS, 65_536))
         in_time, tokens = asyncio.run(goodput(*engines, max(3, arguments.rounds)))
         report.add("goodput_vs_fifo", in_time, f"with {tokens:.2f} of the tokens", ">= 1.5")
+    with report.part("tenants"):
+        model = module(SMALL)
+        causal = CausalModel(model, model.config)
+        first, later, words = ratios(lambda: Engine(causal, ROWS, 65_536), arguments.rounds)
+        report.add("first_token_beside_128_prompts", first, words, "<= 2")
+        report.add("later_token_beside_128_prompts", later, "", "<= 2")
     with report.part("prefixes"), tempfile.TemporaryDirectory(prefix="pf-llm-", dir="/tmp") as folder:
         model = module(SMALL)
         gain = prefix_gain(CausalModel(model, model.config), Path(folder), 2 + arguments.rounds)

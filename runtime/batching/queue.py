@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ...errors import Overloaded, QueueFull
+from ...fair_queue import FIRST, FairQueue, Waiting
 from .batch_forming import ArrivalPattern, saving, wait_until
-from .fair_queue import FIRST, FairQueue, Waiting
 from .latency_curve import LatencyCurve
 from .reservations import Reservations
 

@@ -18,11 +18,11 @@ from pydantic_core import SchemaValidator
 
 from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
+from ...handlers.caller import NORMAL
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...handlers.first_errors import failing_fast, first_errors
 from ..access.keys import ANYBODY, Caller
 from ..jobs.job import ALL
-from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 from .content_coding import CODINGS, unpack
 from .incoming_bodies import INCOMING

@@ -21,9 +21,10 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
+from ...handlers.caller import NORMAL
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import Live
-from ..serving.invocation import LAST, NORMAL, Invocation, Output
+from ..serving.invocation import LAST, Invocation, Output
 from ..telemetry.logs import Capture
 from .job import Job, JobOutcome, JobState, NewJob
 from .store import JobStore

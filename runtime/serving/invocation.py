@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from functools import lru_cache
+from hashlib import blake2s
 from typing import Any, NamedTuple
 
 from ...errors import LinkError, PilotflameError
+from ...handlers.caller import NORMAL
 from ..link.stream_credit import Credit
 from ..telemetry.invocation_end import Source, TraceContext
 from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
 from .input_stream import InputStream
 
-NORMAL, LAST = 3, 5
-"""Priorities: NORMAL is the default, and LAST is for invocations that can wait. 1 is served first."""
+LAST = 5
+"""The priority of invocations that can wait."""
+
+
+_SALT = secrets.token_bytes(16)
+
+
+@lru_cache(4096)
+def opaque(tenant: str) -> str:
+    """Return a text that stands for a tenant in the workers of this gateway, and tells them nothing of it."""
+    return (
+        blake2s(tenant.encode(errors="surrogatepass"), key=_SALT, digest_size=6).hexdigest() if tenant else ""
+    )
 
 
 class Output(NamedTuple):
@@ -189,15 +204,20 @@ class Invocation:
             head["type"] = self.content_type
         if self.accept:
             head["accept"] = self.accept
-        if traceparent := self.span or self.traceparent:
-            head["traceparent"] = traceparent
-            if self.tracestate:
-                head["tracestate"] = self.tracestate
+        if self.span or self.traceparent:
+            self._put_trace(head)
         if self.extra:
             head["extra"] = self.extra
+        if self.tenant or self.priority != NORMAL:
+            head["origin"] = opaque(self.tenant), self.priority
         if self.exchanges:
             head["exchange"] = self.input is not None
         return head
+
+    def _put_trace(self, head: dict[str, Any]) -> None:
+        head["traceparent"] = self.span or self.traceparent
+        if self.tracestate:
+            head["tracestate"] = self.tracestate
 
     async def wait(self) -> Output:
         """Wait for the output, and return it. Raise a copy of its error.

@@ -14,6 +14,8 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TextIO
 
+from ...handlers.caller import NO_ORIGIN, origin
+
 if TYPE_CHECKING:
     from .runner import Call
 
@@ -132,7 +134,9 @@ def begin(calls: list[Call]) -> None:
     """Record that the handler is called for `calls`. What the handler prints belongs to an invocation only if there is
     exactly one call.
     """
-    current.set((calls[0].channel, calls[0].context.id) if len(calls) == 1 else None)
+    single = len(calls) == 1
+    current.set((calls[0].channel, calls[0].context.id) if single else None)
+    origin.set(calls[0].origin if single else NO_ORIGIN)
 
 
 def finish(calls: list[Call]) -> None:

@@ -34,6 +34,7 @@ from ...errors import (
     SnapshotMismatch,
 )
 from ...handlers.arrays import TENSORS_TYPE
+from ...handlers.caller import NO_ORIGIN, CallOrigin
 from ...handlers.codec import JSON_TYPE
 from ...handlers.contract import Cancellation, Context
 from ...handlers.failure import OUT_OF_MEMORY_REMEDY, cut, explain, is_out_of_memory
@@ -70,6 +71,7 @@ class Call:
     """The time limit of a job's handler call, from its start."""
     exchange: WorkerExchange | None = None
     """The pieces that the handler and the caller exchange; None in most calls."""
+    origin: CallOrigin = NO_ORIGIN
     received_s: float = field(default_factory=time.monotonic, init=False)
     event: Any = field(default=None, init=False)
     cost: float = field(default=1.0, init=False)

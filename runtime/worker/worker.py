@@ -35,6 +35,7 @@ from ...errors import (
     SnapshotError,
     SourceError,
 )
+from ...handlers.caller import NO_ORIGIN, CallOrigin
 from ...handlers.contract import NOTHING, Cancellation, Context
 from ...handlers.failure import explain
 from ...handlers.handler import Hook
@@ -424,6 +425,7 @@ class Worker:
         call = Call(
             frame.channel, frame.payload, head.get("type", ""), context, cancellation,
             head.get("accept", ""), credit, head.get("execution_s"), exchange,
+            CallOrigin(*head["origin"]) if "origin" in head else NO_ORIGIN,
         )  # fmt: skip
         self._runner.submit(call, head.get("more", 0))
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import HandlerFailed, LinkError, WorkerDied
+from pilotflame.handlers.caller import NORMAL, CallOrigin
 from pilotflame.runtime.link.stream_credit import STREAM_BYTES, STREAM_CHUNKS
 from pilotflame.runtime.serving.invocation import Invocation, Output, Stream
 from pilotflame.runtime.telemetry.timeline import Activation
@@ -104,6 +105,16 @@ async def test_the_head_that_the_worker_gets() -> None:
         "type": "text/plain",
         "traceparent": "00-a-b-01",
     }
+
+
+async def test_a_worker_learns_which_calls_have_the_same_tenant_and_not_who_it_is() -> None:
+    first, second, other = (
+        make(tenant=name).head(10.0)["origin"] for name in ("0a1b2c3d4e5f", "0a1b2c3d4e5f", "b")
+    )
+    assert first == second != other
+    assert "0a1b" not in first[0]
+    assert CallOrigin(*first).priority == NORMAL
+    assert make(priority=1).head(10.0)["origin"] == ("", 1)
 
 
 async def test_the_worker_gets_the_span_of_an_observer() -> None:

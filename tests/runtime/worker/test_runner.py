@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from pilotflame.handlers.caller import NO_ORIGIN, NORMAL, CallOrigin, origin
 from pilotflame.handlers.contract import Cancellation, Context, batch
 from pilotflame.handlers.handler import HandlerKind
 from pilotflame.handlers.resolve import handler_of
@@ -76,6 +77,7 @@ class Rig:
         credit: int | None = None,
         deadline_s: float | None = None,
         more: int = 0,
+        of: CallOrigin = NO_ORIGIN,
     ) -> None:
         cancellation = Cancellation()
         context = Context(
@@ -88,7 +90,7 @@ class Rig:
         )
         found = Credit() if credit is None else Credit(credit)
         stream_credit = found if self.handler.kind.streaming else None
-        call = Call(channel, orjson.dumps(event), "", context, cancellation, credit=stream_credit)
+        call = Call(channel, orjson.dumps(event), "", context, cancellation, credit=stream_credit, origin=of)
         self.calls[channel] = call
         self.runner.submit(call, more)
 
@@ -119,9 +121,9 @@ class Rig:
             frame.payload
         )
 
-    async def ask(self, channel: int, event: Any = None) -> Any:
+    async def ask(self, channel: int, event: Any = None, *, of: CallOrigin = NO_ORIGIN) -> Any:
         """One whole round: submit and answer."""
-        self.submit(channel, event)
+        self.submit(channel, event, of=of)
         answered, answer = await self.answer()
         assert answered == channel
         return answer
@@ -246,6 +248,16 @@ async def test_the_context_is_the_calls(rig: MakeRig, kind: Any) -> None:
         return [context.id, context.state, context.function, context.remaining_ms()]
 
     assert await rig(kind(handler)).ask(5) == ["i5", "s", "tone", None]
+
+
+@both
+async def test_a_handler_works_for_the_origin_of_its_call(rig: MakeRig, kind: Any) -> None:
+    def handler(_event: Any) -> Any:
+        return list(origin.get())
+
+    made = rig(kind(handler))
+    assert await made.ask(5, of=CallOrigin("a1", 1)) == ["a1", 1]
+    assert await made.ask(5) == ["", NORMAL]
 
 
 class Odd(BaseException):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pilotflame.runtime.batching.fair_queue import FairQueue
+from pilotflame.fair_queue import FairQueue
 
 
 @dataclass(eq=False)

@@ -4,6 +4,9 @@ Tenants share as with the virtual token counter (Sheng et al., OSDI '24). Each t
 served items. Among the tenants with waiting items, the tenant with the smallest counter is next. When an idle tenant
 returns, its counter is raised to the smallest counter of the other tenants, so that its idle time gives it no
 advantage.
+
+Calls that wait for workers (`runtime/batching`), sequences of a language model (`handlers/language_model`) and webhook deliveries
+(`runtime/jobs`) have this order.
 """
 
 from __future__ import annotations
@@ -82,11 +85,15 @@ class FairQueue(Generic[T]):
             del self._counts[item.tenant]
         return True
 
+    def first(self) -> T | None:
+        """Return the next item, and leave it in the queue. Return None if the queue is empty."""
+        queue = next(filter(None, map(self._least_served, sorted(self._classes))), None)
+        return queue.head() if queue is not None else None
+
     def pop(self, cost: float = 1.0) -> T | None:
         """Remove and return the next item, and charge its tenant `cost`. Return None if the queue is empty."""
         for priority in sorted(self._classes):
-            queue = min(self._active(priority), key=lambda queue: queue.served, default=None)
-            if queue is not None:
+            if (queue := self._least_served(priority)) is not None:
                 item = queue.head()
                 self.remove(item)
                 queue.charge(cost)
@@ -94,6 +101,10 @@ class FairQueue(Generic[T]):
             # No item of this priority waits. Forget its tenants: they start again with equal counters.
             del self._classes[priority]
         return None
+
+    def _least_served(self, priority: int) -> _TenantQueue[T] | None:
+        """Return the queue of the tenant whose turn it is, if an item of this priority waits."""
+        return min(self._active(priority), key=lambda queue: queue.served, default=None)
 
     def heads(self) -> list[T]:
         """For each priority and tenant, return the item that is served next."""
@@ -107,6 +118,11 @@ class FairQueue(Generic[T]):
     def tenants(self) -> int:
         """The number of tenants that have waiting items."""
         return len(self._counts)
+
+    def served(self, tenant: str, priority: int) -> float:
+        """Return the served cost of a tenant in a priority; 0 if it is not known."""
+        queue = self._classes.get(priority, {}).get(tenant)
+        return queue.served if queue is not None else 0.0
 
     def charge(self, tenant: str, priority: int, cost: float) -> None:
         """Add `cost`, which may be negative, to the served cost of a tenant in a priority."""
