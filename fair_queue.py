@@ -103,7 +103,7 @@ class FairQueue(Generic[T]):
         return None
 
     def _least_served(self, priority: int) -> _TenantQueue[T] | None:
-        """Return the queue of the tenant whose turn it is, if an item of this priority waits."""
+        """Return the queue of the least served tenant of a priority; None if no item of this priority waits."""
         return min(self._active(priority), key=lambda queue: queue.served, default=None)
 
     def heads(self) -> list[T]:

@@ -1,4 +1,4 @@
-"""Says for whom the present thread or task works, to parts of a handler that callers share, such as the rows of a language model."""
+"""Names the caller of the present thread or task, for parts of a handler that callers share, such as the rows of a language model."""
 
 from __future__ import annotations
 

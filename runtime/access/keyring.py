@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ...errors import GatewayError, UnknownKey
+from ...errors import GatewayError, QuotaExceeded, UnknownKey
 from ..telemetry.metrics import Numbers, Reading
 from . import private_files
 from .deploy_policy import DeployPolicy
@@ -32,8 +32,7 @@ USE_GRAIN_S = 3600.0
 _TOLERANCE = 1e-9
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
-MOST_DEBT_MIN = 10
-
+MOST_CALL_MIN = 10
 
 # The file keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
 MOST_REVOKED = 10_000
@@ -60,12 +59,31 @@ def keys_path(state: Path) -> Path:
     return state / private_files.FOLDER / "keys.json"
 
 
+class Bucket:
+    """Holds at most `most`, and gains `per_s` a second. It may be overdrawn."""
+
+    __slots__ = ("_at_s", "_per_s", "level", "most")
+
+    def __init__(self, most: float, per_s: float, now_s: float) -> None:
+        self.most, self._per_s = most, per_s
+        self.level, self._at_s = most, now_s
+
+    def wait_s(self, now_s: float, count: float) -> float:
+        """Return the seconds after which the bucket holds `count`; 0.0 if it does now."""
+        if now_s > self._at_s:
+            self.level = min(self.most, self.level + (now_s - self._at_s) * self._per_s)
+            self._at_s = now_s
+        lacking = count - self.level
+        return lacking / self._per_s if lacking > _TOLERANCE else 0.0
+
+
 class Meter:
     """Limits the requests of one API key to its quota. At most `concurrency` requests run at the same time.
 
     Each request takes one token out of a bucket, which holds at most `burst` tokens and gains `rate_per_s`
-    tokens per second. The tokens of language models have a bucket of their own, which holds `model_tokens_per_min`. It may
-    be overdrawn, because the tokens of an answer are counted when they are made; then no request is admitted. A limit
+    tokens per second. A request for several answers, or with several prompts or events, counts as several. The tokens of language models have a
+    bucket of their own, which holds `model_tokens_per_min`. A request reserves the tokens that it is expected to take, and settles at its
+    end. A request larger than a bucket is admitted when the bucket is full, and overdraws it. A limit
     that is None does not apply.
     """
 
@@ -73,14 +91,19 @@ class Meter:
         self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float,
         model_tokens_per_min: int | None = None,
     ) -> None:  # fmt: skip
-        self._rate_per_s = rate_per_s
-        self._burst = float(burst or max(1, math.ceil(rate_per_s or 0)))
-        self._tokens = self._burst
-        self._at_s = now_s
+        size = float(burst or max(1, math.ceil(rate_per_s or 0)))
+        self._requests = None if rate_per_s is None else Bucket(size, rate_per_s, now_s)
+        most = model_tokens_per_min
+        self._model_tokens = None if most is None else Bucket(most, most / 60, now_s)
         self._concurrency = math.inf if concurrency is None else concurrency
-        self._most_model_tokens = model_tokens_per_min
-        self._model_tokens, self._model_at_s = float(model_tokens_per_min or 0), now_s
         self.running = 0
+        self.limit = ""
+        """The name of the limit that has refused the latest refused request."""
+
+    @property
+    def limited(self) -> bool:
+        """True if a limit applies."""
+        return not (self._requests is None and self._model_tokens is None and self._concurrency == math.inf)
 
     def enter(self, now_s: float) -> float:
         """Admit a request and return 0.0, or return the seconds after which to retry.
@@ -89,42 +112,95 @@ class Meter:
         """
         if wait_s := self.wait_s(now_s):
             return wait_s
-        if self._rate_per_s is not None:
-            self._tokens = max(0.0, self._tokens - 1.0)
-        self.running += 1
+        self.take(1)
         return 0.0
 
-    def wait_s(self, now_s: float) -> float:
-        """Return the seconds after which to call `enter`; 0.0 if `enter` admits a request now."""
-        if self.running >= self._concurrency:
-            return CONCURRENCY_WAIT_S
-        if model_wait_s := self._model_wait_s(now_s):
-            return model_wait_s
-        if self._rate_per_s is None:
-            return 0.0
-        if now_s > self._at_s:
-            self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
-            self._at_s = now_s
-        return 0.0 if self._tokens >= 1.0 - _TOLERANCE else (1.0 - self._tokens) / self._rate_per_s
+    def wait_s(self, now_s: float, more: int = 1, entered: int = 0, model_tokens: int = 0) -> float:
+        """Return the seconds after which `more` requests, which take `model_tokens`, may be admitted; 0.0 if they may be now.
 
-    def _model_wait_s(self, now_s: float) -> float:
-        """Return the seconds after which the bucket of language models' tokens is not overdrawn any more."""
-        if (most := self._most_model_tokens) is None:
-            return 0.0
-        if now_s > self._model_at_s:
-            self._model_tokens = min(most, self._model_tokens + (now_s - self._model_at_s) * most / 60)
-            self._model_at_s = now_s
-        return 0.0 if self._model_tokens > -_TOLERANCE else -self._model_tokens * 60 / most
-
-    def spend_model_tokens(self, count: int) -> None:
-        """Take tokens of language models out of their bucket. The bucket is overdrawn by what it gains in MOST_DEBT_MIN at
-        most, because another tenant's handler may say how many tokens there were.
+        `entered` requests are admitted already, and are parts of the same request.
         """
-        if (most := self._most_model_tokens) is not None:
-            self._model_tokens = max(self._model_tokens - count, -float(MOST_DEBT_MIN * most))
+        whole, most = more + entered, self._concurrency
+        if self.running - entered + min(whole, most) > most:
+            self.limit = "concurrency"
+            return CONCURRENCY_WAIT_S
+        if (bucket := self._model_tokens) is not None:
+            self.limit = "model_tokens_per_min"
+            if wait_s := bucket.wait_s(now_s, min(model_tokens, bucket.most)):
+                return wait_s
+        if (bucket := self._requests) is None:
+            return 0.0
+        self.limit = "rate_per_s"
+        return bucket.wait_s(now_s, min(whole, bucket.most) - entered)
 
-    def leave(self) -> None:
-        self.running -= 1
+    def widen(self, now_s: float, more: int, entered: int, model_tokens: int = 0) -> float:
+        """Let a request that counts as `entered` requests count as `more` further ones, and take tokens. Return 0.0, or the seconds after
+        which the caller may send the request again.
+        """
+        if wait_s := self.wait_s(now_s, more, entered, model_tokens):
+            if self._requests is not None:
+                # The refused request did not use its place.
+                self._requests.level += 1
+            return wait_s
+        self.take(more, model_tokens)
+        return 0.0
+
+    def take(self, requests: int, model_tokens: int = 0) -> None:
+        """Count requests, and tokens of language models."""
+        if self._requests is not None:
+            self._requests.level -= requests
+        if self._model_tokens is not None:
+            self._model_tokens.level -= model_tokens
+        self.running += requests
+
+    def leave(self, requests: int = 1) -> None:
+        self.running -= requests
+
+    def reserve(
+        self, now_s: float, answers: int, model_tokens: int, *, asked: int = 0, patient: bool = False
+    ) -> tuple[float, Reservation | None]:
+        """Reserve what a call takes beside its request: its further answers and its tokens. Return the seconds after which to retry, or
+        the reservation.
+
+        `asked` is the most tokens that the caller has allowed by a limit. Another tenant's handler says how many tokens there were, so a call takes
+        at most these, or what the bucket gains in MOST_CALL_MIN. A `patient` call is never refused, because it was admitted earlier.
+        """
+        most = max(asked, MOST_CALL_MIN * (self._model_tokens.most if self._model_tokens is not None else 0))
+        more, model_tokens = answers - 1, min(model_tokens, int(most))
+        if not patient and (wait_s := self.widen(now_s, more, 1, model_tokens)):
+            return wait_s, None
+        if patient:
+            self.take(more, model_tokens)
+        return 0.0, Reservation(self, more, model_tokens, int(most))
+
+    def settle(self, requests: int, reserved: int, used: int) -> None:
+        """End what `reserve` has begun."""
+        self.leave(requests)
+        if (bucket := self._model_tokens) is not None:
+            bucket.level = min(bucket.most, bucket.level + reserved - used)
+
+
+class Reservation:
+    """The requests and tokens that one call of a language model takes of a quota until it ends."""
+
+    def __init__(self, meter: Meter, requests: int, model_tokens: int, most: int) -> None:
+        self._meter: Meter | None = meter
+        self._requests, self._model_tokens, self._most = requests, model_tokens, most
+
+    def settle(self, used: int) -> None:
+        """Replace the reserved tokens by the used ones. Later calls change nothing."""
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.settle(self._requests, self._model_tokens, min(used, self._most))
+
+
+def check_quota(meter: Meter, wait_s: float) -> None:
+    """Raise QuotaExceeded, which names the limit, if a key may send its next request only after `wait_s`."""
+    if wait_s:
+        message = f"This API key's quota is used up: its limit {meter.limit}."
+        remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
+        details = {"retry_after_s": wait_s, "limit": meter.limit}
+        raise QuotaExceeded(message, remedy=remedy, details=details)
 
 
 class Held:
@@ -209,11 +285,10 @@ class Keyring:
         held = self._held.get(key_id)
         return held if held is not None and not held.key.expired(now_s) else None
 
-    def spend_model_tokens(self, owner: str, count: int) -> None:
-        """Count tokens of language models that were read or made for an owner (`Caller.owner`)."""
+    def meter(self, owner: str) -> Meter | None:
+        """Return the meter of an owner's key (`Caller.owner`); None if it has no limits."""
         held = self._held.get(owner.partition(":")[0])
-        if held is not None:
-            held.meter.spend_model_tokens(count)
+        return held.meter if held is not None and held.meter.limited else None
 
     def of_issuer(self, url: str, now_s: float) -> list[Held]:
         """Return the keys as which tokens of this issuer can act. Keys that have expired are left out."""

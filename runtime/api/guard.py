@@ -17,8 +17,9 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -36,7 +37,7 @@ from ...errors import (
 )
 from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signature, refused, verify
 from ..access.control_socket import CONTROL_KEY, ControlSocket
-from ..access.keyring import Held, Keyring, Meter
+from ..access.keyring import Held, Keyring, Meter, check_quota
 from ..access.keys import ANYBODY, Caller, Scope
 from ..http.cross_origin import CrossOrigin
 from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_sent
@@ -57,18 +58,32 @@ _JSON_WEB_TOKEN = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
 
-class Admitted(NamedTuple):
+@dataclass(slots=True)
+class Admitted:
     """The caller of an admitted request. The request counts as running in the key's quota until `leave`."""
 
     caller: Caller
     meter: Meter | None = None
+    count: int = 1
+    """As how many requests it counts."""
 
     def leave(self) -> None:
         if self.meter is not None:
-            self.meter.leave()
+            self.meter.leave(self.count)
 
 
 UNKNOWN_CALLER = Admitted(ANYBODY)
+ADMITTED = web.RequestKey("admitted", Admitted)
+
+
+def count_calls(request: web.Request, count: int) -> None:
+    """Count a request as `count` requests, because it has several prompts, events or values. Raise QuotaExceeded if that is too many now."""
+    admitted = request.get(ADMITTED)
+    if admitted is None or admitted.meter is None or count <= admitted.count:
+        return
+    more, meter = count - admitted.count, admitted.meter
+    check_quota(meter, meter.widen(time.monotonic(), more, admitted.count))
+    admitted.count = count
 
 
 def check_origin(
@@ -152,7 +167,7 @@ class Guard:
             if function is not None:
                 self._on_quota(function, error)
             raise
-        request[CALLER] = admitted.caller
+        request[CALLER], request[ADMITTED] = admitted.caller, admitted
         try:
             return await handler(request)
         except UnknownFunction as error:
@@ -272,7 +287,7 @@ class Guard:
         held = self._keyring.signer(signature.key_id, now_s)
         if held is None:
             raise refused(signature, "there is no such key, or it has expired")
-        _check(held.meter.wait_s(time.monotonic()))
+        check_quota(held.meter, held.meter.wait_s(time.monotonic()))
         await self._verify(request, held, signature)
         # Count the request only now, because anyone can send a request that names the key.
         _enter(held.meter)
@@ -362,15 +377,7 @@ def _methods(route: Route) -> tuple[str, ...]:
 
 def _enter(meter: Meter) -> None:
     """Count a request. Raises QuotaExceeded if the key may send no request now."""
-    _check(meter.enter(time.monotonic()))
-
-
-def _check(wait_s: float) -> None:
-    """Raise QuotaExceeded if the key may send its next request only after `wait_s`."""
-    if wait_s:
-        remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
-        details = {"retry_after_s": wait_s}
-        raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
+    check_quota(meter, meter.enter(time.monotonic()))
 
 
 def token_in(header: str) -> str:

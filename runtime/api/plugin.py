@@ -23,7 +23,7 @@ from ..jobs.outbox import WebhookBodies
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.metrics import Metrics, Reading
 from .backend import Backend
-from .guard import UNKNOWN_CALLER, Admitted, Guard
+from .guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from .invoke import Gateway
 
 
@@ -142,6 +142,7 @@ class ApiPlugin:
         DeadlineExceeded if all calls together take longer than a single call may take.
         """
         settings = self.backend.functions.get(function).record.settings
+        count_calls(request, len(events))
         outputs: list[Any] = [None] * len(events)
         waiting = iter(enumerate(events))
 

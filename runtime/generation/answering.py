@@ -11,6 +11,7 @@ from aiohttp import web
 from ...errors import DeadlineExceeded, PilotflameError
 from ...handlers.language_model.contract import Delta, GenerationRequest
 from ..api.backend import Backend
+from ..api.guard import count_calls
 from ..api.invoke import Gateway
 from ..functions.live import Live
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
@@ -47,6 +48,7 @@ async def respond(
 ) -> web.StreamResponse:  # fmt: skip
     """Call the function once for each event, and return the response. Raise the function's error."""
     asked = with_targets(request, events)
+    count_calls(request, len(asked))
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
     # An error that leaves the group would be wrapped, so it is raised after the group.
     async with asyncio.TaskGroup() as tasks:

@@ -110,8 +110,10 @@ class Revision(CallEvents):
             self._on_called(arrived_s)
         try:
             sent = self.dispatcher.submit(invocation)
-        except Overloaded:
-            if not replicas.ready:
+        except PilotflameError as error:
+            # Observers of its end learn that it has none.
+            invocation.output.cancel()
+            if isinstance(error, Overloaded) and not replicas.ready:
                 self._refused += 1
                 self._watcher.on_refused()
             raise
@@ -133,8 +135,12 @@ class Revision(CallEvents):
     def _queue_aside(self, invocations: Iterable[Invocation]) -> None:
         """Queue invocations that waited for the output of another one, even if the revision retires."""
         for invocation in invocations:
-            self._begin(invocation)
-            self.dispatcher.queue_aside(invocation)
+            try:
+                self._begin(invocation)
+            except PilotflameError as error:
+                invocation.end(error)
+            else:
+                self.dispatcher.queue_aside(invocation)
         self.dispatcher.dispatch()
         self._watcher.look()
 

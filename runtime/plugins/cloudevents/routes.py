@@ -16,6 +16,7 @@ from ....errors import EventInvalid, OutputInvalid, PilotflameError, Unsupported
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
+from ...api.guard import count_calls
 from ...api.invoke import Gateway
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
@@ -113,6 +114,7 @@ class EventsApi(ApiPlugin):
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
         events = parse(request.headers, body)
+        count_calls(request, len(events))
         found = list[Submitted]()
         for first in range(0, len(events), EVENTS_AT_ONCE):
             found += await self._submit_events(request, live, events[first : first + EVENTS_AT_ONCE])

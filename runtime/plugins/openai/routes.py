@@ -154,7 +154,6 @@ class OpenAiApi(ApiPlugin):
         found = output_of(
             await self.call(request, live.record.function, {"text": asked.texts}), EmbeddingOutput, live
         )
-        live.function.account.note_tokens(prompt=found.tokens)
         return json_response(asked.answer(found))
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
@@ -162,7 +161,6 @@ class OpenAiApi(ApiPlugin):
         live = self._named(request, asked.model, RerankRequest)
         event = {"query": asked.query, "documents": asked.texts}
         found = output_of(await self.call(request, live.record.function, event), RerankOutput, live)
-        live.function.account.note_tokens(prompt=found.tokens)
         return json_response(asked.answer(found, request_id_of(request.headers)))
 
     async def _asked(self, request: web.Request, kind: type[T]) -> T:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError, UnknownKey
-from pilotflame.runtime.access.keyring import MOST_DEBT_MIN, USE_GRAIN_S, Keyring, Meter
+from pilotflame.runtime.access.keyring import MOST_CALL_MIN, USE_GRAIN_S, Keyring, Meter
 from pilotflame.runtime.access.keys import NewKey, Scope
 
 
@@ -261,24 +261,68 @@ def test_without_a_burst_one_second_of_the_rate_is_admitted_at_once(rate: float,
     assert meter.enter(0.0) > 0
 
 
-@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=30), st.integers(1, 600))
-def test_tokens_of_models_over_time_are_within_the_limit(steps: list[tuple[float, int]], most: int) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50), st.integers(0, 60)), max_size=30),
+    st.integers(1, 600),
+)
+def test_tokens_of_models_over_time_are_within_the_limit(
+    steps: list[tuple[float, int, int]], most: int
+) -> None:
     meter, now_s, taken, last = Meter(None, None, None, 0.0, most), 0.0, 0, 0
-    for gap_s, count in steps:
+    for gap_s, asked, used in steps:
         now_s += gap_s
-        if not (wait_s := meter.enter(now_s)):
-            meter.leave()
+        wait_s, reservation = meter.reserve(now_s, 1, asked, patient=False)
+        if reservation is not None:
             # All but the last answer were within the bucket and what it has gained.
             assert taken - last <= most + now_s * most / 60 + 1e-6
-            meter.spend_model_tokens(count)
-            taken, last = taken + count, count
+            reservation.settle(used)
+            reservation.settle(1_000_000)
+            taken, last = taken + used, used
         else:
-            assert wait_s <= taken * 60 / most
-            assert copy.copy(meter).wait_s(now_s + wait_s + 1e-6) == 0.0
+            assert meter.limit == "model_tokens_per_min"
+            again, _ = copy.deepcopy(meter).reserve(now_s + wait_s + 1e-6, 1, asked, patient=False)
+            assert again == 0.0
 
 
-def test_a_debt_of_model_tokens_is_paid_within_minutes() -> None:
-    meter = Meter(None, None, None, 0.0, 1000)
-    meter.spend_model_tokens(2**62)
-    assert meter.enter(0.0) == pytest.approx(60 * MOST_DEBT_MIN)
-    assert meter.enter(60.0 * MOST_DEBT_MIN + 1) == 0.0
+def test_tokens_are_reserved_until_the_end() -> None:
+    meter = Meter(None, None, None, 0.0, 600)
+    _, first = meter.reserve(0.0, 1, 400, patient=False)
+    assert first is not None
+    assert meter.reserve(0.0, 1, 400, patient=False) == (20.0, None)
+    first.settle(100)
+    assert meter.reserve(0.0, 1, 400, patient=False)[0] == 0.0
+
+
+@pytest.mark.parametrize(("asked", "most"), [(0, MOST_CALL_MIN * 600), (60_000, 60_000)])
+def test_a_handler_takes_at_most_what_the_caller_allowed_or_ten_minutes_of_the_limit(
+    asked: int, most: int
+) -> None:
+    meter = Meter(None, None, None, 0.0, 600)
+    for _ in range(2):
+        _, reservation = meter.reserve(0.0, 1, 100, asked=asked, patient=True)
+        assert reservation is not None
+        reservation.settle(2**62)
+    # The calls of one moment are all paid.
+    assert meter.enter(0.0) == pytest.approx((2 * most - 600) / 10)
+
+
+def test_a_request_for_several_answers_counts_as_several() -> None:
+    meter = Meter(1.0, 4, 8, 0.0)
+    assert meter.enter(0.0) == 0.0
+    _, reservation = meter.reserve(0.0, 4, 0, patient=False)
+    assert reservation is not None
+    assert meter.running == 4
+    # What the bucket never holds is admitted when the bucket is full, and waited for later.
+    assert (meter.enter(0.0), meter.limit) == (pytest.approx(1.0), "rate_per_s")
+    assert meter.enter(4.0) == 0.0
+    assert (meter.reserve(4.0, 128, 0, patient=False), meter.limit) == ((1.0, None), "concurrency")
+    reservation.settle(0)
+    meter.leave()
+    wait_s, reservation = meter.reserve(5.0, 128, 0, patient=False)
+    assert (wait_s, meter.running) == (0.0, 128)
+    assert meter.enter(6.0) == 1.0
+    assert reservation is not None
+    reservation.settle(0)
+    meter.leave()
+    assert meter.running == 0
+    assert meter.enter(60.0) == pytest.approx(128 - 59, abs=4)
