@@ -12,6 +12,8 @@ import dataclasses
 import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import TypeAlias
@@ -20,6 +22,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from ...errors import UnknownDelivery
+from ...fair_queue import FairQueue
 from ..webhooks.delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from .alert import Alert
 from .job import ALL, Job
@@ -39,6 +42,21 @@ MAX_PIECES = 1000
 """The most pieces of an unfinished output that `WebhookBodies` get."""
 MAX_HOSTS = 256
 """The number of hosts that `due` examines. It takes the hosts whose deliveries are due earliest."""
+
+MAX_OWNERS = 64
+"""The number of owners of a host that `due` examines."""
+
+
+@dataclass(eq=False, slots=True)
+class _Due:
+    """A delivery that may be sent, as the fair queue wants it."""
+
+    tenant: str
+    deadline_s: float
+    rowid: int
+    host: str
+    priority: int = 1
+
 
 WebhookBodies: TypeAlias = Mapping[str, Callable[[Job, Sequence[bytes]], bytes]]
 """By `Webhook.form`: a function that makes a body from the job and, while it streams, the first pieces of its output."""
@@ -61,7 +79,10 @@ FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
 # `next_s` is read from the index, and `subject` precedes `body` in the row. To reach a column after `body`,
 # SQLite would have to read the body.
 _DUE = """
-SELECT rowid, subject, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
+SELECT rowid, subject, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND owner = ? AND next_s <= ?
+    ORDER BY next_s, rowid"""
+_OLDEST = "SELECT owner FROM deliveries WHERE state = 'PENDING' AND host = ? ORDER BY next_s LIMIT 1"
+_OWNER = "SELECT min(owner) FROM deliveries WHERE state = 'PENDING' AND host = ? AND owner > ?"
 _DELETE_OLDEST = """
 DELETE FROM deliveries WHERE rowid IN (
     SELECT rowid FROM deliveries WHERE state <> 'PENDING' AND created_s < ? %s ORDER BY created_s LIMIT ?)"""
@@ -149,14 +170,16 @@ def due(
     room: int,
     room_per_host: int,
     busy: Collection[tuple[str, str]] = (),
+    sending: Collection[str] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return up to `room` deliveries that may be sent now, the longest due first, and the time at which the next is
-    due.
+    """Return up to `room` deliveries that may be sent now, and the time at which the next is due.
 
-    `busy` holds (host, subject) of the deliveries that are being sent. At most one delivery of a subject is sent
-    at a time. The second result is None if no host with room has a delivery due later.
+    Owners share the room fairly (`fair_queue.py`), and the longest due of an owner come first. `busy` holds (host, subject) of the
+    deliveries that are being sent, and `sending` their owners. At most one delivery of a subject is sent at a time. The second result
+    is None if no host with room has a delivery due later.
     """
-    found: list[tuple[float, int]] = []
+    found: list[_Due] = []
+    left: dict[str, int] = {}
     later_s: list[float] = []
     # A busy host may be listed with nothing to send now, so the limit is raised by the size of `busy`.
     for host, first_s in connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall():
@@ -166,10 +189,10 @@ def due(
         if first_s > now_s:
             later_s.append(first_s)
             continue
-        found += _due_at(connection, host, now_s, subjects, min(room, room_per_host - len(subjects)))
+        left[host] = room_per_host - len(subjects)
+        found += _due_at(connection, host, now_s, subjects, min(room, left[host]))
         later_s += [next_s for (next_s,) in connection.execute(_NEXT, (host, now_s)) if next_s is not None]
-    found.sort()
-    deliveries = [_read(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
+    deliveries = [_read(connection, "rowid = ?", rowid) for rowid in _shared(found, left, room, sending)]
     return [one for one in deliveries if one is not None], min(later_s, default=None)
 
 
@@ -288,15 +311,46 @@ def _take_superseded(connection: sqlite3.Connection, subject: str, event: str) -
 
 def _due_at(
     connection: sqlite3.Connection, host: str, now_s: float, busy: Collection[str], room: int
-) -> Iterator[tuple[float, int]]:
-    """Yield (due time, rowid) of up to `room` due deliveries to a host, one per subject not in `busy`."""
-    subjects = set(busy)
-    rows = connection.execute(_DUE, (host, now_s))
-    while room > 0 and (row := rows.fetchone()) is not None:
-        if row["subject"] not in subjects:
-            subjects.add(row["subject"])
+) -> Iterator[_Due]:
+    """Yield up to `room` due deliveries of each owner to a host, one per subject not in `busy`."""
+    # The longest due delivery is among them, so no owner waits for ever.
+    (oldest,) = connection.execute(_OLDEST, (host,)).fetchone()
+    for owner in {oldest, "", *_owners(connection, host)}:
+        subjects, left = set(busy), room
+        with closing(connection.execute(_DUE, (host, owner, now_s))) as rows:
+            for row in rows:
+                if row["subject"] not in subjects:
+                    subjects.add(row["subject"])
+                    yield _Due(owner, row["next_s"], row["rowid"], host)
+                    left -= 1
+                if not left:
+                    break
+
+
+def _owners(connection: sqlite3.Connection, host: str) -> Iterator[str]:
+    """Yield the first owners with pending deliveries to a host. Each step finds the next owner in the index."""
+    owner = ""
+    for _ in range(MAX_OWNERS):
+        (owner,) = connection.execute(_OWNER, (host, owner)).fetchone()
+        if owner is None:
+            return
+        yield owner
+
+
+def _shared(found: list[_Due], left: dict[str, int], room: int, sending: Collection[str]) -> Iterator[int]:
+    """Yield the row numbers of up to `room` deliveries, in the order in which they are to be sent. `left` is the room of each host."""
+    queue: FairQueue[_Due] = FairQueue()
+    for candidate in sorted(found, key=lambda one: (one.deadline_s, one.rowid)):
+        queue.add(candidate)
+    for owner in sending:
+        queue.charge(owner, 1, 1.0)
+    while room and (one := queue.pop()) is not None:
+        if left[one.host]:
+            left[one.host] -= 1
             room -= 1
-            yield row["next_s"], row["rowid"]
+            yield one.rowid
+        else:
+            queue.charge(one.tenant, one.priority, -1.0)
 
 
 def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:

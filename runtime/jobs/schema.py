@@ -182,7 +182,22 @@ CREATE INDEX inputs_large ON inputs (large) WHERE large <> '';
 CREATE INDEX results_large ON results (large) WHERE large <> '';
 """
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS, _TURNS, _STORED, _LARGE)
+# The owners of webhook deliveries share each host.
+_SHARES = "CREATE INDEX deliveries_shares ON deliveries (host, owner, next_s) WHERE state = 'PENDING';"
+
+SCRIPTS = (
+    _TABLES,
+    _QUEUED_BYTES,
+    _OWNERS,
+    _PENDING,
+    _METRICS,
+    _SOURCES,
+    _SUBJECTS,
+    _TURNS,
+    _STORED,
+    _LARGE,
+    _SHARES,
+)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (

@@ -34,11 +34,11 @@ class Outbox(Protocol):
     """The stored deliveries. Its methods raise JobStoreFailed if they cannot be read or written."""
 
     async def due_deliveries(
-        self, *, room: int, room_per_host: int, busy: Collection[tuple[str, str]]
+        self, *, room: int, room_per_host: int, busy: Collection[tuple[str, str]], sending: Collection[str]
     ) -> tuple[list[Delivery], float | None]:
         """Return up to `room` deliveries that may be sent now, and the time at which the next is due; None: never.
 
-        `busy` holds (host, subject) of the deliveries that are being sent.
+        `busy` holds (host, subject) of the deliveries that are being sent, and `sending` their owners, who share the room fairly.
         """
 
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
@@ -72,8 +72,8 @@ class WebhookSender:
         self._schedule = schedule or RetrySchedule()
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()
-        self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}
-        """For each sending task, the host and the subject of its delivery."""
+        self._requests: dict[asyncio.Task[None], Delivery] = {}
+        """For each sending task, its delivery."""
         self._running: asyncio.Task[None]
         self._paused = False
         self._on_attempt = on_attempt
@@ -117,10 +117,14 @@ class WebhookSender:
         if room <= 0:
             # When a request ends, `_ended` wakes the loop.
             return MAX_SLEEP_S
-        busy = list(self._requests.values())
+        sent = list(self._requests.values())
+        busy = [(delivery.host, delivery.subject) for delivery in sent]
         try:
             deliveries, next_s = await self._outbox.due_deliveries(
-                room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy
+                room=room,
+                room_per_host=MAX_REQUESTS_PER_HOST,
+                busy=busy,
+                sending=[delivery.owner for delivery in sent],
             )
         except JobStoreFailed as error:
             self._pause(error)
@@ -129,7 +133,7 @@ class WebhookSender:
             return 0.0
         for delivery in deliveries:
             task = tasks.create_task(self._send(delivery, poster), name=f"webhook {delivery.id}")
-            self._requests[task] = (delivery.host, delivery.subject)
+            self._requests[task] = delivery
             task.add_done_callback(self._ended)
         # Due deliveries for which there was no room are read again when a request ends.
         return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())

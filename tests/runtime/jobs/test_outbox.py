@@ -129,12 +129,31 @@ def test_a_host_with_many_deliveries_leaves_room_for_others(connection: sqlite3.
     assert events(due(connection, 2.0, room=1, room_per_host=3)) == ["job-0 start"]
 
 
+def test_owners_share_hosts_and_requests(connection: sqlite3.Connection) -> None:
+    for number in range(50):
+        outbox.add(connection, job("http://a/", id=f"job-{number}", owner="flood"), "start", 0.0)
+        outbox.add(connection, job(f"http://h{number}/", id=f"job-h{number}", owner="flood"), "start", 0.0)
+    outbox.add(connection, job("http://a/", id="job-b", owner="b"), "start", 1.0)
+    outbox.add(connection, job("http://c/", id="job-c", owner="c"), "start", 1.0)
+    found = due(connection, 2.0, room=6, room_per_host=3)
+    assert [delivery.owner for delivery in found] == ["flood", "b", "c", "flood", "flood", "flood"]
+    # What an owner has in flight counts.
+    (first, *_) = due(connection, 2.0, room=6, room_per_host=3, sending=["flood"] * 9)
+    assert first.owner == "b"
+
+
 def test_hosts_are_found_through_the_index(connection: sqlite3.Connection) -> None:
-    for query, values in ((outbox._HOSTS, (9,)), (outbox._DUE, ("h", 1.0)), (outbox._NEXT, ("h", 1.0))):
+    for query, values in (
+        (outbox._HOSTS, (9,)),
+        (outbox._DUE, ("h", "", 1.0)),
+        (outbox._OWNER, ("h", "")),
+        (outbox._OLDEST, ("h",)),
+        (outbox._NEXT, ("h", 1.0)),
+    ):
         plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", values)]
         looked = [line for line in plan if " deliveries" in line]
         assert looked
-        assert all("deliveries_due" in line for line in looked), plan
+        assert all("deliveries_due" in line or "deliveries_shares" in line for line in looked), plan
         sorts = [line for line in plan if "TEMP B-TREE" in line]
         # Sorting hosts is allowed, sorting deliveries is not.
         assert not sorts or query == outbox._HOSTS, plan
