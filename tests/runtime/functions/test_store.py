@@ -581,3 +581,22 @@ def test_leftovers_of_every_kind_are_removed(store: Store, tmp_path: Path) -> No
     assert staged(tmp_path) == []
     assert keep.is_dir()
     assert not (tmp_path / "functions/empty").exists()
+
+
+@pytest.mark.xfail(strict=True, reason="RecursionError: folders are visited recursively.")
+def test_a_function_may_make_folders_in_folders_without_end(
+    store: Store, tmp_path: Path, reports: Reports
+) -> None:
+    store.promote(record := placed(store, fields("tone")))
+    place = os.open(code := store.code(record), os.O_RDONLY)
+    for _ in range(1100):
+        os.mkdir("inner", dir_fd=place)
+        inner = os.open("inner", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
+    assert sum(store.sizes("tone").values()) > 0
+    store.delete("tone")
+    assert not code.exists()
+    assert not staged(tmp_path)
+    assert not reports
