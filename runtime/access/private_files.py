@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -66,16 +65,6 @@ def remove_leftovers(folder: Path) -> None:
     """Remove temporary files that a crashed process left in `folder`, since they may hold keys or secrets."""
     for leftover in folder.glob(".*"):
         leftover.unlink(missing_ok=True)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder, also if its owner has no rights on folders in it. Raise OSError or RecursionError if files remain."""
-    for parent, names, _ in os.walk(folder):
-        for name in names:
-            # It may be a symbolic link, or another process may have removed it.
-            with contextlib.suppress(OSError):
-                let_owner_write(Path(parent, name))
-    shutil.rmtree(folder)
 
 
 def let_owner_write(folder: Path) -> None:

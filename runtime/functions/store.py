@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -32,6 +33,7 @@ from typing import Annotated, Any
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field, model_validator
 
 from ...errors import BadInput, GatewayError, LauncherError, UnknownFunction, UnknownRevision
+from ...removal import remove_tree
 from ...snapshot.publish import sync
 from ..access import private_files
 from ..link.handler_facts import checked
@@ -397,10 +399,8 @@ class Store:
 
     def _remove(self, folder: Path) -> None:
         """Remove a folder in which functions may have taken rights from its owner. Report it if files remain."""
-        try:
-            private_files.remove_folder(folder)
-        except (OSError, RecursionError) as error:
-            self._report(f"{folder} cannot be removed completely: {error}")
+        if not remove_tree(folder):
+            self._report(f"{folder} cannot be removed completely.")
 
     def _aside(self, name: str) -> Path:
         return self._staging / f"{name}.{secrets.token_hex(8)}"
@@ -437,10 +437,16 @@ def _write_record(folder: Path, record: RevisionRecord) -> None:
 
 def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:
     """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add these to `seen`."""
-    for path in folder.rglob("*"):
+    # A function may make a tree that is deeper than Python's stack.
+    folders = [folder]
+    while folders:
         # Another thread may remove the revision meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            facts = path.lstat()
-            if stat.S_ISREG(facts.st_mode) and facts.st_ino not in seen:
-                seen.add(facts.st_ino)
-                yield facts.st_size
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry))
+                    continue
+                facts = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(facts.st_mode) and facts.st_ino not in seen:
+                    seen.add(facts.st_ino)
+                    yield facts.st_size

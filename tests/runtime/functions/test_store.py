@@ -583,7 +583,6 @@ def test_leftovers_of_every_kind_are_removed(store: Store, tmp_path: Path) -> No
     assert not (tmp_path / "functions/empty").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="RecursionError: folders are visited recursively.")
 def test_a_function_may_make_folders_in_folders_without_end(
     store: Store, tmp_path: Path, reports: Reports
 ) -> None:
