@@ -1,9 +1,8 @@
-"""Imports a user's file as if the user ran it in the function's folder."""
+"""Imports a user's file as if the user ran it."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,8 @@ def import_file(
 ) -> ModuleType:
     """Import `path`, a file below `root`, and return the module.
 
-    `root` becomes the working directory, and the file's folder the first entry of `sys.path`. Then this calls
-    `prepare`, and runs the file, with `as_main` as `__main__`. Raise HandlerImportError if the file does not exist, is
+    The file's folder becomes the first entry of `sys.path`. Then this calls `prepare`, and runs the file, with `as_main`
+    as `__main__`. Raise HandlerImportError if the file does not exist, is
     not Python, or raises.
     """
     if not path.is_file():
@@ -27,7 +26,6 @@ def import_file(
         fault = f"{path.name} is not in the function's folder (there: {there or 'nothing'})."
         remedy = "Create it with `def handler(event): ...`, or set `handler`, or for a web app `asgi`, in pilotflame.toml."
         raise HandlerImportError(fault, remedy=remedy)
-    os.chdir(root)
     sys.path.insert(0, str(path.parent))
     if prepare is not None:
         prepare()

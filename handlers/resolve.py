@@ -27,7 +27,7 @@ def resolve(root: Path, reference: str = DEFAULT, function: str = "", resolver: 
     """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
     `resolver` is the `Dialect.resolver` of another platform's handler. `function` is the function's name, which some
-    platforms' handlers can read. Raise HandlerImportError if the file cannot be imported, HandlerSignatureError if it has no
+    platforms' handlers can read. The import runs in the working directory of this process. Raise HandlerImportError if the file cannot be imported, HandlerSignatureError if it has no
     usable handler.
     """
     entry = parse_reference(reference)

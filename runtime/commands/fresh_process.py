@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ async def serve(code: Path, root: Path) -> None:
     # Imported here because only the fresh process serves.
     from aiohttp import web  # noqa: PLC0415
 
+    os.chdir(code)
     handler = resolve(code)
     # As in a deploy, make a manifest only if the snapshot has no manifest yet.
     known = (root / MANIFEST_NAME).is_file()

@@ -8,13 +8,13 @@ import fcntl
 import hashlib
 import os
 import secrets
-import shutil
 import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from ...errors import LauncherError
+from ...removal import remove_tree
 from ...snapshot.caching.memory import is_ours
 from ..link.worker_spec import Confinement, WorkerSpec
 from . import cgroups
@@ -36,17 +36,14 @@ class Confinements:
         digest = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
         self._prefix = f"{PREFIX}{os.getuid()}-{digest}"
         self._groups: dict[Confinement, cgroups.Cgroup] = {}
-        # Several threads make confinements at the start. Only the first thread removes the leftovers of an earlier
-        # gateway.
+        # Several threads make confinements at the start. Only the first thread looks for what an earlier gateway has left.
         self._cleaning, self._clean = threading.Lock(), False
+        self._left: list[Path] = []
         self._root_lock: int | None = None
 
     def make(self, spec: WorkerSpec) -> Confinement:
         """Make and return the confinement of a revision's processes. Raise LauncherError."""
-        with self._cleaning:
-            if not self._clean:
-                self._remove_left()
-                self._clean = True
+        self._find_left()
         name = f"{self._prefix}-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         group = cgroups.make_cgroup(name, spec.resources)
         tmp = None
@@ -85,12 +82,19 @@ class Confinements:
         """The folder of all folders for temporary files."""
         return Path(tempfile.gettempdir()) / self._prefix
 
-    def _remove_left(self) -> None:
-        """Remove what a killed gateway with the same state folder has left."""
-        cgroups.remove_left(self._prefix)
-        if is_ours(self.tmp_root):
-            for left in self.tmp_root.iterdir():
-                _remove_tmp(left)
+    def remove_left(self) -> None:
+        """Remove what a killed gateway with the same state folder has left. Meanwhile, other threads may call `make`."""
+        with suppress(OSError):
+            self._find_left()
+        for folder in self._left:
+            _remove_tmp(folder)
+
+    def _find_left(self) -> None:
+        with self._cleaning:
+            if not self._clean:
+                cgroups.remove_left(self._prefix)
+                self._left = list(self.tmp_root.iterdir()) if is_ours(self.tmp_root) else []
+                self._clean = True
 
     def _make_tmp(self, spec: WorkerSpec) -> Path | None:
         """Return a new folder for temporary files. If it cannot be made, return None if `tmp_mb` is not set, else raise
@@ -98,7 +102,7 @@ class Confinements:
         """
         size_mb = spec.resources.tmp_mb
         try:
-            folder = Path(tempfile.mkdtemp(prefix=f"{spec.function[:24]}-", dir=self._make_root()))
+            folder = Path(tempfile.mkdtemp(prefix=f"{spec.function[:16]}-", dir=self._make_root()))
         except OSError as error:
             if size_mb is None:
                 return None
@@ -156,4 +160,4 @@ def mount_tmp(folder: Path, size_mb: int) -> bool:
 
 def _remove_tmp(folder: Path) -> None:
     _libc.umount2(os.fsencode(folder), _UMOUNT_NOFOLLOW | _MNT_DETACH)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)

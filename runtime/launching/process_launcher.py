@@ -45,6 +45,7 @@ class ProcessLauncher:
         """`state` is the state folder of the gateway, `cache` the node's cache of fetched snapshots."""
         self._listener, self._tasks = listener, tasks
         self._confinements = Confinements(state, cache)
+        self._removing_left = tasks.create_task(asyncio.to_thread(self._confinements.remove_left))
         # The specs and their confinements, by the id of the spec. The spec stays in memory, so that no other spec gets
         # its id. Threads make the confinements.
         self._confined: dict[int, tuple[WorkerSpec, asyncio.Future[Confinement]]] = {}
@@ -139,6 +140,7 @@ class ProcessLauncher:
             await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
         for _, made in list(self._confined.values()):
             await self._remove(made)
+        await asyncio.wait([self._removing_left])
         await asyncio.to_thread(self._confinements.close)
 
     async def _base(self, spec: WorkerSpec) -> ZygoteProcess:

@@ -39,7 +39,7 @@ class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     files: Literal["shared", "private"] = Field(
         "shared",
-        description="private: a process sees no files of the gateway, and writes to TMPDIR and its stored prefixes only.",
+        description="private: a process sees no files of the gateway, and writes to its working directory, TMPDIR and stored prefixes only.",
     )
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ import_module(sys.argv[1])
 print(json.dumps(sorted(sys.modules)))
 """
 ANSWER = """
-import asyncio, inspect, json, sys
+import asyncio, inspect, json, os, sys
 from pathlib import Path
 from pilotflame.errors import PilotflameError
 from pilotflame.handlers.contract import Context
@@ -41,6 +41,7 @@ async def whole(given):
     return await given if inspect.isawaitable(given) else given
 
 async def main():
+    os.chdir(folder)
     handler, state = resolve(Path(folder), reference, "tone", resolver), None
     for hook in (handler.build, handler.setup):
         made = None if hook is None else await whole(hook(Context("tone", "r1", state=state)))

@@ -73,10 +73,13 @@ class Built:
     prefixes: DeclaredPrefixes | None = None
 
 
-def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
+def build(
+    spec: WorkerSpec, secrets: Mapping[str, str] | None = None, working_directory: Path | None = None
+) -> Built:
     """Import the handler and call its `build`. Raise HandlerError if either fails.
 
-    `secrets` are environment variables of the function and take precedence over its settings.
+    `secrets` are environment variables of the function and take precedence over its settings. Without a
+    `working_directory`, the import runs in the folder of the code.
     """
     began_s = time.monotonic()
     spec = spec.model_copy(update={"env": {**spec.env, **(secrets or {})}})
@@ -84,6 +87,7 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
     keeps = _keep_compiled(spec)
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
     threads = spec.threads or inherited or fork_safety.torch_threads()
+    os.chdir(working_directory or spec.code)
     handler = resolve(spec.code, spec.handler, spec.function, spec.resolver)
     if not keeps:
         _keep_compiled(spec)

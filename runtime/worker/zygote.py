@@ -19,10 +19,12 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
@@ -37,6 +39,7 @@ from . import compiled_code, fork_safety, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
+from .working_folder import ChildFolders, WorkingFolder
 
 DIAL_TIMEOUT_S = 10.0
 # The files in which the kernel counts its kills: on the whole machine; and in a container, with version 2 or 1 of
@@ -74,6 +77,7 @@ class Zygote:
         # For each child that was not reaped yet: the counter of the kernel's kills that counts the child's death, if
         # the kernel kills it.
         self._children: dict[int, MemoryKills] = {}
+        self._folders = ChildFolders()
 
     def run(self) -> Role | None:
         self._watch_children()
@@ -87,13 +91,19 @@ class Zygote:
         """Get ready and send BUILT or FAILED. Return False if the process must end."""
         raise NotImplementedError
 
-    def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
-        """Return the function that a forked child runs. Called in the child, with the child's ticket."""
+    def child_role(self, ticket: Ticket, request: dict[str, Any], root: Path) -> Role:
+        """Return the function that a forked child runs. Called in the child, with the child's ticket, and with the
+        folder in which the child makes its working folder.
+        """
         raise NotImplementedError
 
     def kill_files(self, _request: dict[str, Any]) -> tuple[str, ...]:
         """Return the files in which the kernel may count a kill of the child because memory ran out."""
         return self._kill_files
+
+    def folder_root(self, request: dict[str, Any]) -> Path:
+        """Return the folder in which the child makes its working folder. Raise OSError."""
+        raise NotImplementedError
 
     def _watch_children(self) -> None:
         for end in (self._wake_read, self._wake_write):
@@ -122,10 +132,9 @@ class Zygote:
         with contextlib.suppress(BlockingIOError):
             self._wake_read.recv(4096)
         with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                self._folders.remove(ended.si_pid)
+                pid, status = os.waitpid(ended.si_pid, 0)
                 code = os.waitstatus_to_exitcode(status)
                 kills = self._children.pop(pid, None)
                 killed = kills is not None and code == -signal.SIGKILL and kills.explain()
@@ -150,6 +159,7 @@ class Zygote:
     def _fork(self, link: BlockingLink, request: dict[str, Any]) -> Role | None:
         parent, kills = os.getpid(), self._memory_kills(self.kill_files(request))
         try:
+            root = self.folder_root(request)
             pid = os.fork()
         except OSError as error:
             # The operating system refuses another process for now. This zygote and its children go on.
@@ -157,6 +167,7 @@ class Zygote:
             return None
         if pid != 0:
             self._children[pid] = kills
+            self._folders.expect(pid, root)
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
@@ -164,7 +175,7 @@ class Zygote:
         self._wake_read.close()
         self._wake_write.close()
         fork_safety.reseed()
-        return self.child_role(Ticket(self._ticket.address, request["token"]), request)
+        return self.child_role(Ticket(self._ticket.address, request["token"]), request, root)
 
 
 class MemoryKills:
@@ -207,6 +218,8 @@ class Base(Zygote):
     def __init__(self, ticket: Ticket, preload: list[str], kill_files: tuple[str, ...]) -> None:
         super().__init__(ticket, kill_files)
         self._preload = preload
+        # Made for children without a folder for temporary files of their function, as in a container.
+        self._root: Path | None = None
 
     def prepare(self, link: BlockingLink) -> bool:
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
@@ -219,15 +232,23 @@ class Base(Zygote):
         link.send(FrameKind.BUILT, {"threads": fork_safety.lasting_thread_count()})
         return True
 
-    def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
+    def child_role(self, ticket: Ticket, request: dict[str, Any], root: Path) -> Role:
         try:
             confine(_confinement(request))
+            if request["role"] == "zygote":
+                spec = WorkerSpec.model_validate(request["spec"])
+                folder = WorkingFolder.of_code(root, spec.code)
+                return RevisionZygote(ticket, spec, self.kill_files(request), folder).run
         except (OSError, PilotflameError) as error:
             return partial(_refuse, ticket, request["role"], error)
-        if request["role"] == "zygote":
-            spec = WorkerSpec.model_validate(request["spec"])
-            return RevisionZygote(ticket, spec, self.kill_files(request)).run
-        return partial(spawn_worker, ticket, request["spec"], request.get("rehearsal_mb"))
+        return partial(spawn_worker, ticket, request["spec"], root, request.get("rehearsal_mb"))
+
+    def folder_root(self, request: dict[str, Any]) -> Path:
+        root = _confinement(request).tmp or self._root
+        if root is None:
+            root = self._root = Path(tempfile.mkdtemp(prefix="pilotflame-"))
+        self._folders.remove_ended(root)
+        return root
 
     def kill_files(self, request: dict[str, Any]) -> tuple[str, ...]:
         file = _confinement(request).memory_kills
@@ -237,9 +258,11 @@ class Base(Zygote):
 class RevisionZygote(Zygote):
     """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
-    def __init__(self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...]) -> None:
+    def __init__(
+        self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...], folder: WorkingFolder
+    ) -> None:
         super().__init__(ticket, kill_files)
-        self._spec = spec
+        self._spec, self._folder = spec, folder
         self._built: Built | None = None
 
     def run(self) -> Role | None:
@@ -258,10 +281,11 @@ class RevisionZygote(Zygote):
         began_s = time.monotonic()
         try:
             with fork_safety.watch_threads() as started, self._telling_positions(link):
-                self._built = build(self._spec, secrets)
+                self._built = build(self._spec, secrets, self._folder.work)
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return False
+        self._folder.note_import(self._spec.code)
         fork_safety.make_torch_single_threaded()
         times = {"import_s": round(self._built.import_s, 3), "build_s": round(time.monotonic() - began_s, 3)}
         facts = {
@@ -298,8 +322,15 @@ class RevisionZygote(Zygote):
         finally:
             signal.signal(POSITION_SIGNAL, signal.SIG_IGN)
 
-    def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
-        return partial(run_worker, ticket, self._spec, self._built, request.get("rehearsal_mb"))
+    def child_role(self, ticket: Ticket, request: dict[str, Any], _root: Path) -> Role:
+        try:
+            folder = self._folder.fork()
+        except PilotflameError as error:
+            return partial(_refuse, ticket, request["role"], error)
+        return partial(run_worker, ticket, self._spec, folder, self._built, request.get("rehearsal_mb"))
+
+    def folder_root(self, _request: dict[str, Any]) -> Path:
+        return self._folder.path.parent
 
 
 def _confinement(request: dict[str, Any]) -> Confinement:
@@ -315,12 +346,15 @@ def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None
     link.send(FrameKind.FAILED, error.to_wire(private=True))
 
 
-def spawn_worker(ticket: Ticket, spec: dict[str, Any], rehearsal_mb: int | None) -> None:
+def spawn_worker(ticket: Ticket, spec: dict[str, Any], root: Path, rehearsal_mb: int | None) -> None:
     """Replace this process, which the base has forked and will reap, with a new interpreter for a worker.
 
     Used for handlers whose imports start threads, which a fork would not copy.
     """
-    request = {"address": ticket.address, "token": ticket.token, "spec": spec, "rehearsal_mb": rehearsal_mb}
+    request = {
+        "address": ticket.address, "token": ticket.token, "spec": spec, "root": str(root),
+        "rehearsal_mb": rehearsal_mb,
+    }  # fmt: skip
     memory = os.memfd_create("request", 0)
     os.write(memory, json.dumps(request).encode())
     os.lseek(memory, 0, os.SEEK_SET)
@@ -328,8 +362,22 @@ def spawn_worker(ticket: Ticket, spec: dict[str, Any], rehearsal_mb: int | None)
     os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
 
 
+def run_spawned(ticket: Ticket, spec: WorkerSpec, root: Path, rehearsal_mb: int | None) -> None:
+    """Run a worker that `spawn_worker` has made."""
+    try:
+        folder = WorkingFolder.of_code(root, spec.code)
+    except PilotflameError as error:
+        _refuse(ticket, "solo", error)
+        return
+    run_worker(ticket, spec, folder, None, rehearsal_mb)
+
+
 def run_worker(
-    ticket: Ticket, spec: WorkerSpec, built: Built | None, rehearsal_mb: int | None = None
+    ticket: Ticket,
+    spec: WorkerSpec,
+    folder: WorkingFolder,
+    built: Built | None,
+    rehearsal_mb: int | None = None,
 ) -> None:
     """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first.
 
@@ -344,11 +392,13 @@ def run_worker(
         if (secrets := _receive_secrets(link)) is None:
             return
         try:
-            built = build(spec, secrets)
+            built = build(spec, secrets, folder.work)
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return
+        folder.note_import(spec.code)
     Worker(sock, spec, built, rehearsal_mb).run()
+    folder.remove_if_orphaned()
 
 
 def _receive_secrets(link: BlockingLink) -> dict[str, str] | None:
@@ -390,7 +440,9 @@ def main() -> None:
     fork_safety.detach(os.getppid())
     ticket = Ticket(request["address"], request["token"])
     if kind == "solo":
-        run_worker(ticket, WorkerSpec.model_validate(request["spec"]), None, request.get("rehearsal_mb"))
+        run_spawned(
+            ticket, WorkerSpec.model_validate(request["spec"]), Path(request["root"]), request["rehearsal_mb"]
+        )
     else:
         gc.disable()
         role: Role | None = Base(ticket, request["preload"], MEMORY_KILLS if given else (MACHINE_KILLS,)).run

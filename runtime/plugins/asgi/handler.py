@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +25,7 @@ THREADS = 16
 
 
 def resolve_app(root: Path, entry: Entry, _function: str = "") -> Handler:
-    """Import the app that `entry` names, as `uvicorn` would in the folder `root`, and return its Handler.
+    """Import the app that `entry` names, as `uvicorn` would with `--app-dir root`, and return its Handler.
 
     Raise HandlerImportError if the import fails, HandlerSignatureError if there is no such app.
     """
@@ -46,7 +45,6 @@ def resolve_app(root: Path, entry: Entry, _function: str = "") -> Handler:
 
 
 def _import_app(root: Path, entry: Entry) -> Any:
-    os.chdir(root)
     sys.path.insert(0, str(root))
     name = entry.file.removesuffix(".py").replace("/", ".")
     if not (root / entry.file).is_file():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from containers import made_image, require_podman, running_engine
-from live import Function, Gateway, failure, gateway_here, short_folder
+from live import Function, Gateway, failure, gateway_here, short_folder, until
 from pilotflame.runtime.launching import container
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -39,6 +39,10 @@ def connect(host, port):
     return "connected"
 def echo(value):
     return value
+def where():
+    return [os.getcwd(), os.environ["TMPDIR"]]
+def end():
+    os._exit(1)
 """
 LIMITS = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 8}
 
@@ -189,3 +193,17 @@ async def test_a_stuck_worker_whose_zygote_kills_nothing(
     assert (await function.error("stuck"))["status"] == 504
     assert await function.answer("next") == "next"
     await function.logged("its container is removed")
+
+
+async def test_a_worker_in_a_container_has_files_of_its_own(neighbour: Function) -> None:
+    await neighbour.answer({"do": "write", "with": ["out.txt", 3]})
+    assert await neighbour.answer({"do": "read", "with": ["out.txt"]}) == "xxx"
+    folders = await neighbour.answer({"do": "where"})
+    assert {Path(folder).name for folder in folders} == {"work", "tmp"}
+    assert (await neighbour.error({"do": "end"}))["type"] == "worker_died"
+
+    async def removed() -> bool:
+        return not await neighbour.answer({"do": "readable", "with": [folders]})
+
+    await until(removed, "the end of the folders")
+    assert "No such file" in (await neighbour.error({"do": "read", "with": ["out.txt"]}))["message"]

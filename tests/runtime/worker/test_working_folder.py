@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live import Function, gateway_here, gateway_process, gone, until
+from pilotflame.errors import LauncherError
+from pilotflame.runtime.worker.confinement import landlock_version
+from pilotflame.runtime.worker.working_folder import (
+    ALL_BYTES,
+    ALL_FILES,
+    CACHES,
+    ENTRY_BYTES,
+    ENTRY_FILES,
+    WorkingFolder,
+)
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300),
-    pytest.mark.xfail(strict=True, reason="The workers of a revision share their working directory and TMPDIR."),
-]  # fmt: skip
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 FILES = """
 import os, pathlib, tempfile, time, uuid
@@ -24,6 +33,8 @@ TEMPORARY = tempfile.gettempdir()
 def handler(event):
     return globals()[event["do"]](*event.get("with", []))
 def where():
+    # The other worker gets the next call.
+    time.sleep(0.02)
     return {"pid": os.getpid(), "cwd": os.getcwd(), "tmp": tempfile.gettempdir(), "kept": AT_IMPORT, "tmp_at_import": TEMPORARY,
             "files": sorted(os.listdir()), "code": os.path.dirname(__file__)}
 def write(path, text):
@@ -103,6 +114,20 @@ async def test_two_workers_find_no_file_of_each_other(deploy: Any) -> None:
     assert len(await pids_of_calls(function, 200)) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+async def test_four_workers_that_start_and_end_find_no_file_of_each_other(deploy: Any, killed: bool) -> None:
+    """With `killed`, workers are killed meanwhile, so folders are also removed beside calls."""
+    function = await deploy(FILES, {"scale.max": 4, "scale.idle_timeout_s": 0.05, "idempotent": True})
+    for _ in range(20):
+        calls = asyncio.create_task(pids_of_calls(function, 500))
+        while killed and not calls.done():
+            for pid in await function.pids("worker"):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait([calls], timeout=0.2)
+        assert len(await calls) >= 2
+
+
 async def test_a_worker_has_the_code_in_folders_of_its_own(deploy: Any) -> None:
     function = await deploy(FILES, TWO, files={"notes.txt": "as deployed"})
     one, other = await both(function)
@@ -171,7 +196,7 @@ def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-@pytest.mark.parametrize("kind", ["many", "closed"])
+@pytest.mark.parametrize("kind", ["deep", "many", "closed"])
 async def test_the_folder_of_a_worker_that_was_killed_is_removed_whatever_is_in_it(
     deploy: Any, kind: str
 ) -> None:
@@ -229,3 +254,136 @@ async def test_the_next_gateway_removes_what_a_killed_gateway_has_left(state: Pa
     async with gateway_here(state):
         # No function is called.
         await removed(root_of(found["cwd"]))
+
+
+@pytest.mark.parametrize("first", ["", THREAD], ids=["forked", "spawned"])
+async def test_a_handler_keeps_the_working_directory_that_its_import_has_chosen(
+    deploy: Any, first: str
+) -> None:
+    function = await deploy(f"{first}import os\nos.makedirs('inner')\nos.chdir('inner')\n{FILES}")
+    found = await function.answer({"do": "where"})
+    assert Path(found["cwd"]).name == "inner"
+    assert Path(found["cwd"]).parents[1] == Path(found["tmp"]).parent
+    assert found["kept"] == f"{found['cwd']}/kept.txt"
+    # In place of the folder of the code, the worker has the same folder of its own.
+    function = await deploy(f"{first}import os\nos.chdir(os.path.dirname(__file__))\n{FILES}")
+    found = await function.answer({"do": "where"})
+    assert Path(found["cwd"]).parent == Path(found["tmp"]).parent
+
+
+async def test_a_folder_for_temporary_files_that_the_function_has_chosen_stays(
+    deploy: Any, tmp_path: Path
+) -> None:
+    function = await deploy(FILES, {"env.TMPDIR": str(tmp_path)})
+    found = await function.answer({"do": "where"})
+    assert (found["tmp"], found["tmp_at_import"]) == (str(tmp_path), str(tmp_path))
+
+
+async def test_what_the_import_writes_is_in_the_folder_of_each_worker(deploy: Any) -> None:
+    source = (
+        "import pathlib, tempfile\nDATA = tempfile.mkdtemp()\npathlib.Path(DATA, 'one').write_text('x')\n"
+    )
+    source += "pathlib.Path('log.txt').write_text('begun')\n" + FILES
+    source += "def data():\n    return DATA\n"
+    function = await deploy(source, TWO)
+    one, other = await both(function)
+    assert "log.txt" in one["files"]
+    assert not (Path(one["code"]) / "log.txt").exists()
+    (Path(one["cwd"]) / "log.txt").write_text("changed")
+    assert (Path(other["cwd"]) / "log.txt").read_text() == "begun"
+    data = Path(await function.answer({"do": "data"}))
+    assert data.parent in (Path(one["tmp"]), Path(other["tmp"]))
+    assert (data / "one").read_text() == "x"
+
+
+@pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
+async def test_a_function_with_private_files_may_write_by_relative_path(deploy: Any) -> None:
+    function = await deploy(FILES, {"resources.files": "private"})
+    await function.answer({"do": "write", "with": ["outputs/one", "text"]})
+    assert await function.answer({"do": "read", "with": ["outputs/one"]}) == "text"
+    found = await function.answer({"do": "where"})
+    os.kill(found["pid"], signal.SIGKILL)
+    await gone(found["pid"])
+    await removed(root_of(found["cwd"]))
+
+
+# -- what is in a working directory
+
+
+class Folders:
+    """The code of a function, and the folder of this process for it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        (tmp_path / "root").mkdir()
+        (tmp_path / "code").mkdir()
+        self.root, self.code = tmp_path / "root", tmp_path / "code"
+
+    def write(self, name: str, size: int = 1) -> None:
+        path = self.code / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+
+    def make(self) -> WorkingFolder:
+        return WorkingFolder.of_code(self.root, self.code)
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folders:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("TMPDIR", *CACHES):
+        monkeypatch.setenv(variable, "")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return Folders(tmp_path)
+
+
+async def test_small_entries_are_copied_and_large_ones_are_links(folders: Folders) -> None:
+    folders.write("small", ENTRY_BYTES)
+    folders.write("large", ENTRY_BYTES + 1)
+    folders.write("few/inner/file")
+    for number in range(ENTRY_FILES):
+        folders.write(f"many/{number}")
+    folders.write("__pycache__/small.pyc")
+    os.mkfifo(folders.code / "pipe")
+    (folders.code / "small").chmod(0o755)
+    work = folders.make().work
+    found = {path.name: path.is_symlink() for path in work.iterdir()}
+    assert found == {"small": False, "large": True, "few": False, "many": True, "pipe": True}
+    assert (work / "few" / "inner" / "file").is_file()
+    small, code = (work / "small").stat(), (folders.code / "small").stat()
+    assert (small.st_mode, small.st_size, small.st_mtime_ns) == (code.st_mode, code.st_size, code.st_mtime_ns)
+
+
+async def test_the_copies_of_a_working_directory_are_limited(folders: Folders) -> None:
+    for number in range(ALL_FILES + 10):
+        folders.write(f"{number:03}")
+    work = folders.make().work
+    copied = [path.name for path in work.iterdir() if not path.is_symlink()]
+    assert len(copied) == ALL_FILES
+    assert len(list(work.iterdir())) == ALL_FILES + 10
+
+
+async def test_the_bytes_of_copies_are_limited(folders: Folders) -> None:
+    for number in range(6):
+        folders.write(str(number), ENTRY_BYTES)
+    work = folders.make().work
+    assert sum(not path.is_symlink() for path in work.iterdir()) == ALL_BYTES // ENTRY_BYTES
+
+
+async def test_a_full_disk_leaves_links(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folders.write("file")
+    folders.write("inner/file")
+    monkeypatch.setattr(os, "write", full)
+    work = folders.make().work
+    assert {path.name: path.readlink() for path in work.iterdir()} == {
+        name: folders.code / name for name in ("file", "inner")
+    }
+
+
+async def test_a_folder_that_cannot_be_made_is_refused_with_its_name(folders: Folders) -> None:
+    folders.root.rmdir()
+    folders.root.touch()
+    with pytest.raises(LauncherError, match=r"no working folder: .*root"):
+        folders.make()

@@ -1,0 +1,271 @@
+"""Gives each process of a function a working directory and a TMPDIR of its own, so that workers share no files.
+
+    <root>/<pid>/work/    the working directory, with the function's code in it
+    <root>/<pid>/tmp/     TMPDIR
+    <root>/caches/        caches of libraries that would use TMPDIR; the function's processes share them
+
+A zygote's folder has the code. A worker's folder has what the zygote's folder has after the import. Small files and
+folders are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
+workers share.
+
+The parent of a process removes the process's folder when it reaps the process (`ChildFolders`). If the parent has
+ended first, the process removes its folder itself. If it cannot, the base does so before it forks the next zygote, or
+the gateway when it removes `root`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path, PurePath
+from types import ModuleType
+
+from setproctitle import setproctitle
+
+from ...errors import LauncherError
+from ...removal import remove_tree
+from . import fork_safety
+
+# A file or folder in the working directory is copied if it has at most this many bytes and entries.
+ENTRY_BYTES, ENTRY_FILES = 256 << 10, 32
+# All copies of a working directory together have at most this many bytes and entries.
+ALL_BYTES, ALL_FILES = 1 << 20, 256
+# A zygote removes a folder of this many entries itself, which takes less than a millisecond. For a larger folder, it
+# forks a process.
+REMOVED_AT_ONCE = 64
+# A base looks at this many folders before a fork, to find the folders of ended processes.
+LOOKED_AT = 1000
+# Variables with the folder of a library's cache, and its name. By default, these libraries use the folder TMPDIR.
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TIKTOKEN_CACHE_DIR": "tiktoken", "TFHUB_CACHE_DIR": "tfhub"}
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class WorkingFolder:
+    """The working directory and TMPDIR of this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / str(os.getpid())
+        self.work, self.tmp = self.path / "work", self.path / "tmp"
+        self._parent = os.getppid()
+        # What `note_import` finds: the working directory, relative to `work` if it is there, and names of modules.
+        self._directory = Path()
+        self._paths: list[tuple[ModuleType, str]] = []
+
+    @classmethod
+    def of_code(cls, root: Path, code: Path) -> WorkingFolder:
+        """Make a folder for this process with a function's code, and enter it. Raise LauncherError."""
+        made = cls(root)
+        made._make({made.work: code, made.tmp: None})
+        made._enter()
+        for variable, name in CACHES.items():
+            os.environ.setdefault(variable, str(root / "caches" / name))
+        return made
+
+    def fork(self) -> WorkingFolder:
+        """Make a folder for this process, a fork of the process of this folder, and enter it. Raise LauncherError."""
+        made = WorkingFolder(self.path.parent)
+        made._make({made.work: self.work, made.tmp: self.tmp})
+        made._enter(forked_from=self)
+        with suppress(OSError):
+            os.chdir(made.work / self._directory)
+        for module, name in self._paths:
+            value = getattr(module, name)
+            setattr(module, name, type(value)(f"{made.path}{str(value)[len(str(self.path)) :]}"))
+        return made
+
+    def note_import(self, code: Path) -> None:
+        """Find the working directory that the import has chosen, and the paths in this folder that are values in modules
+        of the function. In a fork, they are in the fork's own folder. A directory of the code becomes the same
+        directory in this folder.
+        """
+        with suppress(OSError):
+            self._directory = Path.cwd()
+            for folder in (self.work, code):
+                if self._directory.is_relative_to(real := os.path.realpath(folder)):
+                    self._directory = self._directory.relative_to(real)
+            os.chdir(self.work / self._directory)
+        self._paths = [
+            (module, name)
+            for module in list(sys.modules.values())
+            if _is_below(module, code) or _is_below(module, self.work)
+            for name, value in vars(module).items()
+            if (type(value) is str or isinstance(value, PurePath)) and self.holds(value)
+        ]
+
+    def holds(self, path: str | PurePath) -> bool:
+        """Return True if the path is this folder, or in it."""
+        return f"{path}{os.sep}".startswith(f"{self.path}{os.sep}")
+
+    def temporary_files(self) -> list[str]:
+        """Return the names of the entries of TMPDIR. After an import, these are what the import has left."""
+        return sorted(os.listdir(self.tmp))  # noqa: PTH208  names
+
+    def remove_if_orphaned(self) -> None:
+        """At the end of this process, remove its folder if the parent, which would remove it, has ended."""
+        if os.getppid() != self._parent:
+            remove_tree(self.path)
+
+    def _make(self, sources: dict[Path, Path | None]) -> None:
+        try:
+            self._make_empty()
+            for folder, source in sources.items():
+                folder.mkdir(mode=0o700)
+                if source is not None:
+                    _Filling(folder).fill(source)
+        except OSError as error:
+            message = f"A process has no working folder: {error.strerror} ({error.filename})."
+            remedy = "Free space for temporary files, or set resources.tmp_mb or the gateway's TMPDIR."
+            raise LauncherError(message, remedy=remedy) from error
+
+    def _make_empty(self) -> None:
+        try:
+            # Something may have removed the root, such as a program that tidies /tmp.
+            self.path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            # It is left from an ended process with the same pid.
+            remove_tree(self.path)
+            self.path.mkdir(mode=0o700)
+
+    def _enter(self, *, forked_from: WorkingFolder | None = None) -> None:
+        os.chdir(self.work)
+        # The import may have chosen another folder than TMPDIR.
+        if forked_from is None or os.environ.get("TMPDIR") == str(forked_from.tmp):
+            os.environ["TMPDIR"] = str(self.tmp)
+        if forked_from is None or tempfile.tempdir == str(forked_from.tmp):
+            tempfile.tempdir = None
+        if (process := sys.modules.get("multiprocessing.process")) is not None:
+            process.current_process()._config.pop("tempdir", None)  # noqa: SLF001  multiprocessing has no other way
+
+
+def _is_below(module: ModuleType, folder: Path) -> bool:
+    # Read the file without `__getattr__`, which imports something in modules that are lazy.
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return isinstance(file, str) and file.startswith(f"{folder}{os.sep}")
+
+
+class _Filling:
+    """Fills a working directory with the entries of another folder: with copies as long as they are small, else links."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bytes, self._files = ALL_BYTES, ALL_FILES
+
+    def fill(self, source: Path) -> None:
+        with os.scandir(source) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            # Python makes its folders anew.
+            if entry.name == "__pycache__":
+                continue
+            target = f"{self._folder}{os.sep}{entry.name}"
+            if entry.is_symlink():
+                os.symlink(os.readlink(entry.path), target)  # noqa: PTH115, PTH211  Path costs more than the call
+            elif not self._copied(entry, target):
+                os.symlink(entry.path, target)  # noqa: PTH211
+
+    def _copied(self, entry: os.DirEntry[str], target: str) -> bool:
+        """Copy an entry if it is small enough, and return True."""
+        most_bytes, most_files = min(self._bytes, ENTRY_BYTES), min(self._files, ENTRY_FILES)
+        found = list(islice(_below(entry), most_files + 1))
+        size = sum(
+            one.stat(follow_symlinks=False).st_size for one in found if one.is_file(follow_symlinks=False)
+        )
+        if len(found) > most_files or size > most_bytes or not all(map(_can_be_copied, found)):
+            return False
+        try:
+            for one in found:
+                _copy(one, f"{target}{one.path[len(entry.path) :]}")
+        except OSError:
+            # For example, the disk is full. A link needs almost no space.
+            remove_tree(Path(target))
+            Path(target).unlink(missing_ok=True)
+            return False
+        self._bytes -= size
+        self._files -= len(found)
+        return True
+
+
+def _below(entry: os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield an entry and all entries below it. A folder comes before its entries."""
+    yield entry
+    if entry.is_dir(follow_symlinks=False):
+        with os.scandir(entry.path) as found:
+            for inner in found:
+                if inner.name != "__pycache__":
+                    yield from _below(inner)
+
+
+def _can_be_copied(entry: os.DirEntry[str]) -> bool:
+    return entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False) or entry.is_symlink()
+
+
+def _copy(entry: os.DirEntry[str], target: str) -> None:
+    """Copy a file, a link or an empty folder. The copy of a file has the same times, which web servers show."""
+    if entry.is_symlink():
+        os.symlink(os.readlink(entry.path), target)  # noqa: PTH115, PTH211
+    elif entry.is_dir():
+        os.mkdir(target)  # noqa: PTH102
+    else:
+        found = entry.stat()
+        # `open` and its objects would take twice as long.
+        source = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = os.read(source, ENTRY_BYTES)
+        finally:
+            os.close(source)
+        copy = os.open(target, _NEW_FILE, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
+        try:
+            while content:
+                content = content[os.write(copy, content) :]
+            os.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))
+        finally:
+            os.close(copy)
+
+
+class ChildFolders:
+    """The folders of the children of this process."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, Path] = {}
+
+    def expect(self, pid: int, root: Path) -> None:
+        self._roots[pid] = root
+
+    def remove(self, pid: int) -> None:
+        """Remove the folder of a child that has ended and was not reaped yet, so that no other process has its pid."""
+        if (root := self._roots.pop(pid, None)) is not None:
+            _remove(root / str(pid))
+
+    def remove_ended(self, root: Path) -> None:
+        """Remove the folders below `root` of processes that ended after their parent."""
+        with suppress(OSError), os.scandir(root) as found:
+            for entry in islice(found, LOOKED_AT):
+                ended = entry.name.isdecimal() and not Path("/proc", entry.name).exists()
+                if ended or entry.name.startswith("."):
+                    _remove(Path(entry.path))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. If it is large, a fork of this process removes it."""
+    if remove_tree(folder, REMOVED_AT_ONCE):
+        return
+    parent, hidden = os.getpid(), folder.with_name(f".{secrets.token_hex(4)}")
+    # If the fork fails too, the folder is removed later, as the module's docstring says.
+    with suppress(OSError):
+        folder.rename(hidden)
+        if os.fork() == 0:
+            try:
+                fork_safety.detach(parent)
+                # Copies of the connections would hide the end of the parent from the gateway.
+                os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+                setproctitle("pilotflame: remover")
+                remove_tree(hidden)
+            finally:
+                os._exit(0)
