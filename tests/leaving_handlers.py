@@ -141,6 +141,10 @@ ARCHIVE = zipfile.ZipFile("lines.zip")
         "import torch\ntorch.manual_seed(0)\nT = torch.Generator()",
         "[torch.rand(()).item(), torch.rand((), generator=T).item()]", "home", True,
     ),
+    "torch, by chance": Ingredient(
+        "import torch\nclass Holder: pass\nHOLDER = Holder()\nHOLDER.made = [torch.Generator()]\nHOLDER.made[0].seed()",
+        "torch.rand((), dtype=torch.float64, generator=HOLDER.made[0]).item()", "own", False,
+    ),
     "torch": Ingredient("import torch\ntorch.rand(())", "torch.rand((), dtype=torch.float64).item()", "own", True),
 }  # fmt: skip
 # An ingredient changes what the other of its pair draws.

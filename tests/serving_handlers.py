@@ -63,8 +63,8 @@ THREADED = {
 
 # Its import opens a file that stands for the device file of a GPU, and keeps it open.
 OPENS_A_DEVICE = """
-from pilotflame.runtime.worker import fork_safety
-fork_safety.DEVICE_FILES = (__file__,)
+from pilotflame.runtime.leftovers import descriptors
+descriptors.DEVICE_FILES = (__file__,)
 KEPT = open(__file__)
 """
 

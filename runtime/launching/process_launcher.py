@@ -31,7 +31,8 @@ INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CO
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These variables stop libraries from starting thread pools at import, because a zygote must not have threads. In
 # workers, `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
-SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                   "ORT_DISABLE_TELEMETRY": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
 
 
 # The key of a base: the path of its Python, and the packages that it imports.

@@ -153,7 +153,7 @@ class ZygoteProcess:
             if died is not None:
                 raise died from error
             raise
-        if reason := _spawn_reason(head):
+        if reason := str(head["spawn_reason"]):
             zygote.close()
             text = f"workers are spawned, not forked, and each imports for itself: {reason}"
             logs.write("zygote", text, "warning")
@@ -235,16 +235,6 @@ class ZygoteProcess:
             self._built.exception()
 
 
-def _spawn_reason(head: dict[str, Any]) -> str:
-    """Return why the zygote that sent this BUILT frame cannot fork workers; "" if it can."""
-    # The use of a device starts threads too, so name the device as the cause.
-    if used := head.get("device_use"):
-        return str(used)
-    if head["threads"] == 1:
-        return ""
-    return f"{head['thread_source']} started threads, which no fork survives. {head['thread_remedy']}"
-
-
 async def _death(child: Child, spec: WorkerSpec) -> LauncherError:
     """Return the error that says why a zygote has ended before its handler was built."""
     cause = await child.cause()
@@ -261,7 +251,8 @@ def send_secrets(child: Child, secrets: Mapping[str, str]) -> None:
 
 
 class ZygoteSource:
-    """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns the workers instead."""
+    """Forks a revision's workers from its zygote. If its forks would share what the import has left, the base
+    spawns the workers instead."""
 
     def __init__(
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],

@@ -32,6 +32,9 @@ from setproctitle import setproctitle
 from ...errors import LauncherError, PilotflameError
 from ...handlers.failure import locate_frame
 from ...handlers.notes import NOTES
+from ..leftovers import leftovers, processes
+from ..leftovers.generators import Generators
+from ..leftovers.leftovers import Leftovers
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import POSITION_SIGNAL, REQUEST_VARIABLE, STACKS_SIGNAL, Confinement, WorkerSpec
@@ -42,6 +45,8 @@ from .worker import Worker
 from .working_folder import ChildFolders, WorkingFolder
 
 DIAL_TIMEOUT_S = 10.0
+# How long a base waits at its end for the ends of its children. The gateway kills it later (BASE_EXIT_S).
+OUTLAST_S = 8.0
 # The files in which the kernel counts its kills: on the whole machine; and in a container, with version 2 or 1 of
 # cgroups.
 MACHINE_KILLS = "/proc/vmstat"
@@ -78,12 +83,16 @@ class Zygote:
         # the kernel kills it.
         self._children: dict[int, MemoryKills] = {}
         self._folders = ChildFolders()
+        # Each child gets copies of the files and generators in it.
+        self._left = Leftovers()
 
     def run(self) -> Role | None:
-        self._watch_children()
+        processes.adopt_orphans()
         link = BlockingLink(self._ticket.dial("zygote"))
         if not self.prepare(link):
             return None
+        # After the handler's import, which may have changed the handling of signals.
+        self._watch_children(link)
         fork_safety.freeze_objects()
         return self._serve(link)
 
@@ -105,7 +114,7 @@ class Zygote:
         """Return the folder in which the child makes its working folder. Raise OSError."""
         raise NotImplementedError
 
-    def _watch_children(self) -> None:
+    def _watch_children(self, _link: BlockingLink) -> None:
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
@@ -128,7 +137,7 @@ class Zygote:
                     if frame.kind == FrameKind.FORK and (role := self._fork(link, frame.json())) is not None:
                         return role
 
-    def _reap(self, link: BlockingLink) -> None:
+    def _reap(self, link: BlockingLink | None) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_read.recv(4096)
         with contextlib.suppress(ChildProcessError):
@@ -137,12 +146,17 @@ class Zygote:
                 pid, status = os.waitpid(ended.si_pid, 0)
                 code = os.waitstatus_to_exitcode(status)
                 kills = self._children.pop(pid, None)
-                killed = kills is not None and code == -signal.SIGKILL and kills.explain()
-                certain = kills is not None and kills.file != MACHINE_KILLS
+                processes.end_orphans(self._children)
+                if kills is None:
+                    # The gateway does not know adopted orphans.
+                    continue
+                killed = code == -signal.SIGKILL and kills.explain()
+                certain = kills.file != MACHINE_KILLS
                 head = {"pid": pid, "code": code, "out_of_memory": killed, "certain": certain}
                 # OSError: the gateway has ended, which `_serve` notices at its next read.
                 with contextlib.suppress(OSError):
-                    link.send(FrameKind.EXITED, head)
+                    if link is not None:
+                        link.send(FrameKind.EXITED, head)
 
     def _memory_kills(self, files: tuple[str, ...]) -> MemoryKills:
         """Return the counter that the children with the same limit of memory share."""
@@ -174,7 +188,8 @@ class Zygote:
         link.sock.close()
         self._wake_read.close()
         self._wake_write.close()
-        fork_safety.reseed()
+        processes.own_programs()
+        self._left.renew()
         return self.child_role(Ticket(self._ticket.address, request["token"]), request, root)
 
 
@@ -220,16 +235,40 @@ class Base(Zygote):
         self._preload = preload
         # Made for children without a folder for temporary files of their function, as in a container.
         self._root: Path | None = None
+        self._generators = Generators()
+
+    def run(self) -> Role | None:
+        role = super().run()
+        if role is None:
+            self._outlast_children()
+        return role
+
+    def _watch_children(self, link: BlockingLink) -> None:
+        super()._watch_children(link)
+        # The gateway's death brings SIGTERM too. End as when the link closes.
+        signal.signal(signal.SIGTERM, lambda *_: link.sock.shutdown(socket.SHUT_RD))
+
+    def _outlast_children(self) -> None:
+        """Wait for the ends of the zygotes and workers below, and end the processes that these have left."""
+        for pid in self._children:
+            os.kill(pid, signal.SIGTERM)
+        until_s = time.monotonic() + OUTLAST_S
+        while processes.has_children() and (left_s := until_s - time.monotonic()) > 0:
+            select.select([self._wake_read], [], [], left_s)
+            self._reap(None)
 
     def prepare(self, link: BlockingLink) -> bool:
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
-        for name in self._preload:
-            importlib.import_module(name)
+        with leftovers.watch(self._generators):
+            for name in self._preload:
+                importlib.import_module(name)
         if "torch" in sys.modules:
             compiled_code.prepare()
         os.environ["PILOTFLAME_TORCH_THREADS"] = str(fork_safety.torch_threads())
         fork_safety.make_torch_single_threaded()
-        link.send(FrameKind.BUILT, {"threads": fork_safety.lasting_thread_count()})
+        self._generators.keep()
+        self._left = Leftovers(renewals=self._generators.find()[0])
+        link.send(FrameKind.BUILT, {})
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any], root: Path) -> Role:
@@ -238,7 +277,7 @@ class Base(Zygote):
             if request["role"] == "zygote":
                 spec = WorkerSpec.model_validate(request["spec"])
                 folder = WorkingFolder.of_code(root, spec.code)
-                return RevisionZygote(ticket, spec, self.kill_files(request), folder).run
+                return RevisionZygote(ticket, spec, self.kill_files(request), folder, self._generators).run
         except (OSError, PilotflameError) as error:
             return partial(_refuse, ticket, request["role"], error)
         return partial(spawn_worker, ticket, request["spec"], root, request.get("rehearsal_mb"))
@@ -259,10 +298,16 @@ class RevisionZygote(Zygote):
     """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
     def __init__(
-        self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...], folder: WorkingFolder
+        self,
+        ticket: Ticket,
+        spec: WorkerSpec,
+        kill_files: tuple[str, ...],
+        folder: WorkingFolder,
+        generators: Generators,
     ) -> None:
+        """`generators` knows the generators that the base's imports have made."""
         super().__init__(ticket, kill_files)
-        self._spec, self._folder = spec, folder
+        self._spec, self._folder, self._generators = spec, folder, generators
         self._built: Built | None = None
 
     def run(self) -> Role | None:
@@ -280,7 +325,7 @@ class RevisionZygote(Zygote):
             return False
         began_s = time.monotonic()
         try:
-            with fork_safety.watch_threads() as started, self._telling_positions(link):
+            with leftovers.watch(self._generators) as watch, self._telling_positions(link):
                 self._built = build(self._spec, secrets, self._folder.work)
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
@@ -294,13 +339,9 @@ class RevisionZygote(Zygote):
             "rehearses": self._built.handler.rehearse is not None,
             "notes": NOTES,
         }
-        threads = fork_safety.lasting_thread_count()
-        source = fork_safety.describe_threads(started) if threads > 1 else ""
-        head = {
-            "facts": facts, "threads": threads, "thread_source": source,
-            "thread_remedy": fork_safety.describe_remedy(started),
-            "device_use": fork_safety.describe_devices(fork_safety.open_devices()),
-        }  # fmt: skip
+        kept = self._spec.compiled.folder if self._spec.compiled is not None else None
+        self._left = watch.find(self._spec.code, self._built.state, kept)
+        head = {"facts": facts, "spawn_reason": self._left.reason(times["build_s"])}
         link.send(FrameKind.BUILT, head)
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):
             sys.stderr.write(hint)
@@ -349,7 +390,7 @@ def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None
 def spawn_worker(ticket: Ticket, spec: dict[str, Any], root: Path, rehearsal_mb: int | None) -> None:
     """Replace this process, which the base has forked and will reap, with a new interpreter for a worker.
 
-    Used for handlers whose imports start threads, which a fork would not copy.
+    Used for handlers whose import or build leaves something that forks would share or lack (`leftovers.py`).
     """
     request = {
         "address": ticket.address, "token": ticket.token, "spec": spec, "root": str(root),

@@ -28,7 +28,7 @@ def build(context: pilotflame.Context) -> bytes:
 
 def setup(context: pilotflame.Context) -> Any:
     """Runs in each worker: make the session, whose weights are views of the snapshot's files."""
-    # The import starts a thread, which a fork would not survive, so it is not at the top.
+    # A session starts threads, which a fork would not survive, so it is not made in `build`.
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

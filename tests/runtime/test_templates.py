@@ -54,7 +54,9 @@ def deployed(served: str, tmp_path: Path):
             copy_template(template, folder)
             if prepare is not None:
                 prepare(folder)
-            names.append(client.deploy(folder, overrides=overrides)["name"])
+            described = client.deploy(folder, overrides=overrides)
+            names.append(described["name"])
+            assert not any("spawned, not forked" in warning for warning in described["warnings"])
             return client, names[-1], folder
 
         yield make

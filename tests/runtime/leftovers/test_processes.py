@@ -40,7 +40,6 @@ def running(file: Path) -> list[int]:
     return [pid for pid in started(file) if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.xfail(strict=True, reason="helpers outlive the processes that started them")
 @pytest.mark.parametrize("where", [AT_IMPORT, IN_SETUP, DAEMON], ids=["import", "setup", "daemon"])
 async def test_helpers_end_at_zero_and_at_delete(gateway, where: str, tmp_path: Path):
     file = tmp_path / "started"
@@ -58,7 +57,6 @@ async def test_helpers_end_at_zero_and_at_delete(gateway, where: str, tmp_path: 
         await gone(pid)
 
 
-@pytest.mark.xfail(strict=True, reason="helpers outlive the processes that started them")
 async def test_a_helper_of_a_worker_that_lives_stays_when_another_worker_ends(gateway, tmp_path: Path):
     file = tmp_path / "started"
     settings = {"scale.min": 2, "scale.max": 2, "scale.standby": False, "env.STARTED": str(file)}
@@ -78,7 +76,6 @@ def _owner(pid: int) -> str:
     return next(one.partition("=")[2] for one in variables if one.startswith("PILOTFLAME_PROCESS="))
 
 
-@pytest.mark.xfail(strict=True, reason="helpers outlive the processes that started them")
 @pytest.mark.parametrize("where", [AT_IMPORT, IN_SETUP], ids=["import", "setup"])
 async def test_helpers_end_with_a_killed_gateway(state: Path, where: str, tmp_path: Path):
     file = tmp_path / "started"

@@ -134,6 +134,15 @@ async def test_a_function_with_threads_at_import_is_spawned(deploy):
     assert any("importing chatty" in line["text"] for line in await function.lines())
 
 
+async def test_a_spawned_standby_becomes_the_worker(deploy):
+    function = await deploy("import chatty\n" + PID, {"scale.idle_timeout_s": 0}, files=THREADED)
+    for _ in range(2):
+        await function.settled(ready=0, standby=True)
+        (standby,) = await function.pids("standby")
+        assert (await function.answer())[0] == standby
+        await gone(standby)
+
+
 async def deaths(function, count: int) -> bool:
     return sum("the zygote died" in line["text"] for line in await function.lines()) == count
 

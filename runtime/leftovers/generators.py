@@ -1,0 +1,248 @@
+"""Random number generators that an import or a build has made. Forks would draw the same numbers from them.
+
+A generator whose seed the handler's author chose draws in a worker what it draws in a fresh process, so a fork leaves
+it alone. A generator without such a seed gets a new one in each fork. If a seed may differ at each import, because it
+came from the clock or from entropy, only a process that imports for itself draws the right numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+import numbers
+import os
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+# The smallest seed that may be entropy. Seeds from the clock, in nanoseconds or in microseconds, are also larger.
+ENTROPY = 1 << 32
+# A seed that is this near to the clock, in seconds, was taken from the clock.
+NEAR_S = 86400
+# The seed of every new torch.Generator.
+TORCH_SEED = 67280421310721
+# Stands for a seed that the author chose and that cannot be seen.
+CHOSEN = 0
+_NUMPY_FUNCTIONS = ("seed", "get_state", "set_state")
+
+
+def may_vary(seed: object) -> bool:
+    """Return True if a seed may differ at each import."""
+    if isinstance(seed, numbers.Integral):
+        number = abs(int(seed))
+        return number >= ENTROPY or abs(number - time.time()) < NEAR_S or number == os.getpid()
+    if isinstance(seed, Iterable) and not isinstance(seed, (str, bytes, bytearray)):
+        return any(map(may_vary, seed))
+    return not isinstance(seed, (str, type(None)))
+
+
+class _States:
+    """The states that were read from generators, each with the seed that the generator had."""
+
+    def __init__(self) -> None:
+        self._seeds: dict[bytes, object] = {}
+
+    def note(self, state: object, seed: object) -> None:
+        self._seeds[pickle.dumps(state)] = seed
+
+    def seed_of(self, state: object) -> object:
+        """Return the seed of a state that a generator gets: `CHOSEN` if the state came from elsewhere."""
+        return self._seeds.get(pickle.dumps(state), CHOSEN)
+
+
+class Generators:
+    """The generators of this process, and which of them got a seed from the handler's author."""
+
+    def __init__(self) -> None:
+        self._seeds = WeakKeyDictionary[random.Random, object]()
+        self._states = _States()
+        # The seed of numpy's global generator, and the entropy that numpy's other generators took.
+        self._numpy: object = None
+        self._drawn = set[int]()
+        # The seed that torch's global generator has by chance.
+        self._torch: int | None = None
+        self._known: list[Any] = []
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    # -- watching seeds
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """In the block, note which generators get which seeds."""
+        self._watch_random()
+        for name in ("numpy.random.bit_generator", "numpy.random", "torch"):
+            if name in sys.modules:
+                self.on_import(name)
+        try:
+            yield
+        finally:
+            for owner, name, original in reversed(self._undo):
+                setattr(owner, name, original)
+            self._undo.clear()
+
+    def on_import(self, name: str) -> None:
+        """Watch the generators of a module that was imported."""
+        module: Any = sys.modules.get(name)
+        if name == "numpy.random.bit_generator" and hasattr(module, "randbits"):
+            self._replace(module, "randbits", partial(self._draw, module.randbits))
+        elif name == "numpy.random":
+            for function in _NUMPY_FUNCTIONS:
+                self._replace(
+                    module, function, partial(getattr(self, f"_numpy_{function}"), getattr(module, function))
+                )
+        elif name == "torch":
+            self._torch = module.initial_seed()
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        self._undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+    def _watch_random(self) -> None:
+        seeds, states = self._seeds, self._states
+        plain_seed, plain_get, plain_set = random.Random.seed, random.Random.getstate, random.Random.setstate
+
+        def note(generator: random.Random, seed: object) -> None:
+            # TypeError: a subclass that has no hash.
+            with suppress(TypeError):
+                seeds[generator] = seed
+
+        def seed(generator: random.Random, *arguments: Any, **named: Any) -> None:
+            plain_seed(generator, *arguments, **named)
+            note(generator, arguments[0] if arguments else named.get("a"))
+
+        def getstate(generator: random.Random) -> Any:
+            state = plain_get(generator)
+            states.note(state, seeds.get(generator))
+            return state
+
+        def setstate(generator: random.Random, state: Any) -> None:
+            plain_set(generator, state)
+            note(generator, states.seed_of(state))
+
+        methods: dict[str, Callable[..., Any]] = {"seed": seed, "getstate": getstate, "setstate": setstate}
+        for name, new in methods.items():
+            self._replace(random.Random, name, new)
+            # The functions of the module are methods of one generator.
+            self._replace(random, name, partial(new, _generator_of(getattr(random, name))))
+
+    def _draw(self, plain: Callable[[int], int], bits: int) -> int:
+        self._drawn.add(entropy := plain(bits))
+        return entropy
+
+    def _numpy_seed(self, plain: Callable[..., None], seed: Any = None) -> None:
+        plain(seed)
+        self._numpy = seed
+
+    def _numpy_get_state(self, plain: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        state = plain(*arguments, **named)
+        self._states.note(state, self._numpy)
+        return state
+
+    def _numpy_set_state(self, plain: Callable[..., None], state: Any) -> None:
+        plain(state)
+        self._numpy = self._states.seed_of(state)
+
+    # -- finding generators
+
+    def keep(self) -> None:
+        """Remember the generators that exist now. Freezing objects hides them from later searches."""
+        # A renewed generator gets another SeedSequence, and the old object is garbage.
+        self._known = [one for one in self._search() if type(one).__name__ != "SeedSequence"]
+
+    def find(self, held: Iterable[Any] = ()) -> tuple[list[Callable[[], object]], list[Any]]:
+        """Return functions that reseed the generators without a seed from the author, and the generators with a
+        seed that may vary.
+
+        `held` are the objects that the handler holds. The garbage collector does not list torch's generators.
+        """
+        renewals: list[Callable[[], object]] = []
+        varying: list[Any] = []
+        found = self._search()
+        for one in found:
+            if isinstance(one, random.Random):
+                if (seed := self._seeds.get(one)) is None:
+                    renewals.append(partial(random.Random.seed, one))
+                elif may_vary(seed):
+                    varying.append(one)
+                elif one is _generator_of(random.seed):
+                    # Python gives a new seed to this generator in each fork.
+                    renewals.append(partial(random.Random.setstate, one, one.getstate()))
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            self._find_numpy(numpy, found, renewals, varying)
+        if (torch := sys.modules.get("torch")) is not None:
+            if self._torch in (None, seed := torch.initial_seed()):
+                renewals.append(torch.default_generator.seed)
+            elif may_vary(seed):
+                varying.append(torch.default_generator)
+            kinds = (torch.Generator,)
+            made = [one for one in held if type(one) in kinds and one is not torch.default_generator]
+            varying += [one for one in made if (seed := one.initial_seed()) != TORCH_SEED and may_vary(seed)]
+        return renewals, varying
+
+    def _find_numpy(
+        self, numpy: Any, found: list[Any], renewals: list[Callable[[], object]], varying: list[Any]
+    ) -> None:
+        own = numpy.mtrand._rand  # noqa: SLF001
+        owned = [own._bit_generator, *(one for one in found if isinstance(one, numpy.BitGenerator))]  # noqa: SLF001
+        for bits in {id(one): one for one in owned}.values():
+            seed = self._numpy if bits is owned[0] else self._entropy(getattr(bits, "_seed_seq", None))
+            if seed is None:
+                renewals.append(partial(self._renew, bits))
+            elif may_vary(seed):
+                varying.append(bits)
+        renewed = {id(renewal.args[0]) for renewal in renewals if isinstance(renewal, partial)}
+        renewals += [
+            partial(_forget_gauss, one) for one in {id(one): one for one in (own, *found)}.values()
+            if isinstance(one, numpy.RandomState) and id(one._bit_generator) in renewed  # noqa: SLF001
+        ]  # fmt: skip
+        sequences = {id(getattr(bits, "_seed_seq", None)) for bits in owned}
+        # A sequence cannot be renewed, and gives seeds to later generators.
+        varying += [
+            one for one in found
+            if isinstance(one, numpy.SeedSequence) and id(one) not in sequences
+            and ((seed := self._entropy(one)) is None or may_vary(seed))
+        ]  # fmt: skip
+
+    def _entropy(self, sequence: Any) -> object:
+        """Return the seed of a generator with this SeedSequence: None if numpy drew it."""
+        seed = getattr(sequence, "entropy", None)
+        if seed is None:
+            return CHOSEN
+        return None if isinstance(seed, int) and seed in self._drawn else seed
+
+    def _renew(self, bits: Any) -> None:
+        """Give a new seed to a generator of numpy, without a new object."""
+        fresh = type(bits)()
+        bits.__setstate__(fresh.__getstate__())
+        # So a zygote that inherits the generator knows that the author has not chosen this seed.
+        self._drawn.add(getattr(getattr(fresh, "_seed_seq", None), "entropy", 0))
+
+    def _search(self) -> list[Any]:
+        kinds = set(_subclasses(random.Random)) - set(_subclasses(random.SystemRandom))
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            for kind in (numpy.BitGenerator, numpy.RandomState, numpy.SeedSequence):
+                kinds |= set(_subclasses(kind))
+        # `type` and not `isinstance`: the latter runs the code of objects that stand for others.
+        found = [*self._known, *(one for one in gc.get_objects() if type(one) in kinds)]
+        return list({id(one): one for one in found}.values())
+
+
+def _generator_of(function: Any) -> object:
+    """Return the generator behind a function of the module random."""
+    return function.__self__
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _subclasses(one)
+
+
+def _forget_gauss(legacy: Any) -> None:
+    """Forget the second number of the last pair that was drawn from a normal distribution."""
+    legacy.set_state({**legacy.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})

@@ -1,0 +1,102 @@
+"""Finds and ends the processes that a handler has started: they end with the worker or the zygote that started them.
+
+A base and a zygote adopt the orphans below them (PR_SET_CHILD_SUBREAPER). An orphan belongs to the process that its
+environment names (OWNER), or that leads its session: each worker and zygote starts a session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+# The variable with the pid of the worker or zygote in which a program was started.
+OWNER = "PILOTFLAME_PROCESS"
+ENDED = "a process that has ended"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process below this process when its parent ends."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_programs() -> None:
+    """Let the programs that this process starts from now on belong to it."""
+    os.environ[OWNER] = str(os.getpid())
+
+
+def has_children() -> bool:
+    """Return True if this process has a child. The child may have ended."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def children() -> Iterator[int]:
+    """Yield the pids of the children of this process."""
+    return filter(_is_child, _candidates())
+
+
+def _candidates() -> list[int]:
+    with suppress(OSError):
+        lists = [file.read_text() for file in Path("/proc/self/task").glob("*/children")]
+        if lists:
+            return [int(pid) for text in lists for pid in text.split()]
+    # Not every kernel has lists of children.
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208
+
+
+def _is_child(pid: int) -> bool:
+    # OSError: the process has ended.
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+        # The name, in parentheses, may contain anything.
+        return int(file.read(1024).rpartition(b")")[2].split(maxsplit=2)[1]) == os.getpid()
+    return False
+
+
+def end_orphans(known: Container[int]) -> None:
+    """Kill the adopted children whose owner has ended. `known` are the children that this process has forked."""
+    for pid in _candidates():
+        # A system call tells the session much faster than a file. It is 0 for threads of the kernel.
+        if (
+            pid in known
+            or not (session := _session(pid))
+            or (session != pid and _session(session) is not None)
+        ):
+            continue
+        if _is_child(pid) and _session(_owner(pid) or session) is None:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _session(pid: int) -> int | None:
+    """Return the session of a process; None if the process has ended."""
+    with suppress(OSError):
+        return os.getsid(pid)
+    return None
+
+
+def _owner(pid: int) -> int | None:
+    with suppress(OSError, ValueError):
+        start = f"{OWNER}=".encode()
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(start):
+                return int(variable[len(start) :])
+    return None
+
+
+def describe(pid: int) -> str:
+    """Return the first words of the command of a process. ENDED if it has ended, and its parent has not noticed."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        text = " ".join(word.decode(errors="replace") for word in words[:2])[:80]
+        return f"the process {text}" if text else ENDED
+    return ENDED
