@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from .functions.deploy import Deployment
 from .functions.registry import Functions
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
-from .startup.server import serve
+from .startup.server import Server, serve
+from .startup.signals import handled
 
 LOG = logging.getLogger(__name__)
 # A garbage collection starts after this number of new objects. A request creates about twenty objects that the
@@ -32,14 +32,24 @@ YOUNG_OBJECTS = 20_000
 class Stop(asyncio.Event):
     """An event that is set when the process must end, because of a signal or because it cannot serve."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_terminal: bool) -> None:
+        """`of_terminal`: the process ends with its terminal."""
         super().__init__()
         self.signal: int | None = None
         self.error: PilotflameError | None = None
+        self.server: Server | None = None
+        self._of_terminal = of_terminal
 
     def by_signal(self, number: int) -> None:
         self.signal = number
         self.set()
+
+    def by_hangup(self) -> None:
+        """The terminal has closed, or the owner wants the certificate to be read again."""
+        if self._of_terminal:
+            self.by_signal(signal.SIGHUP)
+        elif self.server is not None:
+            self.server.reload()
 
     def by_error(self, error: PilotflameError) -> None:
         self.error = error
@@ -54,7 +64,7 @@ def run(
     overrides: Mapping[str, Any] | None = None,
     standalone: bool = False,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. A second signal ends the process at once.
+    """Serve until a signal that drains, then drain (startup/signals.py). A second such signal ends the process at once.
 
     Once the gateway accepts requests, this calls `on_listening` with the gateway's URL. If `folder` is given, it is
     deployed at the start and after each change. With `standalone`, `folder` is the only function and is deployed only
@@ -69,9 +79,11 @@ def run(
         alone = read_settings(folder, overrides=overrides, standalone=True)
 
     async def run_until_signal() -> None:
-        stop = Stop()
-        with _capture_signals(stop):
+        # `dev` ends with its terminal.
+        stop = Stop(of_terminal=folder is not None and not standalone)
+        with handled(stop.by_signal, stop.by_hangup):
             async with serve(settings, alone) as server:
+                stop.server = server
                 # Exempt all objects that exist now from garbage collection, and collect new objects less often.
                 gc.collect()
                 gc.freeze()
@@ -109,25 +121,3 @@ async def _open(standalone: Standalone, functions: Functions, deployment: Deploy
     for warning in live.warnings:
         LOG.warning(warning)
     return standalone.open()
-
-
-@contextlib.contextmanager
-def _capture_signals(stop: Stop) -> Iterator[None]:
-    """Inside the block, the first SIGINT or SIGTERM sets `stop`, and the second signal ends the process."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def on_signal(received: int) -> None:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-        LOG.info("draining; press Ctrl-C again to stop at once")
-        stop.by_signal(received)
-
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -51,6 +51,7 @@ from ...snapshot.sources.access import ANY, Access
 from ...snapshot.sources.locate import KeptSources
 from ...snapshot.sources.location import shown
 from ...snapshot.sources.source import Kept, Source
+from ..link.worker_spec import OF_GATEWAY
 
 if TYPE_CHECKING:
     from ...snapshot.peering.chunk_server import ChunkServer
@@ -286,8 +287,8 @@ def _read_manifest(path: Path, _version: tuple[int, ...]) -> Manifest:
 def main() -> None:
     """Run `python -m pilotflame.runtime.launching.fetcher <folder of the cache> <JSON of its Budgets>`."""
     setproctitle("pilotflame: fetcher")
-    # Ctrl-C reaches this process too, but only the gateway reacts to it. The gateway then ends the fetcher.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in OF_GATEWAY:
+        signal.signal(number, signal.SIG_IGN)
     fetcher = Fetcher(node_cache(Path(sys.argv[1]), Budgets(**orjson.loads(sys.argv[2]))))
     fetcher.report_tiers()
     # The connection is reset if the gateway was killed with events unread.

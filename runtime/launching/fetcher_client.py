@@ -285,7 +285,7 @@ class FetcherClient:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pilotflame.runtime.launching.fetcher", str(self.cache),
                 orjson.dumps(self._budgets),
-                stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/",
+                stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/", start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             ours.close()

@@ -212,6 +212,8 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
         process = await asyncio.create_subprocess_exec(
             python, "-m", "pilotflame.runtime.worker.zygote", "base",
             stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
+            # No signal of the gateway's terminal reaches it.
+            start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         remedy = "Deploy again if its environment was moved."

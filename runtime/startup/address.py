@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import shlex
-import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +40,7 @@ class GatewayAddress:
 
 def open_address(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> GatewayAddress:
     """Bind the socket. Raise GatewayError if the port is taken."""
-    certificate = _load_certificate(settings, stack)
+    certificate = _load_certificate(settings)
     sock = stack.enter_context(bind(settings.host, settings.port))
     url = url_of(sock, tls=certificate is not None)
     return GatewayAddress(sock, certificate, url, is_loopback(sock.getsockname()[0]))
@@ -58,12 +56,8 @@ def warn_of_keys(
         LOG.warning("%s", NO_KEY_YET.format(url=address.url, state=shlex.quote(str(state))))
 
 
-def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:
-    """Return the certificate if the gateway serves HTTPS. On SIGHUP, the gateway reads the certificate again."""
+def _load_certificate(settings: GatewaySettings) -> Certificate | None:
+    """Return the certificate if the gateway serves HTTPS."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
-    certificate = Certificate(settings.tls_cert, settings.tls_key)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, certificate.reload)
-    stack.callback(loop.remove_signal_handler, signal.SIGHUP)
-    return certificate
+    return Certificate(settings.tls_cert, settings.tls_key)

@@ -16,6 +16,7 @@ from ..api.standalone import Standalone
 from ..events.sources import Sources
 from ..functions.registry import Functions
 from ..http.endless_answers import EndlessAnswers
+from ..http.tls import Certificate
 from ..jobs.jobs import Jobs
 from ..launching.container_engine import find_engine
 from ..settings.function_settings import FunctionSettings
@@ -48,6 +49,12 @@ class Server:
     endless: EndlessAnswers
     standalone: Standalone | None
     lame_duck_s: float
+    certificate: Certificate | None
+
+    def reload(self) -> None:
+        """Read the TLS certificate again, if there is one."""
+        if self.certificate is not None:
+            self.certificate.reload()
 
     def leave(self) -> None:
         """Announce the end of this gateway: /readyz reports it, and connections close after their next response."""
@@ -96,7 +103,7 @@ async def startup(
     front = await open_front(FrontParts(settings, address, state, node, calls, plugins, engine, alone), stack)
     server = Server(
         address.url, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
-        front.endless, front.standalone, _lame_duck_s(settings, local=address.local),
+        front.endless, front.standalone, _lame_duck_s(settings, local=address.local), address.certificate,
     )  # fmt: skip
     stack.push_async_callback(shutdown, server)
     return server

@@ -21,6 +21,8 @@ import os
 import signal
 import sys
 
+from ..link.worker_spec import OF_GATEWAY
+
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,7 +55,8 @@ def detach(parent: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in OF_GATEWAY:
+        signal.signal(number, signal.SIG_IGN)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before prctl was called.
     if os.getppid() != parent:

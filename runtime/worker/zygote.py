@@ -37,7 +37,14 @@ from ..leftovers.generators import Generators
 from ..leftovers.leftovers import Leftovers
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
-from ..link.worker_spec import POSITION_SIGNAL, REQUEST_VARIABLE, STACKS_SIGNAL, Confinement, WorkerSpec
+from ..link.worker_spec import (
+    OF_GATEWAY,
+    POSITION_SIGNAL,
+    REQUEST_VARIABLE,
+    STACKS_SIGNAL,
+    Confinement,
+    WorkerSpec,
+)
 from . import compiled_code, fork_safety, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
@@ -119,8 +126,8 @@ class Zygote:
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Only the gateway reacts to SIGINT (Ctrl-C).
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in OF_GATEWAY:
+            signal.signal(number, signal.SIG_IGN)
 
     def _serve(self, link: BlockingLink) -> Role | None:
         while True:

@@ -1,20 +1,19 @@
-"""What each signal does to a gateway: a running call is answered, whichever signal comes first."""
+"""The table of signals: whichever signal a gateway gets, the running calls are answered."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import pty
 import signal
 import sys
-import termios
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 from live import GATE_MODULE, LIMIT_S, Gate, failure, gateway_process, gone, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,18 +21,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = "import gate\ndef handler(event):\n    print('at work', flush=True)\n    gate.wait(str(event))\n    return event"
 
 
-# What a gateway does: "drain" ends it after its calls, "go on" does not end it.
-CUTS = pytest.mark.xfail(strict=True, reason="the signal cuts the call")
-HANDLED = {"SIGTERM", "SIGINT", "SIGPIPE", "SIGXFSZ"}
+# The actions of a gateway: "drain" ends it after its calls, "go on" does not end it.
 TABLE = {
     signal.SIGTERM: "drain", signal.SIGINT: "drain", signal.SIGQUIT: "drain", signal.SIGHUP: "go on",
     signal.SIGUSR1: "go on", signal.SIGUSR2: "go on", signal.SIGPIPE: "go on", signal.SIGXFSZ: "go on",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "number", [number if number.name in HANDLED else pytest.param(number, marks=CUTS) for number in TABLE]
-)
+@pytest.mark.parametrize("number", TABLE)
 async def test_a_running_call_is_answered(state: Path, gate: Gate, number: signal.Signals):
     async with gateway_process(state) as gateway:
         assert gateway.process is not None
@@ -66,9 +61,6 @@ async def refused(url: str) -> bool:
     return False
 
 
-@pytest.mark.xfail(
-    strict=True, reason="signals other than SIGTERM and SIGINT cut calls, and ended calls have no name"
-)
 async def test_signals_to_its_processes_end_no_call(state: Path, gate: Gate):
     """A terminal sends its signals to all processes of the job. The base, zygotes and workers leave them to the gateway."""
     async with gateway_process(state) as gateway:
@@ -91,29 +83,38 @@ async def test_signals_to_its_processes_end_no_call(state: Path, gate: Gate):
 
 
 @contextlib.asynccontextmanager
-async def on_terminal(
-    state: Path, *words: str, **environ: str
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, str]]:
+async def on_terminal(state: Path, *words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, str]]:
     """A command of pilotflame on a terminal of its own. Yields its process, the terminal, and the URL of the gateway."""
     terminal, side = pty.openpty()
-    command = [sys.executable, "-m", "pilotflame.runtime.cli", *words, "--port", "0", "--json"]
+    # Only the process whose terminal it is gets SIGHUP when the terminal closes.
+    takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    module = ["-m", "pilotflame.runtime.cli", *words, "--port", "0", "--json"]
+    command = [sys.executable, "-c", takes, sys.executable, *module]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTFLAME_")}
     read, write = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *command, stdin=side, stdout=write, stderr=side, start_new_session=True,
-        # Only the process whose terminal it is gets SIGHUP when the terminal closes.
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        env={**os.environ, "PILOTFLAME_STATE_DIR": str(state), **environ},
+        env={**kept, "PILOTFLAME_STATE_DIR": str(state)},
     )  # fmt: skip
     os.close(side)
     os.close(write)
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read))
-    drained = asyncio.Event()
-    loop.add_reader(terminal, lambda: os.read(terminal, 65536) or drained.set())
+    said = bytearray()
+
+    def hear() -> None:
+        try:
+            said.extend(os.read(terminal, 65536))
+        except OSError:
+            # The other side is closed: the command has ended.
+            loop.remove_reader(terminal)
+
+    loop.add_reader(terminal, hear)
     try:
         async with asyncio.timeout(LIMIT_S):
             line = (await reader.readline()).decode()
+        assert line, said.decode()
         yield process, terminal, httpx.Response(200, content=line).json()["url"]
     finally:
         loop.remove_reader(terminal)
@@ -133,9 +134,6 @@ def folder_of(path: Path, gate: Gate) -> Path:
     return path
 
 
-@pytest.mark.xfail(
-    strict=True, reason="signals other than SIGTERM and SIGINT cut calls, and ended calls have no name"
-)
 @pytest.mark.parametrize("how", ["serve", "serve FOLDER", "dev"])
 async def test_a_closed_terminal_ends_no_call(state: Path, gate: Gate, tmp_path: Path, how: str):
     folder = folder_of(tmp_path / "waits", gate)
@@ -148,7 +146,8 @@ async def test_a_closed_terminal_ends_no_call(state: Path, gate: Gate, tmp_path:
         if how == "serve":
             assert (await client.post("/v1/functions", json={"path": str(folder)})).status_code == 201
         else:
-            await until(lambda: answers(client), "a deployed function")
+            found = "/readyz" if how == "serve FOLDER" else "/v1/functions"
+            await until(lambda: deployed(client, found), "a deployed function")
         call = asyncio.create_task(client.post(path, json=1))
         begun = await gate.next("1")
         asyncio.get_running_loop().remove_reader(terminal)
@@ -175,19 +174,38 @@ async def test_a_closed_terminal_ends_no_call(state: Path, gate: Gate, tmp_path:
                 assert await process.wait() == 0
 
 
-async def answers(client: httpx.AsyncClient) -> bool:
+async def deployed(client: httpx.AsyncClient, path: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        response = await client.get("/readyz")
-        found = await client.get("/v1/functions")
-        return response.status_code == 200 and (
-            found.status_code == 404 or bool(found.json().get("functions"))
-        )
+        response = await client.get(path)
+        return response.status_code == 200 and response.json().get("functions") != []
     return False
 
 
-@pytest.mark.xfail(
-    strict=True, reason="signals other than SIGTERM and SIGINT cut calls, and ended calls have no name"
-)
+async def test_sighup_means_the_same_with_tls(state: Path, gate: Gate, tmp_path: Path):
+    issued, files = (
+        trustme.CA().issue_cert("127.0.0.1"),
+        {"tls_cert": tmp_path / "chain.pem", "tls_key": tmp_path / "key.pem"},
+    )
+    issued.cert_chain_pems[0].write_to_path(files["tls_cert"])
+    issued.private_key_pem.write_to_path(files["tls_key"])
+    files["tls_key"].chmod(0o600)
+    async with gateway_process(state, **{key: str(path) for key, path in files.items()}) as gateway:
+        assert gateway.process is not None
+        async with httpx.AsyncClient(base_url=gateway.url, verify=False, timeout=60) as gateway.client:
+            function = await gateway.deploy(WAITS, gate=gate)
+            call = asyncio.create_task(function.answer(1))
+            begun = await gate.next("1")
+            gateway.process.send_signal(signal.SIGHUP)
+
+            async def reloaded() -> bool:
+                return "certificate was read again" in (state.parent / "gateway.log").read_text()
+
+            await until(reloaded, "the new certificate")
+            begun.go()
+            assert await call == 1
+
+
+@pytest.mark.xfail(strict=True, reason="calls that the gateway ends have no name")
 async def test_calls_beyond_drain_s_end_by_name(state: Path, gate: Gate):
     async with gateway_process(state, drain_s=0.3) as gateway:
         assert gateway.process is not None
