@@ -41,6 +41,9 @@ The text beside a class says what has happened when it is raised.
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
+    │   ├── CallEnded                   the gateway ended this call before its deadline
+    │   │   ├── RevisionReplaced            calls of the new revision had waited `drain_s` for its worker's place
+    │   │   └── ShuttingDown                the gateway shut down, and the call had not ended within `drain_s`
     │   ├── ActivationFailed            no worker could be started
     │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
     │   │   ├── FunctionStopped             the function may run nothing now
@@ -80,6 +83,7 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownFunction             no function has this name
     ├── UnknownFile                 no uploaded file of this caller has this id
     ├── UnknownRevision             the function has no such revision
+    ├── RevisionsDraining           too many replaced revisions of the function still run calls to replace another one
     ├── PluginError                 a plugin is not installed, cannot be loaded, or is offered twice
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
@@ -297,6 +301,26 @@ class WorkerDied(InvocationError, code="worker_died"): ...
 class OutOfMemory(WorkerDied, code="out_of_memory"): ...
 
 
+class CallEnded(InvocationError, code="call_ended"):
+    """The gateway ended a call. If `details` have `retry_after_s`, the same request is harmless: nothing was started, or
+    the function is idempotent. Otherwise the call may have had effects, and the status is one that invites no retry.
+    """
+
+    @property
+    def repeatable(self) -> bool:
+        return "retry_after_s" in self.details
+
+    @property
+    def status(self) -> int:  # type: ignore[override]
+        return 503 if self.repeatable else 500
+
+
+class RevisionReplaced(CallEnded, code="revision_replaced"): ...
+
+
+class ShuttingDown(CallEnded, code="shutting_down"): ...
+
+
 class ActivationFailed(InvocationError, code="activation_failed"): ...
 
 
@@ -444,6 +468,9 @@ class UnknownFunction(PilotflameError, code="unknown_function", status=404):
 
 
 class UnknownRevision(PilotflameError, code="unknown_revision", status=404): ...
+
+
+class RevisionsDraining(PilotflameError, code="revisions_draining", status=409): ...
 
 
 class PluginError(PilotflameError, code="plugin_failed", status=500): ...

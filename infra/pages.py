@@ -35,6 +35,10 @@ what failed, and `remedy` says what to do. The commands print both, and with `--
 A response with 429 or 503 has `Retry-After`, the seconds after which the same request may succeed. 504 means that the time of the
 caller or of the function ran out. All other requests fail again unless something changes.
 
+A call that the gateway ended (`revision_replaced`, `shutting_down`) has status 503 and `Retry-After` if nothing of it was started, or
+if the function is `idempotent`. Otherwise its status is 500, and `x-should-retry: false` keeps the clients of OpenAI and Anthropic from
+repeating it.
+
 | `type` | status | raised when | retry |
 |---|---|---|---|
 """
@@ -55,8 +59,8 @@ def errors_page() -> str:
     """Return the text of docs/errors.md."""
     texts = dict(_DRAWN.findall(pilotflame.errors.__doc__ or ""))
     rows = (
-        f"| `{kind.code}` | {kind.status} | {texts[kind.__name__]} | {'later' if kind.status in RETRIED else 'no'} |\n"
-        for kind in _kinds(PilotflameError)
+        f"| `{error.code}` | {error.status} | {texts[type(error).__name__]} | {'later' if error.status in RETRIED else 'no'} |\n"
+        for error in (PilotflameError.from_wire({"type": kind.code}) for kind in _kinds(PilotflameError))
     )
     return _ERRORS + "".join(rows)
 

@@ -44,7 +44,7 @@ from simulated_time import SimulatedLoop
 
 # A plan that costs this much ends within minutes.
 MEMORY_BYTE_S = 3e-13
-# How long a retired revision may finish its calls.
+# How long calls wait for the place of a retired revision.
 DRAIN_S = 30.0
 # The longest time of the write between proof and go-live of a deploy, and of work in a thread.
 STORED_S = THREAD_S = 0.05
@@ -114,7 +114,7 @@ class SimulatedNode:
         self.verbose = verbose
         self.world = World(rng, self.tell)
         self.launcher = SimulatedLauncher(self.world)
-        self.reconciler = Reconciler(GpuPlaces(gpus, NoDriver()), most, owners.get)
+        self.reconciler = Reconciler(GpuPlaces(gpus, NoDriver()), most, owners.get, DRAIN_S)
         self.functions = dict[str, SimulatedFunction]()
         self.members = dict[str, RevisionWorkers]()
         """The revisions whose processes have not all ended, by key."""
@@ -216,7 +216,7 @@ class SimulatedNode:
         history.ladder.adopt(workers, ladder_spec_of(record, prices), 0.1, self.tasks)
         workers.go_live()
         if old is not None:
-            self.tasks.create_task(self._retire(old, DRAIN_S))
+            self.tasks.create_task(self._retire(old))
 
     async def delete(self, name: str) -> None:
         function = self.function(name)
@@ -225,14 +225,14 @@ class SimulatedNode:
                 return
             self.tell(f"delete {live.key}")
             function.live = None
-            await self._retire(live, DRAIN_S)
+            await self._retire(live)
             function.function.account.note_removed()
             if function.live is None:
                 function.function = Known.new(name, function.function.account, self._shared)
 
-    async def _retire(self, workers: RevisionWorkers, timeout_s: float) -> None:
-        self.tell(f"{workers.key} retires within {timeout_s:.0f} s")
-        self._retires_until_s[workers.key] = self.loop.time() + timeout_s
+    async def _retire(self, workers: RevisionWorkers, timeout_s: float | None = None) -> None:
+        self.tell(f"{workers.key} retires")
+        self._retires_until_s[workers.key] = math.inf if timeout_s is None else self.loop.time() + timeout_s
         await workers.retire(timeout_s)
         self.tell(f"{workers.key} has ended")
         self.members.pop(workers.key, None)

@@ -7,7 +7,7 @@ import pilotflame.errors
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import HandlerFailed, PilotflameError
+from pilotflame.errors import CallEnded, HandlerFailed, PilotflameError, RevisionReplaced, ShuttingDown
 
 
 def below(kind: type[PilotflameError]) -> Iterator[type[PilotflameError]]:
@@ -49,7 +49,13 @@ def test_codes_are_unique_and_lowercase() -> None:
 
 
 def test_a_status_is_an_error_status() -> None:
-    assert all(400 <= kind.status < 600 for kind in KINDS)
+    assert all(400 <= PilotflameError.from_wire({"type": kind.code}).status < 600 for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", [RevisionReplaced, ShuttingDown])
+def test_what_the_gateway_ended_invites_a_retry_only_where_that_is_harmless(kind: type[CallEnded]) -> None:
+    assert (kind("").status, kind("", details={"retry_after_s": 1.0}).status) == (500, 503)
+    assert PilotflameError.from_wire(kind("", details={"retry_after_s": 1.0}).to_wire()).status == 503
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ...errors import Forbidden, GatewayError, PilotflameError, UnknownFunction
+from ...errors import Forbidden, GatewayError, PilotflameError, RevisionsDraining, UnknownFunction
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import Deployer, DeployPolicies
 from ..access.host_claims import HostClaims
@@ -46,6 +46,11 @@ from .stored_faults import UNREAD, StoredFaults
 LOG = logging.getLogger(__name__)
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
+# While this number of replaced revisions of a function run calls, no other revision of it is replaced: each holds its
+# workers, a zygote and its weights.
+MOST_DRAINING = 3
+# A deletion waits this long for the end of the function's processes, unless calls run.
+DELETED_S = 1.0
 
 
 @dataclass(eq=False)
@@ -81,6 +86,7 @@ class Functions:
     _closing: bool = field(default=False, init=False)
     # True if there may be an environment that no revision needs, which a crash or a failed deploy has left.
     _untidy: bool = field(default=True, init=False)
+    # The replaced and the deleted revisions that still finish their invocations, by the task that ends them.
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
     _threads: DeployThreads = field(default_factory=DeployThreads, init=False)
 
@@ -199,6 +205,7 @@ class Functions:
         def named(function: str) -> None:
             live = self._live.get(function)
             self._check_owner(live, request.owner, request.deployer)
+            self._check_draining(live)
             progress.note_target(function, live.record if live is not None else None)
 
         prepared = functools.partial(
@@ -269,18 +276,28 @@ class Functions:
             self.tasks.create_task(self._renew(name))
 
     async def _renew(self, name: str) -> None:
+        while draining := await self._renew_now(name):
+            await asyncio.wait(draining, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _renew_now(self, name: str) -> list[asyncio.Task[None]]:
+        """Replace a function's processes. If too many revisions drain, return the tasks that end them instead."""
         async with self._lock(name):
+            live, draining = self._live.get(name), self._draining(name)
+            needed = live is not None and not self._closing and live.workers.holds_processes
+            if needed and len(draining) >= MOST_DRAINING:
+                self.log(name, f"{name} has changed secrets, which wait for the end of a replaced revision")
+                return draining
             # The code below reads the present secrets. So a later change needs another replacement.
             self._renewing.discard(name)
-            live = self._live.get(name)
-            if live is None or self._closing or not live.workers.holds_processes:
-                return
+            if live is None or not needed:
+                return []
             try:
                 # Start a worker to check the secrets only if the function has a ready worker now.
                 await self._replace(live.record, live.logs, check=bool(live.workers.replicas.ready))
             except PilotflameError as error:
                 text = f"{name} does not have its changed secrets: {error.message}"
                 live.logs.write("gateway", text, "error")
+        return []
 
     async def rollback(self, name: str, revision: str | None = None) -> Live:
         """Make the old revision live that `Store.find` returns for `revision`, and return the function.
@@ -351,6 +368,7 @@ class Functions:
         self._proving.append((record.function, record.revision))
         try:
             self._check_owner(old, record.deployed_by, record.deployer)
+            self._check_draining(old)
             self.policies.check(record.settings, stored_outside(record), record.deployed_by)
             await self._faults.check_signatures(record)
             live = await self._create(record, old.logs if old is not None else logs)
@@ -395,14 +413,42 @@ class Functions:
         live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         self.events.note_live(name)
-        retirement = self.tasks.create_task(self._retire(name, old))
+        self._begin_retirement(self._retire(name, old), old)
+
+    def _begin_retirement(self, end: Coroutine[Any, Any, None], old: Live | None) -> asyncio.Task[None]:
+        """Run `end`, which retires the revision `old` and removes files."""
+        retirement = self.tasks.create_task(end)
         self._retirements[retirement] = old
         retirement.add_done_callback(self._retirements.pop)
+        return retirement
 
-    def _busy(self, name: str) -> set[str]:
-        """Return the ids of a function's replaced revisions that still finish their invocations."""
-        retiring = [old.record for old in self._retirements.values() if old is not None]
+    def _busy(self, name: str, besides: Live | None = None) -> set[str]:
+        """Return the ids of a function's replaced revisions that still finish their invocations, `besides` left out."""
+        retiring = [
+            old.record for old in self._retirements.values() if old is not None and old is not besides
+        ]
         return {record.revision for record in retiring if record.function == name}
+
+    def _draining(self, name: str) -> list[asyncio.Task[None]]:
+        """Return the tasks that end a function's replaced revisions which still run calls."""
+        return [
+            task
+            for task, old in list(self._retirements.items())
+            if old is not None and old.record.function == name and old.workers.unfinished
+        ]
+
+    def _check_draining(self, old: Live | None) -> None:
+        """Raise RevisionsDraining if the revision `old` cannot be replaced now."""
+        if old is None or len(draining := self._draining(old.record.function)) < MOST_DRAINING:
+            return
+        running = [one for task in draining if (one := self._retirements.get(task)) is not None]
+        revisions = ", ".join(one.record.revision for one in running)
+        raise RevisionsDraining(
+            f"{len(draining)} replaced revisions of {old.record.function} still run calls ({revisions}), and each holds"
+            " its processes and weights.",
+            remedy="Try again when the calls of one of them have ended: the latest end is the function's timeout_s after"
+            " its replacement.",
+        )
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -444,10 +490,11 @@ class Functions:
             raise GatewayError("The gateway is shutting down.", remedy="Try again when it is up.")
 
     async def delete(self, name: str) -> None:
-        """Delete a function: refuse new invocations, finish accepted invocations, then remove secrets and files.
+        """Delete a function: refuse new invocations, and remove its secrets and files.
 
-        An accepted invocation fails if it has not finished after `drain_s`. Raise the errors of `get`, or
-        UnknownFunction if another caller has deployed or deleted the function while this method waited for its lock.
+        Accepted invocations finish in the background, and their revisions keep their code until then. Raise the errors
+        of `get`, or UnknownFunction if another caller has deployed or deleted the function while this method waited for
+        its lock.
         """
         revision = self.get(name).record.revision
         async with self._lock(name):
@@ -456,21 +503,40 @@ class Functions:
             if live is None or live.record.revision != revision:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
             await self._uninterrupted(self._take_away(name, live))
+        ending = [task for task, old in self._retirements.items() if old is live]
+        if ending and not live.workers.unfinished:
+            await asyncio.wait(ending, timeout=DELETED_S)
 
     async def _take_away(self, name: str, live: Live) -> None:
         del self._live[name]
         for callback in self.events.deleted:
             callback(name)
-        await self._end(live, self.drain_s)
-        await self.histories.forget(name)
-        live.logs.write("gateway", f"{name} was deleted")
-        # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
-        # get the old secrets.
-        await asyncio.to_thread(self.secrets.forget, name)
-        await self._threads.run(functools.partial(self.store.delete, name))
-        for callback in self.events.removed:
-            callback(name)
-        await self._tidy(live, lambda: True)
+        live.function.secrets = self.secrets.of(name)
+        deleted = asyncio.Event()
+        self._begin_retirement(self._retire_deleted(name, live, deleted), live)
+        try:
+            await self.histories.forget(name)
+            # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
+            # get the old secrets.
+            await asyncio.to_thread(self.secrets.forget, name)
+            await self._threads.run(functools.partial(self.store.delete, name, busy=self._busy(name)))
+            live.logs.write("gateway", f"{name} was deleted")
+        finally:
+            deleted.set()
+
+    async def _retire_deleted(self, name: str, live: Live, deleted: asyncio.Event) -> None:
+        """Retire the revision of a deleted function. Then remove what a new function of this name does not use."""
+        await self._end(live)
+        await deleted.wait()
+        busy = self._busy(name, besides=live)
+        self._note_removed(name, busy)
+        await self._tidy(live, lambda: self.store.sweep(name, busy=busy) or True)
+
+    def _note_removed(self, name: str, busy: set[str]) -> None:
+        """If no revision of a deleted function is left, and there is no new function of this name, report its end."""
+        if name not in self._live and not busy:
+            for callback in self.events.removed:
+                callback(name)
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
@@ -522,7 +588,9 @@ class Functions:
     async def close(self) -> None:
         """Refuse new requests, finish accepted requests within `drain_s`, and end all processes."""
         self._closing = True
-        retiring = [self._end(live, self.drain_s) for live in self._live.values()]
+        for live in self._running:
+            live.workers.drain.limit_shutdown(self.drain_s)
+        retiring = [self._end(live) for live in self._live.values()]
         # Replaced revisions may still be finishing their invocations.
         if ends := {*map(self.tasks.create_task, retiring), *self._retirements}:
             await asyncio.wait(ends)
@@ -538,8 +606,8 @@ class Functions:
         self._running.add(live)
         return live
 
-    async def _end(self, live: Live, timeout_s: float) -> None:
-        """End the processes of a revision. Its invocations have `timeout_s` to finish."""
+    async def _end(self, live: Live, timeout_s: float | None = None) -> None:
+        """End the processes of a revision, after its invocations have finished or `timeout_s` is over."""
         try:
             await live.workers.retire(timeout_s)
         finally:
@@ -548,10 +616,15 @@ class Functions:
     async def _retire(self, name: str, old: Live | None) -> None:
         """Retire the replaced revision, if there is one, and remove old revisions from the store."""
         if old is not None:
-            await self._end(old, self.drain_s)
-        busy = self._busy(name) - ({old.record.revision} if old is not None else set())
+            await self._end(old)
+        busy = self._busy(name, besides=old)
+        if old is not None:
+            self._note_removed(name, busy)
         busy |= {revision for function, revision in self._proving if function == name}
-        await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
+        if (function := old or self._live.get(name)) is not None:
+            await self._tidy(
+                function, lambda: self.store.prune(name, busy=busy) + self.store.sweep(name, busy=busy)
+            )
 
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
         """Call `prune` in a thread. If it has removed a revision, or a deploy has failed, remove unused environments.
@@ -560,11 +633,16 @@ class Functions:
         """
 
         untidy, self._untidy = self._untidy, False
+        # A deleted function whose calls run has no record in the store.
+        running = {live.record.requirements_digest for live in self._running}
+
+        def needed() -> set[str]:
+            return self.store.environments() | running
 
         def tidy() -> None:
             # Shrink the cache after the environments are gone: until then, the cache shares files with them as hard
             # links, and does not count such files.
-            if (prune() or untidy) and discard_unused(self.environments, self.store.environments):
+            if (prune() or untidy) and discard_unused(self.environments, needed):
                 shrink_cache(self.environments)
 
         try:

@@ -66,10 +66,13 @@ class RevisionMaker:
         )  # fmt: skip
         workers = RevisionWorkers(
             spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),
-            logs.of(record.revision), lambda: self.secrets.of(record.function), curves, function,
+            logs.of(record.revision), functools.partial(self._secrets_of, function), curves, function,
             self._listeners(function, logs),
         )  # fmt: skip
         return Live(record, workers, logs)
+
+    def _secrets_of(self, function: Function) -> dict[str, str]:
+        return self.secrets.of(function.name) if function.secrets is None else function.secrets
 
     async def _spec(self, record: RevisionRecord) -> WorkerSpec:
         # It reads files.

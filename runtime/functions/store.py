@@ -4,6 +4,7 @@
     <state dir>/functions/<name>/<revision>/revision.json    the record of the revision
     <state dir>/functions/<name>/current                     holds the id of the live revision
     <state dir>/functions/<name>/paused                      is there while the owner has paused the function
+    <state dir>/functions/<name>/deleted                     is there while the function's files are removed
     <state dir>/weights/                                     weights that revisions share; see shared_weights.py
     <state dir>/compiled/<name>/                             what compilers made; see worker/compiled_code.py
     <state dir>/prefixes/<name>/                             what its workers computed; see snapshot/computed.py
@@ -11,7 +12,8 @@
 
 A revision is made under `staging`, synced to disk, and then moved to its place by a rename. Only after that
 is `current` replaced, also by a rename. To remove a folder, it is first moved into `staging` by a rename. So
-a reader sees either the complete old revision or the complete new one.
+a reader sees either the complete old revision or the complete new one. A revision of a deleted function whose calls still run
+keeps its code, but not its record.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ _NUMBER = re.compile(r"r?([1-9][0-9]{0,8})")
 _RECORD = "revision.json"
 _CURRENT = "current"
 _PAUSED = "paused"
+_DELETED = "deleted"
 
 
 class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
@@ -166,8 +169,10 @@ class Store:
         for folder in self._functions.glob("*/"):
             for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
                 half_written.unlink()
-            # The gateway crashed during this function's first deploy, before the revision was moved here.
-            if not any(folder.iterdir()):
+            self._discard_deleted(folder)
+            # The gateway crashed during this function's first deploy, before the revision was moved here, or after the
+            # deletion of the function.
+            if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
         for folder in (*self._compiled.glob("*/"), *self._prefixes.glob("*/")):
             unkept = folder.parent == self._compiled and not self._retention.compiled_bytes
@@ -260,7 +265,7 @@ class Store:
         try:
             if (revision := private_files.read(folder / _CURRENT)) is not None:
                 return self._read(name, revision.decode(errors="replace").strip())
-            if folder.is_dir():
+            if any((folder / one / _RECORD).exists() for one in self._revision_ids(name)):
                 self._report(f"function {name} has no live revision: its first deploy was not finished")
         except GatewayError as error:
             self._report(f"function {name} is skipped: {error.message}")
@@ -288,20 +293,65 @@ class Store:
         kept = KeptPrefixes(declared=record.settings.prefixes, folder=folder, limit_bytes=limit_bytes)
         return kept if kept.declared else None
 
-    def delete(self, name: str) -> None:
-        """Remove a function and all its revisions. Raise UnknownFunction if it does not exist."""
-        aside = self._aside(check_name(name))
+    def delete(self, name: str, *, busy: Collection[str] = ()) -> None:
+        """Remove a function and all its revisions. Raise UnknownFunction if it does not exist.
+
+        The revisions in `busy` keep their code until `sweep`, and can be neither listed nor made live.
+        """
+        folder, aside = self._folder(check_name(name)), self._aside(name)
         # Remove the compiled code and the prefixes first. Then a crash in between leaves them to no new function of this
         # name.
         self._discard_computed(name)
         with self._lock:
-            try:
-                self._folder(name).rename(aside)
-            except FileNotFoundError:
-                raise UnknownFunction.named(name) from None
-            sync(self._functions)
+            if not folder.is_dir():
+                raise UnknownFunction.named(name)
+            if busy:
+                self._hide(folder, busy, aside)
+            else:
+                folder.rename(aside)
+                sync(self._functions)
         self._remove(aside)
         self.weights.discard_unused()
+
+    def _hide(self, folder: Path, busy: Collection[str], aside: Path) -> None:
+        """Move everything of a deleted function to `aside`, except the code of its `busy` revisions."""
+        # Until this file is removed, `start` removes the whole folder.
+        private_files.write(folder / _DELETED, b"")
+        aside.mkdir(mode=0o700)
+        for path in folder.iterdir():
+            if path.name in busy:
+                (path / _RECORD).unlink(missing_ok=True)
+                sync(path)
+            elif path.name != _DELETED:
+                path.rename(aside / path.name)
+        sync(folder)
+        (folder / _DELETED).unlink()
+
+    def sweep(self, name: str, *, busy: Collection[str] = ()) -> list[str]:
+        """Remove the code that `delete` has left for calls, except that of the revisions in `busy`. Return the ids."""
+        folder, aside = self._folder(name), self._aside(name)
+        aside.mkdir(mode=0o700)
+        with self._lock:
+            found = [one for one in self._revision_ids(name) if one not in busy]
+            ended = [one for one in found if not (folder / one / _RECORD).exists()]
+            for revision in ended:
+                (folder / revision).rename(aside / revision)
+            # The folder stays if the function has other revisions.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self._remove(aside)
+        if ended:
+            self.weights.discard_unused()
+        return ended
+
+    def _discard_deleted(self, folder: Path) -> None:
+        """Remove what a crash has left of a deleted function, or of its revisions that still ran calls."""
+        if (folder / _DELETED).exists():
+            self._remove(folder)
+            return
+        for revision in self._revision_ids(folder.name) if name_problem(folder.name) is None else ():
+            if not (folder / revision / _RECORD).exists():
+                self._remove(folder / revision)
 
     def revisions(self, name: str) -> list[RevisionRecord]:
         """Return the records of a function's revisions that can be read, the newest first."""

@@ -19,7 +19,14 @@ from pydantic import WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from ..._version import __version__
-from ...errors import MalformedRequest, MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
+from ...errors import (
+    CallEnded,
+    MalformedRequest,
+    MethodNotAllowed,
+    PilotflameError,
+    Unauthorized,
+    UnknownRoute,
+)
 from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
 from ..access.keys import Scope
@@ -120,7 +127,8 @@ def error_reply(
 def retry_headers(error: PilotflameError) -> dict[str, str]:
     """Return headers that tell when to retry, or none if the error's status does not invite a retry."""
     if error.status not in RETRY_AFTER_S:
-        return {}
+        # Some clients repeat a request after any 5xx, unless this header forbids it.
+        return {"x-should-retry": "false"} if isinstance(error, CallEnded) else {}
     wait_s = max(0.001, float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status])))
     return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from ...errors import (
+    CallEnded,
     Cancelled,
     DeadlineExceeded,
     FunctionStopped,
@@ -309,12 +310,12 @@ class JobAttempt:
             await self._finish(outcome)
         elif isinstance(error, (FunctionStopped, RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
-        elif not self.invocation.worker:
+        elif not self.invocation.worker and not isinstance(error, CallEnded):
             # No worker could start. The job is delayed, since a worker may be able to start later.
             await self._requeue(wire, min(MAX_BACKOFF_S, BACKOFF_S * 4.0**self.job.attempts))
         else:
-            # A retiring revision kills workers that do not end in time. The job did not cause this.
-            await self._requeue(wire, counted=not self._revision.retiring)
+            # A call that the gateway has ended counts as an attempt only if it may have had effects.
+            await self._requeue(wire, counted=not (isinstance(error, CallEnded) and error.repeatable))
 
     def _failure(self, error: BaseException, wire: Mapping[str, object]) -> JobOutcome | None:
         """Return the job's outcome for an error of its invocation; None if the job is queued again."""
@@ -322,7 +323,10 @@ class JobAttempt:
             return JobOutcome(JobState.CANCELLED, error=wire)
         if isinstance(error, DeadlineExceeded):
             return JobOutcome(JobState.TIMED_OUT, error=wire, logs=self._logs())
-        if isinstance(error, (RevisionRetired, GatewayError, WorkerDied)) or not self.invocation.worker:
+        if (
+            isinstance(error, (RevisionRetired, GatewayError, WorkerDied, CallEnded))
+            or not self.invocation.worker
+        ):
             return None
         return JobOutcome(JobState.FAILED, error=wire, logs=self._logs())
 

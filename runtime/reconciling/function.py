@@ -37,6 +37,9 @@ class Function:
     prewarms: Prewarms = field(init=False)
     barred: str = ""
     """Why a policy does not allow it to run; "" if it does."""
+    secrets: dict[str, str] | None = None
+    """The secrets at its deletion, for the revisions that still drain; None before the deletion. A new function of the same
+    name has its own secrets."""
     paused: bool = False
     """True if the owner has paused it. Then it holds no process, and event sources leave their messages in the queue."""
 

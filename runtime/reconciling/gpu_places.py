@@ -345,7 +345,8 @@ def node_processes(
     for replica in replicas:
         used_s = replica.idle_since_s if replica.activation.ready_s else -math.inf
         place = of.get(replica)
-        yield _process(replica, _STATES[replica.state], place, len(replica.outstanding.calls), used_s)
+        calls = 0 if replica.relieved else len(replica.outstanding.calls)
+        yield _process(replica, _STATES[replica.state], place, calls, used_s)
         if place is not None:
             del left[place]
     for number, place in enumerate(forking):

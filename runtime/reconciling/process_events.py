@@ -260,7 +260,7 @@ def describe_end(
     words = logs.last_words(replica.name, LAST_WORDS)
     said = f"; its last words: {words}" if words else "; it printed nothing"
     # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision.
-    expected = replica.reported_failure or (replica.left and retiring)
+    expected = replica.reported_failure or (replica.left and (retiring or replica.relieved))
     ids = [invocation.id for invocation in started]
     ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
     return WorkerEnd(

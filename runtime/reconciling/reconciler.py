@@ -110,11 +110,12 @@ class Reconciler:
     """The revisions of a node, their rows, and the limits that they share."""
 
     def __init__(
-        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None
+        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None,
+        drain_s: float = math.inf,
     ) -> None:  # fmt: skip
         """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
-        functions. None means no limit."""
-        self.gpus, self._most, self._of_owner = gpus, most, of_owner
+        functions. None means no limit. Callers wait for `drain_s` for the places of replaced revisions."""
+        self.gpus, self._most, self._of_owner, self.drain_s = gpus, most, of_owner, drain_s
         self._loop = asyncio.get_running_loop()
         self._members: dict[str, Member] = {}
         # Revisions that retire: they get no more looks, but their processes count until they have ended.
@@ -324,13 +325,14 @@ class Reconciler:
 
     def _limits(self, members: list[Member]) -> Limits:
         owners = {owner: self._of_owner(owner) for owner in {one.owner for one in members}}
-        return Limits(self._most, {owner: most for owner, most in owners.items() if most is not None})
+        known = {owner: most for owner, most in owners.items() if most is not None}
+        return Limits(self._most, known, self.drain_s)
 
     def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
         changed = list[Member]()
         # First stop and park the workers that make room for other workers.
         for one in members:
-            if (grant := allocation.grants.get(one.key)) is not None and (grant.stop or grant.park):
+            if (grant := allocation.grants.get(one.key)) and (grant.stop or grant.park or grant.end):
                 one.carry_out(grant._replace(start=(), wake=()), one.decide(now_s)[1])
                 changed.append(one)
                 if (short := self._short.get(one)) is not None and short.since_s < math.inf:
@@ -339,7 +341,7 @@ class Reconciler:
         for one in members:
             grant = allocation.grants.get(one.key, Grant())
             if grant.start or grant.wake:
-                one.carry_out(grant._replace(stop=(), park=()), one.decide(now_s)[1])
+                one.carry_out(grant._replace(stop=(), park=(), end=()), one.decide(now_s)[1])
                 changed.append(one)
             if one in self._short:
                 self._learn(one, grant, now_s)

@@ -5,8 +5,6 @@ The reconciler (reconciler.py) decides when these steps are taken.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import math
 import time
@@ -28,6 +26,7 @@ from ..scaling.revision_state import Phase, RevisionState
 from ..scaling.scale_spec import ScaleSpec
 from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
+from ..serving.call_ends import CallEnd, replaced
 from ..serving.deadlines import activation_timeout
 from ..serving.dispatcher import Policy, Refusal
 from ..serving.invocation import Invocation
@@ -41,6 +40,7 @@ from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .demand import Demand
+from .drain import MIN_TEARDOWN_S, Drain
 from .function import Function
 from .gpu_places import node_processes
 from .idle_ladder import Stand
@@ -49,15 +49,14 @@ from .pool import STOP_TIMEOUT_S, Pool
 from .prewarms import HOLD_S, WarmHold, signal_of
 from .process_events import ProcessEvents
 
-# At the retirement of a revision, workers have at least this time for their `teardown`, even if their invocations have
-# used up the timeout of `retire`. If that timeout is shorter than this time, workers have the timeout.
-MIN_TEARDOWN_S = 2.0
 # For invocations that are about to come, workers are held for this time.
 EXPECTED_S = 10.0
 # The plan's prewarm holds a worker for this time.
 PREDICTED_S = 1.0
 # The signals for which other functions make room. They also make room for callers.
 URGENT = ("refused", "warmup")
+# The drain of a revision has no limit of its own, so it must not depend on the last event alone: this often, it is looked at.
+DRAIN_LOOK_S = 10.0
 # A deploy fails if its first worker is not ready after this time.
 FIRST_START_TIMEOUT_S = 900.0
 _NUMBERS = itertools.count()
@@ -113,7 +112,7 @@ class RevisionWorkers:
         self._stand = Stand()
         self._rollover = 0
         self._barred = ""
-        self._empty = asyncio.Event()
+        self.drain = Drain()
         node.reconciler.join(self)
         function.account.attach(self)
         self._bar()
@@ -266,7 +265,8 @@ class RevisionWorkers:
         if zygote.relaunch_at_s <= now_s:
             zygote.relaunch()
         count_at_s = ladder.count_followers(now_s) if ladder.drives(self) else math.inf
-        return min(stand.again_s, follow_at_s, count_at_s, account.due_s, zygote.relaunch_at_s)
+        drains_s = now_s + DRAIN_LOOK_S if self.phase is Phase.RETIRING else math.inf
+        return min(stand.again_s, follow_at_s, count_at_s, account.due_s, zygote.relaunch_at_s, drains_s)
 
     def _follow_idling(self, now_s: float) -> float:
         """Tell the ladder whether there is work. Return when to tell it again."""
@@ -297,8 +297,21 @@ class RevisionWorkers:
         breaker = self.breaker
         return RevisionState(
             self.phase, self._rollover, self.function.stopped, breaker.failures,
-            breaker.backoff_until_s, open=breaker.open(now_s), unexplained=self.events.unexplained > 0,
+            breaker.backoff_until_s, open=breaker.open(now_s), begun=self._has_begun(), unexplained=self.events.unexplained > 0,
         )  # fmt: skip
+
+    def _has_begun(self) -> bool:
+        """Return True if the revision retires, and no accepted invocation waits for its start."""
+        if self.phase is not Phase.RETIRING or len(self.revision.dispatcher.queue):
+            return False
+        return all(one.outstanding.running() >= one.outstanding.calls.keys() for one in self.replicas)
+
+    @property
+    def unfinished(self) -> bool:
+        """True if accepted invocations have not ended."""
+        dispatcher = self.revision.dispatcher
+        waiting = len(dispatcher.queue) or dispatcher.aside or self.events.unrecovered
+        return bool(waiting or self.replicas.in_flight)
 
     def _scale_spec(self) -> ScaleSpec:
         """Return the owner's limits, with the concurrency of the ready workers if that is higher."""
@@ -355,9 +368,9 @@ class RevisionWorkers:
         busy = sorted((one for one in replicas.ready if one.load), key=lambda one: one.load)
         self.pool.stop([*replicas.parked, *replicas.idle, *busy][:workers])
         if self.phase is not Phase.PROVEN:
-            self.note(
-                "stop", self.function.stopped or "idle", seen, workers=workers, recent=seen.recent.workers
-            )
+            retired = "retired" if self.phase is Phase.RETIRING else "idle"
+            cause = self.function.stopped or retired
+            self.note("stop", cause, seen, workers=workers, recent=seen.recent.workers)
 
     def park(self, workers: int) -> None:
         """Park this number of idle workers, the longest idle first."""
@@ -369,9 +382,8 @@ class RevisionWorkers:
             self._hold_rung()
         self.function.prewarms.settle()
         self.note_load(now_s)
-        unfinished = seen.unfinished or self.revision.dispatcher.aside or self.events.unrecovered
-        if self.phase is Phase.RETIRING and not unfinished:
-            self._empty.set()
+        if self.phase is Phase.RETIRING and not self.unfinished:
+            self.drain.note_empty()
 
     def keeps_zygote(self) -> bool:
         # A deploy is about to fork its first worker.
@@ -457,7 +469,7 @@ class RevisionWorkers:
         processes = tuple(node_processes(replicas, self.pool.forking, places))
         return RevisionClaim(
             self.key, self.spec.function, self.owner, wants, row.awake, row.held, processes, self.gpu_need,
-            waiting_since_s, first_s, self._cost,
+            waiting_since_s, first_s, self._cost, self.phase is Phase.RETIRING,
         )  # fmt: skip
 
     def _cost(self, freed_bytes: float) -> float:
@@ -474,11 +486,23 @@ class RevisionWorkers:
                 self.note("stop", cause, seen, workers=1)
             else:
                 self.pool.zygote.end_standby()
+        if ended := [key for key in grant.end if isinstance(key, Replica)]:
+            calls = self._relieve(
+                ended, replaced(self.spec.function, self.node.reconciler.drain_s), MIN_TEARDOWN_S
+            )
+            self.note("end", "replaced", seen, workers=len(ended), calls=calls)
         self.pool.park([key for key in grant.park if isinstance(key, Replica)], given=True)
         wakes = [key for key in grant.wake if isinstance(key, Replica)]
         self._sent(self.pool.wake(wakes, len(wakes)), seen.queued)
         if grant.start:
             self.start(len(grant.start), self.row, seen, grant.start)
+
+    def _relieve(self, replicas: Sequence[Replica], end: CallEnd, teardown_s: float) -> int:
+        """End workers and their invocations. Return the number of the invocations."""
+        calls = sum(self.revision.dispatcher.end_started(replica, end) for replica in replicas)
+        for replica in replicas:
+            replica.relieve(teardown_s)
+        return calls
 
     def renew_standby(self) -> bool:
         return self.pool.zygote.end_standby()
@@ -571,23 +595,28 @@ class RevisionWorkers:
         self.phase, self._rollover = Phase.LIVE, 0
         self.look()
 
-    async def retire(self, timeout_s: float) -> None:
-        """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
-        started_s = time.monotonic()
+    async def retire(self, timeout_s: float | None = None) -> None:
+        """Run the accepted invocations to their deadlines, and end the processes.
+
+        Fail the invocations that have not ended in time, if there is a `timeout_s` or the gateway ends (see `Drain`).
+        """
         self.phase = Phase.RETIRING
+        if timeout_s is not None:
+            self.drain.limit(timeout_s)
         self.revision.retire()
         self.events.starts.refuse(self.revision.dispatcher.retired())
         self.function.ladder.release(self)
+        self.pool.zygote.stop_standbys()
         self.look()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
+        await self.drain.wait()
         # From now on, invocations that exiting workers give back fail: no worker would run them.
-        self.revision.dispatcher.close()
+        self.revision.dispatcher.close(self.drain.end)
         self.node.reconciler.leave(self)
-        left_s = timeout_s - (time.monotonic() - started_s)
+        if self.drain.end is not None and (busy := [one for one in self.replicas if one.outstanding.calls]):
+            calls = self._relieve(busy, self.drain.end, self.drain.teardown_s)
+            self.function.decisions.note("end", "shutdown", workers=len(busy), calls=calls)
         try:
-            await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+            await self.pool.close(self.drain.teardown_s)
             await self.events.wait_told(STOP_TIMEOUT_S)
         finally:
             self.node.reconciler.forget(self)

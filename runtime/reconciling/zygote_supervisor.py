@@ -262,7 +262,8 @@ class ZygoteSupervisor:
             self._forking_standby = False
             if self._places is not None and place is not None:
                 self._places.bind(place, child)
-        if self._closed or self.standby is not None or source is not self._source:
+        unwanted = self._closed or not self._with_standby or self.standby is not None
+        if unwanted or source is not self._source:
             child.link.close()
             return
         self.standby, self.standby_primed, self._place = child, False, place
@@ -281,6 +282,11 @@ class ZygoteSupervisor:
         if self.standby is child:
             self.standby = None
             self._on_change()
+
+    def stop_standbys(self) -> None:
+        """End the standby, and fork no other: few or no workers will start."""
+        self._with_standby = False
+        self.end_standby()
 
     def end_standby(self) -> bool:
         """End the standby, and fork another later: workers need its GPU memory, or it had no GPU memory to rehearse.

@@ -29,6 +29,7 @@ from .claims import (
     WorkerTier,
 )
 from .placement import Gpu, GpuNeed, Holding, candidates
+from .replaced import Replaced
 
 # A worker that had a call within this time counts as a worker that callers need.
 LATELY_S = 1.0
@@ -48,11 +49,30 @@ def allocate(
     The result is idempotent: after it was applied, a second call at the same time returns nothing to do. The keys of
     the claims must differ. The order of the claims is irrelevant.
     """
-    revisions = [_Revision(claim, now_s) for claim in claims if claim.processes or claim.wants]
-    _Sharing(revisions, limits, gpus).share()
+    present = [claim for claim in claims if claim.processes or claim.wants]
+    revisions = _shared(present, limits, gpus, now_s)
     grants = {one.claim.key: one.grant for one in revisions if one.grant is not NO_GRANT}
-    again_s = min((one.due_s for one in revisions), default=math.inf)
-    return Allocation(grants, again_s if any(one.refused for one in revisions) else math.inf)
+    again_s = (
+        min((one.due_s for one in revisions), default=math.inf)
+        if any(one.refused for one in revisions)
+        else math.inf
+    )
+    replaced = Replaced(present, grants)
+    for function, due_s in replaced.waited_for(limits.drain_s):
+        if due_s > now_s:
+            again_s = min(again_s, due_s)
+            continue
+        without = _shared(replaced.without_old_calls(function), limits, gpus, now_s)
+        replaced.end(function, {one.claim.key: one.grant for one in without})
+    return Allocation(grants, again_s)
+
+
+def _shared(
+    claims: Iterable[RevisionClaim], limits: Limits, gpus: Sequence[Gpu], now_s: float
+) -> list[_Revision]:
+    revisions = [_Revision(claim, now_s) for claim in claims]
+    _Sharing(revisions, limits, gpus).share()
+    return revisions
 
 
 _Order: TypeAlias = tuple[int, int, int, int, float, float, str]
@@ -141,7 +161,7 @@ class _Revision:
         """Add steps to the grant. If the grant already names a limit, that limit stays."""
         had = self.grant
         self.grant = Grant(
-            had.start + start, had.wake + wake, had.park + park, had.stop + stop, had.limit or limit
+            had.start + start, had.wake + wake, had.park + park, had.stop + stop, limit=had.limit or limit
         )
 
     def next_order(self) -> _Order | None:

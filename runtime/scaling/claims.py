@@ -93,6 +93,8 @@ class RevisionClaim(NamedTuple):
     """The time since which it has a ready worker; infinity without one."""
     cost: Callable[[float], float] = lambda _freed_bytes: 0.0
     """Takes the number of bytes that an idle worker would free. Returns the callers' loss per byte (eviction.py)."""
+    retiring: bool = False
+    """True if the revision was replaced, and only runs the invocations that it has accepted."""
 
 
 class Limits(NamedTuple):
@@ -102,6 +104,8 @@ class Limits(NamedTuple):
     """The limit of the node (`max_workers`); None for no limit."""
     owners: Mapping[str, int] = {}
     """By owner, the limit for all functions of that owner together. An owner without a limit is left out."""
+    drain_s: float = math.inf
+    """The time for which callers of a function wait for the places of its replaced revisions, before these end."""
 
 
 class ReachedLimit(NamedTuple):
@@ -121,6 +125,8 @@ class Grant(NamedTuple):
     park: tuple[Hashable, ...] = ()
     stop: tuple[Hashable, ...] = ()
     """Workers and standbys that end to make room. Busy workers finish their calls first."""
+    end: tuple[Hashable, ...] = ()
+    """Workers of a replaced revision that end although they have calls."""
     limit: ReachedLimit | None = None
     """The limit that makes workers park or stop, or keeps missing workers from starting."""
 

@@ -32,7 +32,9 @@ class Phase(StrEnum):
     """
     LIVE = "live"
     RETIRING = "retiring"
-    """The revision runs the accepted invocations, and accepts no more."""
+    """The revision runs the accepted invocations, and accepts no more. Its workers do not count in the `scale.max` of the
+    function, but in all limits that revisions share.
+    """
 
 
 class RevisionState(NamedTuple):
@@ -49,6 +51,8 @@ class RevisionState(NamedTuple):
     """After failed starts, only waiting callers cause a start before this time."""
     open: bool = False
     """True if so many starts have failed that before the end of the backoff not even callers cause a start."""
+    begun: bool = False
+    """True if the revision retires and all its accepted invocations have begun. Then its workers drain."""
     unexplained: bool = False
     """True after a failed start, until the fetcher or the parent of the process has reported the cause."""
 
@@ -70,8 +74,9 @@ def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Ite
     if state.phase is Phase.PROVEN:
         yield Cap("proven", frozenset({Rank.KEEP}), held=0)
     if state.phase is Phase.RETIRING:
-        # A retiring revision still runs the invocations of its own queue.
-        yield Cap("retired", EVERY - {Rank.LOAD}, held=0)
+        # A retiring revision still runs the invocations of its own queue. Workers that drain leave the places that they
+        # had among the ready workers to the new revision.
+        yield Cap("retired", EVERY if state.begun else EVERY - {Rank.LOAD}, held=0)
     if state.stopped:
         yield Cap(state.stopped, PROVEN, held=0)
     if state.backoff_until_s > now_s:

@@ -7,9 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from ...errors import (
+    CallEnded,
     DeadlineExceeded,
     FunctionStopped,
     OutOfMemory,
@@ -29,6 +31,7 @@ from ..settings.function_settings import FunctionSettings
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.timeline import WorkerTiming
 from . import deadlines
+from .call_ends import CallEnd
 from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
@@ -93,7 +96,8 @@ class Dispatcher:
         """The mean time of an activation; 0 until one is known."""
         self.given_up = 0
         """The number of invocations that have failed because their time was over before a worker had started."""
-        self._closed = False
+        # Set by `close`: returns the error of the invocations that no worker will run.
+        self._closed: Callable[[], PilotflameError] | None = None
         # The limit, shared with other functions, that keeps workers from starting; None without such a limit.
         self._limit: ReachedLimit | None = None
         self._refusal: Refusal | None = None
@@ -124,10 +128,13 @@ class Dispatcher:
     def _refused(self) -> PilotflameError | None:
         return None if self._refusal is None else self._refusal()
 
-    def close(self) -> None:
-        """Stop sending. Fail the waiting invocations, and later the invocations that exiting workers give back."""
-        self._closed = True
-        self.fail_queued(self.retired())
+    def close(self, end: CallEnd | None = None) -> None:
+        """Stop sending. Fail the waiting invocations, and later the invocations that exiting workers give back.
+
+        They fail with an error of `end`, or with RevisionRetired.
+        """
+        self._closed = self.retired if end is None else partial(end, True)
+        self.fail_queued(self._closed())
         if self._batch_timer is not None:
             self._batch_timer.cancel()
         self._deadlines.close()
@@ -203,8 +210,8 @@ class Dispatcher:
             self._deadlines.cancel(invocation)
             return
         invocation.mark_requeued()
-        if self._closed:
-            self._fail(invocation, self.retired())
+        if self._closed is not None:
+            self._fail(invocation, self._closed())
             return
         if self._fails_queued and (error := self._refused()) is not None:
             self._fail(invocation, error)
@@ -294,6 +301,15 @@ class Dispatcher:
             self.queue.remove(invocation)
             self._fail(invocation, error)
 
+    def end_started(self, replica: Replica, end: CallEnd) -> int:
+        """Fail the invocations that a worker has begun, because the gateway ends the worker. Return their number."""
+        calls = [replica.outstanding.calls[channel] for channel in replica.outstanding.running()]
+        waited_for = [invocation for invocation in calls if not invocation.ended]
+        for invocation in waited_for:
+            self._fail(invocation, end(self._policy.settings.idempotent))
+            replica.cancel(invocation)
+        return len(waited_for)
+
     def _fail(self, invocation: Invocation, error: PilotflameError) -> None:
         self._deadlines.cancel(invocation)
         self._end(invocation, error)
@@ -307,7 +323,8 @@ class Dispatcher:
         if not timeline.completed_s:
             timeline.mark_responded(time.monotonic())
         invocation.end(outcome)
-        if invocation.patient and isinstance(error, (RevisionRetired, FunctionStopped)):
+        repeatable = isinstance(error, CallEnded) and error.repeatable
+        if invocation.patient and (repeatable or isinstance(error, (RevisionRetired, FunctionStopped))):
             # The job of the invocation goes back to the queue of jobs, and this attempt does not count.
             return
         output = outcome if isinstance(outcome, Output) else None

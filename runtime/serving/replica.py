@@ -99,6 +99,8 @@ class Replica:
         """The latency curve that the worker measured before it was ready."""
         self.left = False
         """True if the worker drained before its end, so that the end was expected."""
+        self.relieved = False
+        """True once the gateway has ended its running invocations to end it soon."""
         self.parks = 0
         """The number of PARK frames that were sent to it."""
         self._parked_since_s = self._past_parked_s = 0.0
@@ -273,6 +275,11 @@ class Replica:
             self.tell_leaving()
             if kill_after_s is not None:
                 self.child.kill_after(kill_after_s)
+
+    def relieve(self, kill_after_s: float) -> None:
+        """End the worker, whose invocations the gateway has ended. Its `teardown` has `kill_after_s`."""
+        self.relieved = True
+        self.drain(kill_after_s)
 
     def cancel_start(self) -> None:
         """End a worker that is not ready yet. It has no invocations."""

@@ -167,7 +167,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Most bytes of jobs' inputs and results in the state folder, which API keys share; by default half of the"
         " space that is free at the start.",
     )
-    drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
+    drain_s: Seconds = Field(
+        30.0,
+        description="Seconds that started invocations get at shutdown, and for which calls wait for the place of a replaced revision.",
+    )
     lame_duck_s: Seconds | None = Field(
         None,
         description="Seconds after SIGTERM for which new requests are still served, before the shutdown begins, while"

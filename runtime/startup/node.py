@@ -79,7 +79,7 @@ async def open_node(
         state.store, state.folder / "environments", launcher, tasks, fetcher, state.secrets,
         FunctionEvents(logged=state.logs.logged), state.logs, settings,
         await FunctionHistories.open(state.folder / "habits", tasks, ledger.account),
-        Reconciler(GpuPlaces(gpus, driver), settings.max_workers, state.keyring.max_workers),
+        Reconciler(GpuPlaces(gpus, driver), settings.max_workers, state.keyring.max_workers, settings.drain_s),
         Dialects(load(DIALECTS, settings.plugins).values()), _deploy_policies(settings, state.keyring),
     )  # fmt: skip
     stack.callback(functions.close_threads)

@@ -79,7 +79,8 @@ _CAUSES = {
     "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
     "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
     "owner_limit": "the functions of its owner may have no more", "gpus": "the GPUs have no room",
-    "paused": "its owner has paused it",
+    "paused": "its owner has paused it", "retired": "its revision was replaced or deleted",
+    "replaced": "other calls had waited for its place since its revision was replaced", "shutdown": "the gateway shut down",
 }  # fmt: skip
 _BUDGET = {"within": "is not used up", "warned": "is nearly used up", "exhausted": "is used up"}
 # Phrases for causes that begin with a kind of signal. The rest of the cause identifies the signal and replaces {}.
@@ -168,6 +169,12 @@ def _stopped(decision: DecisionRecord, left: dict[str, float]) -> str:
     return ": ".join([said, ", ".join(facts + _state(left))]).removesuffix(": ")
 
 
+def _ended(decision: DecisionRecord, left: dict[str, float]) -> str:
+    workers, calls = _count(left.pop("workers", 1), "worker"), _count(left.pop("calls", 0), "running call")
+    state = ", ".join(_state(left))
+    return f"ended {workers} with {calls}, {_reason(decision.cause)}{state and f': {state}'}"
+
+
 def _parked(decision: DecisionRecord, left: dict[str, float]) -> str:
     freed = left.pop("freed_bytes", 0.0)
     cause = f", {_reason(decision.cause)}" if decision.cause != "idle" else ""
@@ -250,5 +257,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
-    "park": _parked, "wake": _woken, "pause": _paused, "resume": _resumed,
+    "end": _ended, "park": _parked, "wake": _woken, "pause": _paused, "resume": _resumed,
 }  # fmt: skip

@@ -173,7 +173,7 @@ async def test_a_drain_ends_in_time(state, gate: Gate):
         assert gateway.process is not None
         gateway.process.terminate()
         for response in await asyncio.gather(*calls):
-            assert failure(response)["type"] in ("worker_died", "revision_retired")
+            assert failure(response)["type"] == "shutting_down"
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
 

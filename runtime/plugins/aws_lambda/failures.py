@@ -18,14 +18,15 @@ from ...http.responses import Response, retry_headers
 from ..amazon.event_stream import MessageStream, message
 
 # The errors of the function. They are sent with status 200 and the header X-Amz-Function-Error. Every other error, and
-# RevisionRetired (see `LambdaApi._ended`), is an error of the request or of the gateway and keeps its own status.
+# RevisionRetired (see `is_of_function`), is an error of the request or of the gateway and keeps its own status. AWS's
+# clients repeat requests that failed, so a CallEnded fails the request only if it is repeatable.
 FUNCTION_ERRORS = (
     errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
     errors.DeadlineExceeded, errors.ActivationFailed,
 )  # fmt: skip
 ERROR_TYPES = (
     (errors.DeadlineExceeded, "Sandbox.Timedout"),
-    (errors.WorkerDied, "Runtime.ExitError"),
+    ((errors.WorkerDied, errors.CallEnded), "Runtime.ExitError"),
     (errors.ActivationFailed, "Runtime.InitError"),
     (errors.OutputInvalid, "Runtime.MarshalError"),
 )
@@ -47,6 +48,13 @@ class LambdaError(TypedDict):
 
     Type: Literal["User", "Service"]
     Message: str
+
+
+def is_of_function(error: PilotflameError) -> bool:
+    """Return True if an error is sent as the output of the function."""
+    if isinstance(error, errors.CallEnded):
+        return not error.repeatable
+    return isinstance(error, FUNCTION_ERRORS) and not isinstance(error, errors.RevisionRetired)
 
 
 def aws_error(error: PilotflameError, request_id: str) -> Response:

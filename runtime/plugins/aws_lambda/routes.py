@@ -17,7 +17,6 @@ from ....errors import (
     CrashLoop,
     DeadlineExceeded,
     PilotflameError,
-    RevisionRetired,
 )
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
@@ -32,7 +31,7 @@ from ...http.routes import Route, header
 from ...serving.invocation import Invocation, Output
 from ...telemetry.logs import Capture
 from ..amazon.event_stream import EVENT_STREAM_TYPE
-from .failures import FUNCTION_ERRORS, LambdaError, ResponseStream, aws_error, function_error
+from .failures import LambdaError, ResponseStream, aws_error, function_error, is_of_function
 from .functions import BASE, NAME, QUALIFIER, FunctionsApi, find_live, version_of
 
 TAIL_BYTES = 4096
@@ -190,17 +189,14 @@ class LambdaApi(ApiPlugin):
         return live, qualifier, invocation
 
     async def _ended(self, live: Live, invocation: Invocation) -> Output | PilotflameError:
-        """Wait for the invocation's end. Return the output or one of FUNCTION_ERRORS; raise all other errors.
-
-        RevisionRetired is also raised. It means that the revision was replaced, not that the function failed.
-        """
+        """Wait for the invocation's end. Return the output or an error of the function; raise all other errors."""
         try:
             answer = await collected(invocation)
         except PilotflameError as error:
             if not invocation.ended:
                 # `collected` has raised OutputInvalid, because the output is too large.
                 live.revision.cancel(invocation, error)
-            if isinstance(error, RevisionRetired) or not isinstance(error, FUNCTION_ERRORS):
+            if not is_of_function(error):
                 raise
             return error
         finally:

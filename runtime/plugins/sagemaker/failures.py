@@ -18,7 +18,9 @@ MODEL_ERRORS = (
     errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
     errors.DeadlineExceeded, errors.ActivationFailed,
 )  # fmt: skip
-"""The errors of the function. RevisionRetired and FunctionStopped say nothing about its code."""
+"""The errors of the function. RevisionRetired and FunctionStopped say nothing about its code. A CallEnded is not repeated by
+clients as a ModelError, and is repeated as another error.
+"""
 _NOT_OF_THE_MODEL = (errors.RevisionRetired, errors.FunctionStopped)
 _NAMES: tuple[tuple[Any, str, int], ...] = (
     (errors.Unauthorized, "UnrecognizedClientException", 403),
@@ -49,7 +51,8 @@ def sagemaker_error(error: PilotflameError, request_id: str) -> Response:
 
 def _kind(error: PilotflameError) -> tuple[str, int]:
     """Return the name of an error, and its status."""
-    if isinstance(error, MODEL_ERRORS) and not isinstance(error, _NOT_OF_THE_MODEL):
+    lost = isinstance(error, errors.CallEnded) and not error.repeatable
+    if lost or (isinstance(error, MODEL_ERRORS) and not isinstance(error, _NOT_OF_THE_MODEL)):
         return "ModelError", 424
     for kind, name, status in _NAMES:
         if isinstance(error, kind):

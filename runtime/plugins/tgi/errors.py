@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from typing_extensions import TypedDict
 
-from ....errors import OutputInvalid, PilotflameError, WorkerDied
+from ....errors import CallEnded, OutputInvalid, PilotflameError, WorkerDied
 from ...http.responses import Response, error_reply
 
 
@@ -31,7 +31,8 @@ def tgi_error_reply(error: PilotflameError, request_id: str) -> Response:
 
 def _kind(error: PilotflameError) -> tuple[str, int]:
     """Return TGI's type of an error, and its status."""
-    if isinstance(error, WorkerDied | OutputInvalid):
+    lost = isinstance(error, CallEnded) and not error.repeatable
+    if lost or isinstance(error, WorkerDied | OutputInvalid):
         return "incomplete_generation", 500
     if error.status in (429, 503):
         return "overloaded", 429

@@ -181,7 +181,11 @@ async def test_a_delete_finishes_accepted_invocations(gateway, deploy, gate: Gat
     assert (await deleting).status_code == 200
     for pid in (worker, *zygotes):
         await gone(pid)
-    assert not (gateway.state / "functions" / function.name).exists()
+
+    async def removed() -> bool:
+        return not (gateway.state / "functions" / function.name).exists()
+
+    await until(removed, "the end of its files")
 
 
 async def test_a_restart_brings_functions_back_at_zero(state):

@@ -556,6 +556,42 @@ def test_a_crash_in_a_delete_leaves_all_or_nothing(tmp_path: Path) -> None:
     assert crashes(tmp_path, lambda store: store.delete("tone"), check, before=2) > 3
 
 
+def test_a_crash_in_a_delete_beside_running_calls_leaves_all_or_nothing(tmp_path: Path) -> None:
+    """After a restart no call runs, so no revision keeps its code."""
+
+    def check(store: Store, crashed: bool) -> None:
+        assert len(revisions(store, "tone")) in ((2, 0) if crashed else (0,))
+        assert (store.current("tone") is None) == (revisions(store, "tone") == [])
+        if store.current("tone") is None:
+            assert store._revision_ids("tone") == []
+
+    def work(store: Store) -> None:
+        (busy,) = [record.revision for record in revisions(store, "tone") if record.number == 2]
+        store.delete("tone", busy=[busy])
+
+    assert crashes(tmp_path, work, check, before=2) > 5
+
+
+def test_a_deleted_revision_keeps_its_code_for_its_calls_alone(store: Store, tmp_path: Path) -> None:
+    _, busy = deploy(store), deploy(store)
+    store.pause("tone", paused=True)
+    store.delete("tone", busy=[busy.revision])
+    folder = tmp_path / "functions" / "tone"
+    assert [path.name for path in folder.iterdir()] == [busy.revision]
+    assert [path.name for path in (folder / busy.revision).iterdir()] == ["code"]
+    assert (store.functions(), store.paused(), store.environments()) == ({}, set(), set())
+    new = deploy(store, content="new")
+    assert new.number == 3
+    assert [record.revision for record in store.revisions("tone")] == [new.revision]
+    with pytest.raises(UnknownRevision):
+        store.find(new, busy.revision)
+    store.prune("tone", 1, busy=[busy.revision])
+    assert (folder / busy.revision).is_dir()
+    assert store.sweep("tone") == [busy.revision]
+    assert store.sweep("tone") == []
+    assert [record.revision for record in store.revisions("tone")] == [new.revision]
+
+
 def test_a_crash_in_a_prune_leaves_whole_revisions(tmp_path: Path) -> None:
     def check(store: Store, crashed: bool) -> None:
         numbers = [record.number for record in revisions(store, "tone")]

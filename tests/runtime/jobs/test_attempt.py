@@ -250,12 +250,23 @@ async def test_an_invocation_that_returns_from_a_worker_waits_until_hold_until(d
     assert (await back.output).payload == b"1"
 
 
-async def test_a_shutdown_during_a_job_costs_no_attempt(state, gate: Gate):
+async def test_a_shutdown_during_a_job_of_an_idempotent_function_costs_no_attempt(state, gate: Gate):
     async with gateway_here(state, drain_s=0.0) as gateway:
-        function = await gateway.deploy(WAITS, {"attempts": 1}, gate=gate)
+        function = await gateway.deploy(WAITS, {"attempts": 1, "idempotent": True}, gate=gate)
         job = await run(function, 4)
         await gate.next("at work")
         await seen(function, job, lambda found: found["status"] == "IN_PROGRESS")
     gate.open()
     async with gateway_here(state) as gateway:
         assert (await ended(gateway.function(function.name), job))["output"] == 4
+
+
+async def test_a_shutdown_during_the_last_attempt_of_a_job_fails_it_by_name(state, gate: Gate):
+    async with gateway_here(state, drain_s=0.0) as gateway:
+        function = await gateway.deploy(WAITS, {"attempts": 1}, gate=gate)
+        job = await run(function, 4)
+        await gate.next("at work")
+        await seen(function, job, lambda found: found["status"] == "IN_PROGRESS")
+    async with gateway_here(state) as gateway:
+        found = await ended(gateway.function(function.name), job)
+        assert (found["status"], found["errorDetails"]["type"]) == ("FAILED", "shutting_down")

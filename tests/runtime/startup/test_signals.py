@@ -205,7 +205,6 @@ async def test_sighup_means_the_same_with_tls(state: Path, gate: Gate, tmp_path:
             assert await call == 1
 
 
-@pytest.mark.xfail(strict=True, reason="calls that the gateway ends have no name")
 async def test_calls_beyond_drain_s_end_by_name(state: Path, gate: Gate):
     async with gateway_process(state, drain_s=0.3) as gateway:
         assert gateway.process is not None

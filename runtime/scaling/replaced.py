@@ -1,0 +1,79 @@
+"""Ends calls of replaced revisions for which other callers of the function have waited too long. It does no I/O and reads no clock.
+
+A replaced revision runs the invocations that it has accepted, and its workers count against all limits. Where old and new
+workers do not fit, the callers of the function wait for the old workers. Once they have waited for `drain_s`, as many old
+workers end as then let another worker start, the least busy first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from .claims import NO_GRANT, Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
+
+
+class Replaced:
+    """The claims of all revisions, as the functions that are being replaced see them."""
+
+    def __init__(self, claims: Sequence[RevisionClaim], grants: dict[str, Grant]) -> None:
+        """`end` adds the workers that end to `grants`, the grants by the keys of the claims."""
+        self._claims, self._grants = claims, grants
+
+    def waited_for(self, drain_s: float) -> Iterator[tuple[str, float]]:
+        """Yield each function whose callers wait for the place of an old worker, and the time at which that worker may end."""
+        since_s = dict[str, float]()
+        for claim in self._claims:
+            waits = (
+                claim.waiting_since_s < math.inf and self._grants.get(claim.key, NO_GRANT).limit is not None
+            )
+            if waits and not claim.retiring and not _proves(claim):
+                since_s[claim.function] = min(since_s.get(claim.function, math.inf), claim.waiting_since_s)
+        for function, at_s in since_s.items():
+            if any(process.calls for _, process in self._old(function)):
+                yield function, at_s + drain_s
+
+    def _old(self, function: str) -> Iterator[tuple[RevisionClaim, NodeProcess]]:
+        """Yield the workers of replaced revisions, and the workers that have drained for the proof of a deploy."""
+        own = [claim for claim in self._claims if claim.function == function]
+        proving = any(_proves(claim) for claim in own)
+        for claim in own:
+            for process in claim.processes:
+                displaced = proving and not _proves(claim) and process.state is ProcessState.DRAINING
+                if claim.retiring or displaced:
+                    yield claim, process
+
+    def without_old_calls(self, function: str) -> list[RevisionClaim]:
+        """Return the claims as they would be without the old workers that have calls."""
+        busy = {(claim.key, process.key) for claim, process in self._old(function) if process.calls}
+        return [
+            claim._replace(
+                processes=tuple(one for one in claim.processes if (claim.key, one.key) not in busy)
+            )
+            for claim in self._claims
+        ]
+
+    def end(self, function: str, without: Mapping[str, Grant]) -> None:
+        """End as many old workers as would let the function start more workers. `without` are the grants without old calls."""
+        old = list(self._old(function))
+        # A worker that ends already gives its place back, too.
+        leaving = sum(not process.calls for _, process in old if process.state is ProcessState.DRAINING)
+        gained = self._started(function, without) - self._started(function, self._grants) - leaving
+        busy = sorted(
+            (process.calls, claim.key, number) for number, (claim, process) in enumerate(old) if process.calls
+        )
+        for _, key, number in busy[: max(0, gained)]:
+            grant = self._grants.get(key, NO_GRANT)
+            self._grants[key] = grant._replace(end=(*grant.end, old[number][1].key))
+
+    def _started(self, function: str, grants: Mapping[str, Grant]) -> int:
+        own = (
+            grants.get(claim.key, NO_GRANT)
+            for claim in self._claims
+            if claim.function == function and not claim.retiring
+        )
+        return sum(len(grant.start) + len(grant.wake) for grant in own)
+
+
+def _proves(claim: RevisionClaim) -> bool:
+    return WorkerTier.PROOF in claim.wants
