@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions hashes audit coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
+.PHONY: help demo check test test-slow architectures versions hashes audit coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-revisions soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -166,6 +166,9 @@ soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers;
 
 soak-rolling: .venv/wheel ## 20 rolling restarts under load, alone and as a gateway; no request may be dropped
 	$(BIN)/python infra/bench/soak_rolling.py $(BENCH_ARGS)
+
+soak-revisions: .venv/wheel ## 200 calls of 45 s beside deploys, restarts and a rollback, also where one worker fits; all are answered
+	$(BIN)/python infra/bench/soak_revisions.py $(BENCH_ARGS)
 
 soak-histories: .venv/wheel ## 10,000 random histories of a simulated node, in which all properties of the reconciler must hold
 	$(BIN)/python infra/bench/soak_histories.py $(BENCH_ARGS)

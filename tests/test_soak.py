@@ -58,3 +58,25 @@ async def test_hours_of_traffic_leave_nothing():
         "timers",
         "grown_objects",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_replacements_drop_no_long_call():
+    amounts = (
+        "--calls",
+        "40",
+        "--call-s",
+        "4",
+        "--concurrency",
+        "10",
+        "--deploys",
+        "3",
+        "--restarts",
+        "1",
+        "--drain-s",
+        "2",
+    )
+    found = await soaked("soak_revisions", "soak-revisions-test", *amounts)
+    assert set(found["met"]) == {"free_unanswered", "one_unanswered"}
+    assert (found["figures"]["free_replacements"], found["figures"]["one_replacements"]) == (5, 5)
