@@ -369,6 +369,7 @@ TOGETHER = {
     "all_routes",
     "named_adapters",
     "local_histories",
+    "engine_histories",
     "architectures",
     "cached_parts",
     "clients",
