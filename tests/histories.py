@@ -114,6 +114,7 @@ class History:
         )  # fmt: skip
         batch = rng.choice((1, 1, 1, 4))
         nature.batching = batch > 1
+        nature.prefetch = 32 if batch == 1 and self._fails == 0.1 else 0
         if self._slow:
             nature.start_s, nature.end_s = (0.5, 15.0), (0.0, 3.0)
         return Setup(

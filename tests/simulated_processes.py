@@ -33,6 +33,10 @@ class CallPlan:
     """True if the worker dies of it."""
     heeds: bool = True
     """True if the handler ends at once when it is cancelled."""
+    locks: bool = False
+    """True if its worker reads no frames while it runs."""
+    starts: int = 0
+    """How often it has started."""
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Nature:
     rehearses: bool = False
     slots: int = 1
     batching: bool = False
+    prefetch: int = 0
+    """How many calls more than its slots a worker takes."""
 
 
 @dataclass
@@ -152,6 +158,7 @@ class SimulatedProcess(Child):
         self._cancelled = set[int]()
         self._asleep = self._parking = False
         self._park_number = 0
+        self._unread: list[tuple[int, int, dict[str, Any]]] = []
         world.processes[self.pid] = self
         source.children.append(self)
         if nature.rehearses:
@@ -226,7 +233,9 @@ class SimulatedProcess(Child):
     def on_frame(self, kind: int, channel: int, head: dict[str, Any]) -> None:
         if self.dead:
             return
-        if kind == FrameKind.ACTIVATE:
+        if any(plan.locks for group, _ in self._running.values() for _, plan in group):
+            self._unread.append((kind, channel, head))
+        elif kind == FrameKind.ACTIVATE:
             self.activated = True
             self._later(self.nature.start_s, self._end_start)
         elif kind == FrameKind.INVOKE:
@@ -235,6 +244,8 @@ class SimulatedProcess(Child):
             self._cancel(channel)
         elif kind == FrameKind.DRAIN:
             self._drain()
+        elif kind == FrameKind.ASK_BACK:
+            self._give_back()
         elif kind == FrameKind.PARK:
             self._park_number, self._asleep, self._parking = channel, True, True
             self._later(self.nature.park_s, self._end_park, channel)
@@ -252,7 +263,10 @@ class SimulatedProcess(Child):
             self.die(-11)
         else:
             self.ready, slots = True, self.nature.slots
-            self._say(FrameKind.READY, 0, {"window": slots, "slots": slots, "batching": self.nature.batching})
+            window = slots + self.nature.prefetch
+            self._say(
+                FrameKind.READY, 0, {"window": window, "slots": slots, "batching": self.nature.batching}
+            )
             if self.wants_end:
                 self._ask_to_end()
 
@@ -274,11 +288,14 @@ class SimulatedProcess(Child):
         if self.draining:
             return
         self.draining = True
+        self._give_back()
+        self._leave()
+
+    def _give_back(self) -> None:
         for group in self._queue:
             for channel, _ in group:
                 self._say(FrameKind.RETURNED, channel)
         self._queue.clear()
-        self._leave()
 
     def _leave(self) -> None:
         if self.draining and not self._running:
@@ -300,6 +317,8 @@ class SimulatedProcess(Child):
         while self._queue and len(self._running) < self.nature.slots and not self._asleep:
             group = self._queue.popleft()
             takes_s = max(plan.takes_s for _, plan in group)
+            for _, plan in group:
+                plan.starts += 1
             timer = None if takes_s == math.inf else self._loop.call_later(takes_s, self._end, group[0][0])
             self._running[group[0][0]] = (group, timer)
 
@@ -328,7 +347,14 @@ class SimulatedProcess(Child):
             else:
                 self._say(FrameKind.RESULT, channel, Timing(0.0, plan.takes_s, len(group), 1.0).pack())
         self._start()
+        self._read()
         self._leave()
+
+    def _read(self) -> None:
+        """Read the frames that have arrived while a call locked the worker."""
+        unread, self._unread = self._unread, []
+        for kind, channel, head in unread:
+            self.on_frame(kind, channel, head)
 
 
 class SimulatedSource:

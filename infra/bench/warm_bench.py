@@ -4,7 +4,8 @@
 
 minilm: sentence embeddings in a closed loop, also beside the bare work without a server. sleep: a handler whose batch of b
 takes (20 + 0.5 b) ms. overload: an open loop at 1.2 times the highest rate of one worker of that handler. A request is on
-time if its answer is right and arrives within five times the duration of a batch of one. tenants, streams: our gateway alone.
+time if its answer is right and arrives within five times the duration of a batch of one. tenants, streams, and slow (short
+calls among long ones): our gateway alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import warm_slow
 import warm_streams
 import warm_tenants
 import work
@@ -56,12 +58,14 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The number of rounds, the seconds of the closed and of the open loop, and the most candidates that are tried."""
+    """The number of rounds, the seconds of the closed and of the open loop, the most candidates that are tried, and the
+    number of random sequences."""
 
     rounds: int = 3
     closed_s: float = 1.5
     open_s: float = 5.0
     candidates: int = 10
+    seeds: int = 20
 
 
 @dataclass(frozen=True)
@@ -249,12 +253,18 @@ def streams(report: Report, plan: Plan) -> None:
         warm_streams.measure(report, server, plan.closed_s)
 
 
+def slow(report: Report, plan: Plan) -> None:
+    with gateway() as (server, control):
+        warm_slow.measure(report, server, control, plan.seeds)
+
+
 PARTS: dict[str, Callable[[Report, Plan], None]] = {
     "minilm": minilm_part,
     "sleep": lambda report, plan: closed(report, plan, "sleep", 8, ">= 1.15"),
     "overload": overload,
     "tenants": tenants,
     "streams": streams,
+    "slow": slow,
 }
 
 
@@ -268,7 +278,7 @@ def main() -> int:
     arguments = options.parse_args()
     os.environ.update(minilm.OFFLINE)
     report = Report("bench-warm", packages=("torch", "transformers", "litserve"))
-    plan = Plan(1, 1.0, 2.0, 1) if arguments.quick else Plan(arguments.rounds)
+    plan = Plan(1, 1.0, 2.0, 1, 3) if arguments.quick else Plan(arguments.rounds)
     for name in arguments.only:
         with report.part(name):
             PARTS[name](report, plan)

@@ -1,11 +1,16 @@
-"""Decides which batch goes to which worker now. It does no I/O: the caller sends batches and sets timers."""
+"""Decides which batch goes to which worker now, and when a worker is late, so that calls behind its call go elsewhere.
+
+It does no I/O: the caller sends batches, asks batches back and sets timers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from .latency_curve import LatencyCurve
 from .outstanding import Outstanding
+from .prefetch import PREFETCH_S
 from .queue import Item, Queue, Selection
 
 # A full batch is sent this long before a worker is expected to be free, to cover the transfer over the link and the
@@ -13,6 +18,14 @@ from .queue import Item, Queue, Selection
 AHEAD_S = 0.003
 # Tolerance: without it, a timer that fires slightly early, because of rounding, would be set again and again.
 NOW_S = 1e-4
+# A worker without a free slot is late if all its running calls exceed their usual time by this much. The end of
+# such calls is unknown. On a busy machine, a process may have to wait for this time for its share of a processor.
+LATE_S = 0.01
+# A running invocation counts as short for this time, if its worker prefetches. The time is longer than PREFETCH_S by the
+# time that a loaded gateway takes to read the result.
+SHORT_S = 0.005
+# The time in which the process of an idle worker wakes up and receives an invocation, with the processor time for it.
+WAKE_S = 0.0002
 
 
 class WorkerView(Protocol):
@@ -20,8 +33,66 @@ class WorkerView(Protocol):
     def outstanding(self) -> Outstanding[Any]: ...
 
 
+class Candidate(WorkerView, Protocol):
+    """A worker that may get the next invocation or batch."""
+
+    @property
+    def credit(self) -> int:
+        """The number of further invocations or batches that may be sent to it now, although they may have to wait there."""
+
+    @property
+    def prefetches(self) -> bool:
+        """True if it takes more invocations than it runs at a time, because its latest invocations were short."""
+
+
 T = TypeVar("T", bound=Item)
 W = TypeVar("W", bound=WorkerView)
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(workers: Iterable[C], now_s: float) -> C | None:
+    """Return the least busy worker that takes another invocation or batch; None if none of them does.
+
+    If several workers are equally busy, return the newest, so that older workers can stop.
+    """
+    best, least = None, (True, 0)
+    for worker in workers:
+        if takes(worker, now_s):
+            load = worker.outstanding.load
+            rank = (load >= worker.outstanding.slots, load)
+            if best is None or rank <= least:
+                best, least = worker, rank
+    return best
+
+
+def takes(worker: Candidate, now_s: float) -> bool:
+    """Return True if the next invocation or batch has a slot at a worker, or waits there only for short invocations."""
+    if worker.credit <= 0:
+        return False
+    outstanding = worker.outstanding
+    return outstanding.load < outstanding.slots or now_s - outstanding.newest_start_s <= SHORT_S
+
+
+def is_soonest(worker: Candidate, usual_s: float, now_s: float) -> bool:
+    """Return True if a busy worker runs the next invocation sooner than an idle worker, whose process has to be woken.
+
+    `usual_s` is the usual time of an invocation in the handler; 0 if it is unknown, or if the handler takes batches.
+    """
+    # This runs for every invocation, so it calls no method before it must.
+    outstanding = worker.outstanding
+    load = len(outstanding.calls)
+    return (
+        0.0 < load * usual_s <= WAKE_S
+        and (now_s - outstanding.newest_start_s <= SHORT_S or load < outstanding.slots)
+        and worker.credit > 0
+    )
+
+
+def late_after_s(worker: Candidate, curve: LatencyCurve) -> float:
+    """Return the time after which a worker without a free slot is late, counted from the start of its newest running call."""
+    # The curve is of all workers, and may not show yet that this worker's calls are short.
+    usual_s = PREFETCH_S if worker.prefetches else curve.typical(worker.outstanding.largest)
+    return usual_s + LATE_S
 
 
 def assign(

@@ -32,16 +32,12 @@ class _SentBatch:
     channels: set[int]
     """The channels of the items that have not ended."""
     size: int
-    started_s: float
+    started_s: float = 0.0
     """When the batch started; 0 while all slots of the worker are busy with earlier batches."""
-    called_s: float
+    called_s: float = 0.0
     """When its present handler call started. If a call fails or is too large, the batch is split into several calls."""
     _cost: float = 0.0
     _known: int = 0
-
-    def start(self, now_s: float) -> None:
-        self.started_s = self.started_s or now_s
-        self.called_s = self.called_s or now_s
 
     def remove(self, channel: int, cost: float) -> None:
         """Remove an item that has ended. `cost` is 0 if it failed: then its cost is unknown."""
@@ -69,6 +65,8 @@ class Outstanding(Generic[T]):
         self._batches: list[_SentBatch] = []
         self._batch_of: dict[int, _SentBatch] = {}
         self._last_channel = 0
+        self.newest_start_s = 0.0
+        """When the newest running item or batch started, if all slots are busy."""
         # Items without a batch that wait at the worker for a slot, oldest first, and the start times of the items
         # that have waited. All other items started when they were sent.
         self._waiting: dict[int, None] = {}
@@ -78,11 +76,21 @@ class Outstanding(Generic[T]):
     def batches(self) -> int:
         return len(self._batches)
 
+    @property
+    def load(self) -> int:
+        """The number of items, or of batches if `batching`."""
+        return len(self._batches) if self.batching else len(self.calls)
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest running batch. All slots must be busy."""
+        return max(batch.size for batch in self._batches[: self.slots]) if self.batching else 1
+
     def resize(self, slots: int, now_s: float) -> None:
         """Set the number of slots. The oldest waiting items or batches start in the new slots."""
         self.slots = slots
         for batch in self._batches[:slots]:
-            batch.start(now_s)
+            self._start(batch, now_s)
         while self._waiting and len(self.calls) - len(self._waiting) < slots:
             self._start_next(now_s)
 
@@ -91,6 +99,8 @@ class Outstanding(Generic[T]):
         channel = self._add(item, now_s)
         if len(self.calls) > self.slots:
             self._waiting[channel] = None
+        else:
+            self.newest_start_s = now_s
         return channel
 
     def _add(self, item: T, now_s: float) -> int:
@@ -104,8 +114,9 @@ class Outstanding(Generic[T]):
     def add_batch(self, items: list[T], now_s: float) -> list[int]:
         """Add items that run together in one batch, and return their channels in the same order."""
         channels = [self._add(item, now_s) for item in items]
-        started_s = now_s if self.batches < self.slots else 0.0
-        batch = _SentBatch(set(channels), len(channels), started_s, started_s)
+        batch = _SentBatch(set(channels), len(channels))
+        if self.batches < self.slots:
+            self._start(batch, now_s)
         self._batches.append(batch)
         self._batch_of.update(dict.fromkeys(channels, batch))
         return channels
@@ -132,8 +143,13 @@ class Outstanding(Generic[T]):
             return item, None
         self._batches.remove(batch)
         if len(self._batches) >= self.slots:
-            self._batches[self.slots - 1].start(now_s)
+            self._start(self._batches[self.slots - 1], now_s)
         return item, batch.end(now_s)
+
+    def _start(self, batch: _SentBatch, now_s: float) -> None:
+        """Start a batch, unless it has started before."""
+        if not batch.started_s:
+            batch.started_s = batch.called_s = self.newest_start_s = now_s
 
     def _free_slot(self, channel: int, now_s: float) -> None:
         """Let the oldest waiting item start, unless the item that was removed had been waiting itself."""
@@ -145,7 +161,7 @@ class Outstanding(Generic[T]):
     def _start_next(self, now_s: float) -> None:
         channel = next(iter(self._waiting))
         del self._waiting[channel]
-        self._started_late[channel] = now_s
+        self._started_late[channel] = self.newest_start_s = now_s
 
     def note_call(self, channel: int, now_s: float) -> None:
         """The worker starts another handler call for the batch of `channel`."""
@@ -206,7 +222,7 @@ class Outstanding(Generic[T]):
 
         The time is `now_s` if a slot is free, and in the past if an item or batch takes longer than predicted.
         """
-        if (self.batches if self.batching else len(self.calls)) < self.slots:
+        if self.load < self.slots:
             return now_s
         if not self.batching:
             oldest = next(iter(self.calls.values()))

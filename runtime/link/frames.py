@@ -104,6 +104,8 @@ class FrameKind(enum.IntEnum):
     # Up: the handler has read pieces of the input; the head has their "count". The first READ of an invocation has the
     # count 0: before it, the gateway sends no piece. So an invocation that is given back has lost none.
     READ = 35
+    # Down: give back the invocations that wait for a slot, each with RETURNED, because a running call is late.
+    ASK_BACK = 36
 
 
 class Frame(NamedTuple):

@@ -65,8 +65,6 @@ class Demand:
             return None
         started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
         load = Load(work_s, wake_s, started_s, 0.0, lasting)
-        if not queued:
-            return load
-        overdue_s = now_s - load.delay_s - self._dispatcher.longest_s()
-        stuck = sum(replica.outstanding.overdue(overdue_s) for replica in replicas.ready)
-        return load._replace(stuck=stuck) if stuck else load
+        if queued and (stuck := self._dispatcher.late.stuck()):
+            return load._replace(stuck=stuck)
+        return load

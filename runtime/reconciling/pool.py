@@ -249,7 +249,6 @@ class Pool:
         for replica in replicas:
             replica.park(now_s)
             self._gpus.note_parking(replica, given=given)
-        self.replicas.forget_last()
 
     def wake(self, replicas: Iterable[Replica], most: int) -> int:
         """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.
@@ -272,7 +271,6 @@ class Pool:
                 replica.cancel_start()
             else:
                 replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
-        self.replicas.forget_last()
 
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""

@@ -22,6 +22,8 @@ from .table import Cap, Proposal, Rank
 ROUNDING = 1e-3
 # An excess of at most this share of one worker's load needs no further worker.
 HUNDREDTH = 0.01
+# While all workers are stuck, about this many workers start beside each of them, if as many invocations wait.
+STUCK_WEIGHT = 3
 # The load should use at most this share of the workers' concurrency. Above this share, one more worker starts before
 # invocations have to wait.
 NEAR_LIMIT = 0.8
@@ -69,8 +71,13 @@ def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
     # The work that will be left when a worker that starts now is awake. From then on, all workers share that work.
     ready = max(0.0, seen.ready - load.stuck)
     left_s = load.work_s - ready * load.wake_s - load.started_s
-    sharing = math.ceil(max(0.0, left_s) / load.delay_s + min(load.stuck, seen.ready))
-    useful = math.ceil(seen.calls / spec.concurrency)
+    stuck = min(load.stuck, seen.ready)
+    # If all workers are stuck, the waiting invocations may take long, too.
+    sharing = math.ceil(left_s / load.delay_s + STUCK_WEIGHT * stuck if left_s > 0 else stuck)
+    # The waiting invocations cannot run at the stuck workers, however many invocations these take at a time.
+    useful = max(
+        math.ceil(seen.calls / spec.concurrency), math.ceil(seen.queued / spec.concurrency + load.stuck)
+    )
     return max(need, 1, min(sharing, useful))
 
 

@@ -22,7 +22,7 @@ class Load(NamedTuple):
     started_s: float
     """The time for which workers have been starting, summed over all starting workers, at most `wake_s` for each."""
     stuck: float
-    """The number of ready workers whose calls take much longer than usual. The ends of such calls are unpredictable."""
+    """The number of ready workers whose calls are late, so that the ends of these calls are unpredictable."""
     lasting: float
     """The lasting load: a number of running and waiting invocations (recent_load.py)."""
 

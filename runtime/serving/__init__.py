@@ -6,6 +6,7 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
       EqualCalls        has the calls for which equal calls wait
       Dispatcher        has the queue and its timers; the only part that changes an invocation's state
         Deadlines       has a timer for each invocation
+        LateWorkers     asks back the invocations that wait at workers whose calls are late
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
         Replica         has the link of one worker, and knows which invocations the worker has not ended
     ResponseCache       has the stored answers of all functions; a call that it answers is not submitted

@@ -34,6 +34,7 @@ from . import deadlines
 from .call_ends import CallEnd
 from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation, Output
+from .late_workers import LateWorkers
 from .latency_curve_store import LatencyCurveStore
 from .replica import Replica
 from .replicas import Replicas
@@ -70,9 +71,10 @@ class Dispatcher:
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, curves: LatencyCurveStore,
-        on_left: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
+        look: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
     ) -> None:  # fmt: skip
-        """The dispatcher calls `on_left` when fewer workers may be needed: after a cancellation or a time limit.
+        """The dispatcher calls `look` when another number of workers may be needed: after a cancellation or a time limit, and
+        when invocations wait and a worker is late.
 
         It calls `on_ended` once for each invocation that has ended with an output or an error.
         """
@@ -82,7 +84,7 @@ class Dispatcher:
             max_bytes=settings.max_queue_bytes,
         )  # fmt: skip
         self._spec, self._policy, self._replicas = spec, policy, replicas
-        self._curves, self._on_left, self._on_ended = curves, on_left, on_ended
+        self._curves, self._look, self._on_ended = curves, look, on_ended
         self._device = ""
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
@@ -94,6 +96,9 @@ class Dispatcher:
         self._stored = LatencyCurve(curves.latest())
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
+        self.late = LateWorkers(
+            self._loop, replicas, self.queue, lambda: self._curve, lambda: self.activation_s, look
+        )
         self.given_up = 0
         """The number of invocations that have failed because their time was over before a worker had started."""
         # Set by `close`: returns the error of the invocations that no worker will run.
@@ -137,6 +142,7 @@ class Dispatcher:
         self.fail_queued(self._closed())
         if self._batch_timer is not None:
             self._batch_timer.cancel()
+        self.late.close()
         self._deadlines.close()
 
     # -- arrivals
@@ -152,7 +158,7 @@ class Dispatcher:
         if (
             self._policy.max_batch == 1
             and not len(self.queue)
-            and (replica := self._replicas.pick()) is not None
+            and (replica := self._replicas.pick(now_s, self._each_s)) is not None
         ):
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
@@ -194,10 +200,6 @@ class Dispatcher:
             return waiting * self._each_s / at_once
         full, rest = divmod(waiting, most)
         return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
-
-    def longest_s(self) -> float:
-        """Return the time that 19 of 20 invocations, or full batches, do not exceed."""
-        return self._curve.bound(self.queue.max_batch)
 
     @property
     def _at_once(self) -> int:
@@ -247,7 +249,8 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Send waiting invocations to workers that have room."""
         now_s = time.monotonic()
-        for replica, selection in assign(self.queue, self._replicas.pick, self._replicas.ready, now_s):
+        pick = partial(self._replicas.pick, now_s, self._each_s)
+        for replica, selection in assign(self.queue, pick, self._replicas.ready, now_s):
             for invocation in selection.refused:
                 self._fail(invocation, self.queue.refusal(invocation, now_s, self._slots(now_s)))
             if replica is not None and selection.batch:
@@ -257,6 +260,8 @@ class Dispatcher:
                     self._batch_timer.cancel()
                 delay_s = max(0.0, selection.wait_until_s - now_s)
                 self._batch_timer = self._loop.call_later(delay_s, self.dispatch)
+        if len(self.queue):
+            self.late.watch(now_s)
 
     def _send(self, replica: Replica, batch: list[Invocation], now_s: float) -> None:
         limit_s = self._policy.settings.execution_timeout_s
@@ -267,6 +272,8 @@ class Dispatcher:
             if limit_s is not None or invocation.patient:
                 self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         replica.send(batch, now_s)
+        if replica.outstanding.load > replica.outstanding.slots:
+            self.late.watch(now_s)
         for invocation in batch:
             if invocation.on_sent is not None:
                 invocation.on_sent()
@@ -290,7 +297,7 @@ class Dispatcher:
         replica = None if queued else self._replica_of(invocation)
         if replica is not None and replica.cancel(invocation):
             self._check_stuck(invocation, replica, time.monotonic())
-        self._on_left()
+        self._look()
 
     def _replica_of(self, invocation: Invocation) -> Replica | None:
         return next((one for one in self._replicas if one.name == invocation.worker), None)
@@ -382,7 +389,7 @@ class Dispatcher:
             # outside a batch. Until the other calls of the worker have ended, only its deadline limits this invocation.
             replica.replace(invocation)
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
-            self._on_left()
+            self._look()
         else:
             self._fail(invocation, deadlines.execution_timeout(limit_s))
             self._remove(invocation)
@@ -403,7 +410,7 @@ class Dispatcher:
             self._deadlines.set(invocation, stuck_s, now_s)
         elif not replica.awaited(invocation):
             replica.replace(invocation)
-            self._on_left()
+            self._look()
 
     def restart_execution(self, invocations: list[Invocation]) -> None:
         """Restart the time limits for the rest of a batch, because each handler call has the whole limits."""

@@ -130,23 +130,17 @@ class Replica:
 
     @property
     def load(self) -> int:
-        return self.outstanding.batches if self.outstanding.batching else len(self.outstanding.calls)
+        return self.outstanding.load
 
     @property
     def credit(self) -> int:
         """The number of further invocations (batches, if the handler takes batches) that may be sent to it now."""
-        return self.window - self.load if self.state is ReplicaState.READY else 0
+        return self.window - self.outstanding.load if self.state is ReplicaState.READY else 0
 
     @property
     def prefetches(self) -> bool:
         """True if it asks for more invocations than it can run, because they are short (batching/prefetch.py)."""
         return self.window > self.outstanding.slots
-
-    @property
-    def can_prefetch(self) -> bool:
-        """True if it prefetches, and another invocation may be sent to it now."""
-        outstanding = self.outstanding
-        return self.state is ReplicaState.READY and outstanding.slots < self.window > len(outstanding.calls)
 
     # -- commands
 
@@ -213,6 +207,11 @@ class Replica:
             return False
         self.child.link.send(FrameKind.CANCEL, channel)
         return True
+
+    def ask_back(self) -> None:
+        """Ask the worker for the invocations that wait there. It gives back those that it has not started."""
+        if self.load > self.outstanding.slots:
+            self.child.link.send(FrameKind.ASK_BACK)
 
     def started_s(self, invocation: Invocation) -> float | None:
         """Return when the present handler call for an invocation started; None while it waits at the worker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..batching.assignment import choose, is_soonest
 from .replica import Replica, ReplicaState
 
 
@@ -87,21 +88,14 @@ class Replicas:
         """Return True if this number of workers is ready or starting."""
         return len(self.ready) + self.starting >= workers
 
-    def pick(self) -> Replica | None:
-        """Return the worker for the next invocation or batch; None if no worker has room.
+    def pick(self, now_s: float, usual_s: float) -> Replica | None:
+        """Return the worker for the next invocation or batch; None if it should wait in the queue.
 
-        Pick the least busy worker. Among equally busy workers, pick the newest, so that older workers can stop. If
-        workers prefetch, pick the busiest worker with room: its process is running, while an idle process would have to
-        be woken.
+        While the last worker is the soonest, pick it again. `usual_s` is the usual time of an invocation in the handler.
         """
-        if self._last is not None and self._last.can_prefetch:
-            return self._last
-        best: Replica | None = None
-        for replica in self._present:
-            if replica.credit > 0 and (best is None or _preferred(replica, best)):
-                best = replica
-        self._last = best
-        return best
+        if self._last is None or not is_soonest(self._last, usual_s, now_s):
+            self._last = choose(self._present, now_s)
+        return self._last
 
 
 class ReplicaList(Replicas):
@@ -122,13 +116,4 @@ class ReplicaList(Replicas):
         """Remove a worker that has ended."""
         self._present.remove(replica)
         self._past_completed += replica.completed
-        self.forget_last()
-
-    def forget_last(self) -> None:
-        """Pick the next worker anew, because the last worker may not take invocations any more."""
         self._last = None
-
-
-def _preferred(replica: Replica, other: Replica) -> bool:
-    """Return True if `pick` prefers `replica` to `other`, an older replica that also has room."""
-    return replica.load > other.load if replica.prefetches else replica.load <= other.load

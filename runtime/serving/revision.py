@@ -6,6 +6,7 @@ It accepts invocations, queues them, and has workers run them. It starts and sto
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
@@ -70,6 +71,7 @@ class Revision(CallEvents):
         self.peak = 0
         """The largest number of running invocations since the last look, which set it to the number at that time."""
         self._waited = self._refused = 0
+        self._returns = False
 
     def retire(self) -> None:
         """Accept no more invocations, and let open connections connect to the next revision."""
@@ -190,6 +192,13 @@ class Revision(CallEvents):
 
     def on_returned(self, invocation: Invocation) -> None:
         self.dispatcher.requeue(invocation)
+        if not self._returns:
+            # A worker gives back several invocations at once, and those of a batch should stay together.
+            self._returns = True
+            asyncio.get_running_loop().call_soon(self._dispatch_returned)
+
+    def _dispatch_returned(self) -> None:
+        self._returns = False
         self.dispatcher.dispatch()
         self._watcher.look()
 

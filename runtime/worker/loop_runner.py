@@ -57,10 +57,14 @@ class LoopRunner(Runner):
         self._queue.append(group)
         self._start_groups()
 
-    def stop(self) -> list[Call]:
-        self._closed = True
+    def empty(self) -> list[Call]:
         left = [call for group in self._queue for call in group]
         self._queue.clear()
+        return left
+
+    def stop(self) -> list[Call]:
+        self._closed = True
+        left = self.empty()
         self._report_idle()
         return left
 

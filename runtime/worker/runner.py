@@ -181,6 +181,16 @@ class Runner(ABC):
     def enqueue(self, group: list[Call]) -> None:
         """Add a group to the queue."""
 
+    def give_back(self) -> list[Call]:
+        """Return the invocations that wait for a slot. They run on another worker."""
+        left = self.empty()
+        self.forget(left)
+        return left
+
+    @abstractmethod
+    def empty(self) -> list[Call]:
+        """Empty the queue, and return the invocations in it."""
+
     @abstractmethod
     def stop(self) -> list[Call]:
         """Close the queue, and return the invocations in it."""

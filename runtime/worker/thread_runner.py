@@ -30,11 +30,15 @@ class ThreadRunner(Runner):
     def enqueue(self, group: list[Call]) -> None:
         self._queue.put(group)
 
-    def stop(self) -> list[Call]:
+    def empty(self) -> list[Call]:
         left: list[Call] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 left += self._queue.get_nowait()
+        return left
+
+    def stop(self) -> list[Call]:
+        left = self.empty()
         for _ in range(self.concurrency):
             self._queue.put([])
         return left

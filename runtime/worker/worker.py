@@ -382,6 +382,10 @@ class Worker:
         elif frame.kind == FrameKind.DRAIN:
             self._released.set()
             self._drain()
+        elif frame.kind == FrameKind.ASK_BACK:
+            # A worker that drains has given them back already.
+            for call in [] if self._draining else self._runner.give_back():
+                self._link.send(FrameKind.RETURNED, call.channel)
         elif frame.kind == FrameKind.PARK:
             self._parking.park(frame.channel)
         elif frame.kind == FrameKind.UNPARK:

@@ -104,6 +104,8 @@ def test_a_single_item_starts_when_it_has_a_slot(slots: int, steps: list[int]) -
         for channel in waiting[: slots - (len(started) - len(waiting))]:
             started[channel] = now_s
         assert {channel: outstanding.started_s(channel) for channel in started} == started
+        if len(started) - len(waiting) == slots:
+            assert outstanding.newest_start_s >= max(at_s for at_s in started.values() if at_s is not None)
         assert outstanding.running() == {
             channel for channel, start_s in started.items() if start_s is not None
         }

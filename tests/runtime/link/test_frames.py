@@ -97,6 +97,6 @@ def test_the_kinds_are_a_wire_format() -> None:
     assert {kind.name: kind.value for kind in FrameKind} == {
         "HELLO": 1, "ACTIVATE": 2, "READY": 3, "FAILED": 4, "WINDOW": 5, "INVOKE": 6, "RESULT": 8,
         "CHUNK": 9, "END": 10, "ERROR": 11, "RETURNED": 12, "CANCEL": 13, "MORE": 14, "DRAIN": 15, "FORK": 16,
-        "BUILT": 17, "FORKED": 18, "EXITED": 19, "PRIMED": 20, "UNFORKED": 21, "PROGRESS": 22, "METRICS": 24, "PARK": 25, "UNPARK": 26, "PARKED": 27, "COPIED": 28, "POSITION": 29, "BUILD": 30, "NEED": 31, "HELD": 32, "INPUT": 33, "INPUT_END": 34, "READ": 35, "SIGNAL": 23,
+        "BUILT": 17, "FORKED": 18, "EXITED": 19, "PRIMED": 20, "UNFORKED": 21, "PROGRESS": 22, "METRICS": 24, "PARK": 25, "UNPARK": 26, "PARKED": 27, "COPIED": 28, "POSITION": 29, "BUILD": 30, "NEED": 31, "HELD": 32, "INPUT": 33, "INPUT_END": 34, "READ": 35, "SIGNAL": 23, "ASK_BACK": 36,
     }  # fmt: skip
     assert HEADER.size == struct.calcsize("<IIBI") == 13

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.desired_state import desired
-from pilotflame.runtime.scaling.load import sufficient_load, wanted
+from pilotflame.runtime.scaling.load import STUCK_WEIGHT, sufficient_load, wanted
 from pilotflame.runtime.scaling.recent_need import Peak
 from pilotflame.runtime.scaling.revision_state import NOTHING_WRONG, Phase, RevisionState
 from pilotflame.runtime.scaling.scale_spec import ScaleSpec
@@ -239,7 +239,16 @@ def test_a_worker_whose_call_does_not_end_does_not_count() -> None:
     spec, load = ScaleSpec(max=4), Load(work_s=0.001, wake_s=0.01, started_s=0.0, stuck=0.0, lasting=0.0)
     seen = Seen(queued=1, in_flight=1, starting=0, ready=1, load=load)
     assert decide(spec, seen, NOW_S) == Decision(again_s=NOW_S + TARGET_S)
-    assert decide(spec, replace(seen, load=load._replace(stuck=1.0)), NOW_S).start == 1
+    stuck = replace(seen, load=load._replace(stuck=1.0))
+    assert decide(spec, stuck, NOW_S).start == 1
+    # However many calls a worker takes at a time, a stuck worker runs no call that waits.
+    assert decide(ScaleSpec(max=4, concurrency=42), stuck, NOW_S).start == 1
+    # The calls that wait may take long, too.
+    assert decide(spec, replace(stuck, queued=2), NOW_S).start == 2
+    assert decide(ScaleSpec(max=9), replace(stuck, queued=50), NOW_S).start == STUCK_WEIGHT
+    # Another worker is awake or starts, and the calls that wait are short.
+    assert decide(spec, replace(stuck, ready=2, in_flight=2), NOW_S).start == 0
+    assert decide(spec, replace(stuck, starting=1), NOW_S).start == 0
 
 
 def test_a_lasting_load_near_the_limit_asks_for_one_more() -> None:

@@ -38,7 +38,7 @@ POINTS = [Point(1, 0.02, 0.03), Point(2, 0.03, 0.04)]
 class Scripted:
     """A ready worker that does nothing with what it is sent."""
 
-    can_prefetch = prefetches = False
+    prefetches = False
     state = ReplicaState.READY
     batch_limit = None
     completed = 0
@@ -343,6 +343,35 @@ def handler(event):
     arrival.go()
     assert await neighbour == pid
     await gone(pid)
+
+
+# Calls that take so little time that their worker is handed several at a time.
+SHORT = """
+import gate, os
+def handler(event):
+    if event:
+        gate.wait(event)
+    return os.getpid()
+"""
+ON_LOOP = SHORT.replace("def handler", "async def handler").replace("gate.wait", "await gate.wait_async")
+
+
+@pytest.mark.parametrize("source", [SHORT, ON_LOOP], ids=["thread", "loop"])
+async def test_short_calls_do_not_wait_behind_a_long_one(deploy, gate: Gate, source: str):
+    function = await deploy(source, gate=gate)
+    for _ in range(5):
+        await function.answer("")
+    # The long call and a short call are sent together, before the worker can know that the first is long.
+    long = asyncio.create_task(function.answer("long"))
+    together = asyncio.create_task(function.answer(""))
+    arrival = await gate.next("long")
+    async with asyncio.timeout(10.0):
+        await together
+        others = {await function.answer("") for _ in range(3)}
+    assert arrival.pid not in others
+    assert not long.done()
+    arrival.go()
+    assert await long == arrival.pid
 
 
 async def test_a_stuck_async_handler_is_interrupted_and_its_worker_stays(deploy):

@@ -752,7 +752,8 @@ async def test_threads_share_all_groups_and_run_each_once(rig: MakeRig) -> None:
     made = rig(lambda event: event, concurrency=3)
     for channel in range(600):
         made.submit(channel, channel)
-    returned = [call.channel for call in made.runner.close()]
+    returned = [call.channel for call in made.runner.give_back()]
+    returned += [call.channel for call in made.runner.close()]
     answered = [await made.answer() for _ in range(600 - len(returned))]
     assert sorted([*returned, *(channel for channel, _ in answered)]) == list(range(600))
     assert all(channel == event for channel, event in answered)

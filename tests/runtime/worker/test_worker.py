@@ -143,6 +143,37 @@ def test_draining_finishes_what_runs_and_returns_the_rest(worker: Callable[..., 
     assert (process.folder / "torn").read_text() == "down"
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_what_waits_is_given_back_while_a_call_runs(worker: Callable[..., Process], prefix: str) -> None:
+    source = BLOCKS.replace("def", f"{prefix}def", 1)
+    if prefix:
+        # The loop stays free.
+        source = source.replace(
+            'open("gate", "rb").close()', 'await asyncio.to_thread(lambda: open("gate", "rb").close())'
+        )
+    process = worker(f"import asyncio{source}")
+    process.ready()
+    for channel in (1, 2, 3):
+        process.invoke(channel, "wait" if channel == 1 else None)
+    process.wait_for("inside")
+    process.send(FrameKind.ASK_BACK)
+    assert [process.expect(FrameKind.RETURNED).channel for _ in range(2)] == [2, 3]
+    process.send(FrameKind.ASK_BACK)  # nothing is left to give back
+    process.invoke(4, "later")
+    process.release("gate")
+    assert [process.expect(FrameKind.RESULT).channel for _ in range(2)] == [1, 4]
+    process.invoke(5, "wait")
+    process.wait_for("inside")
+    process.send(FrameKind.DRAIN)
+    process.expect(FrameKind.DRAIN)
+    # A thread that ends reads the end of the queue, which must not be given back.
+    process.send(FrameKind.ASK_BACK)
+    process.release("gate")
+    assert process.expect(FrameKind.RESULT).channel == 5
+    assert process.frame() is None
+    assert process.exit_code() == 0
+
+
 def test_sigterm_drains_and_tells_the_gateway(worker: Callable[..., Process]) -> None:
     process = worker(BLOCKS)
     process.ready()

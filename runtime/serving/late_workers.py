@@ -1,0 +1,95 @@
+"""Finds workers whose calls are late: the gateway asks back what waits there, and another worker may start."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from ..batching.assignment import LATE_S, late_after_s
+from ..batching.latency_curve import LatencyCurve
+from ..batching.queue import Queue
+from .deadlines import EARLY_S
+from .invocation import Invocation
+from .replica import Replica
+from .replicas import Replicas
+
+# If the timer fires later than this, the event loop was busy, and has not read the results of workers yet.
+BUSY_S = 0.005
+
+
+class LateWorkers:
+    """Has one timer, which is set only while an invocation waits, in the queue or at a worker without a free slot."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, replicas: Replicas, queue: Queue[Invocation],
+        curve: Callable[[], LatencyCurve], activation_s: Callable[[], float], look: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`look` is called when invocations wait in the queue, and the start of another worker pays."""
+        self._loop, self._replicas, self._queue = loop, replicas, queue
+        self._curve, self._activation_s, self._look = curve, activation_s, look
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
+        # The latest time at which the timer has fired and all results of workers had been read.
+        self._judged_s = 0.0
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        self._stop()
+
+    def stuck(self) -> float:
+        """Return the number of ready workers that are so late that the start of another worker pays.
+
+        If only some slots of a worker are late, the worker counts in part.
+        """
+        return sum(one.outstanding.overdue(self._judged_s - self._pays_after_s(one)) for one in self._busy())
+
+    def watch(self, now_s: float) -> None:
+        """An invocation waits: set the timer for the next time at which a worker is late."""
+        # The invocation waits for a worker that is late in LATE_S at the earliest, or that is late already.
+        if self._due_s <= now_s + LATE_S or self._closed:
+            return
+        due_s = min((at_s for at_s in self._times() if at_s > self._judged_s), default=math.inf)
+        due_s = max(due_s, now_s) + EARLY_S
+        if due_s < self._due_s:
+            self._stop()
+            self._due_s = due_s
+            self._timer = self._loop.call_later(due_s - now_s, self._judge, due_s)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _busy(self) -> Iterator[Replica]:
+        return (one for one in self._replicas.ready if one.load >= one.outstanding.slots)
+
+    def _pays_after_s(self, replica: Replica) -> float:
+        # The end of the running calls is unknown. So the start pays once the calls are late by as much as the start takes:
+        # then no caller waits more than twice as long as if that end had been known. On a busy machine, calls are late more
+        # often, and starts take longer, too.
+        return late_after_s(replica, self._curve()) + self._activation_s()
+
+    def _times(self) -> Iterator[float]:
+        """Yield when each worker for which an invocation waits is late, and when the start of another worker pays."""
+        for replica in self._busy():
+            start_s = replica.outstanding.newest_start_s
+            if len(self._queue):
+                yield start_s + self._pays_after_s(replica)
+            if replica.load > replica.outstanding.slots:
+                yield start_s + late_after_s(replica, self._curve())
+
+    def _judge(self, due_s: float) -> None:
+        now_s = time.monotonic()
+        if now_s - due_s > BUSY_S:
+            # Results may have arrived, so read them first.
+            self._timer = self._loop.call_later(EARLY_S, self._judge, math.inf)
+            return
+        self._timer, self._due_s, self._judged_s = None, math.inf, now_s
+        for replica in self._busy():
+            if replica.outstanding.newest_start_s + late_after_s(replica, self._curve()) <= now_s:
+                replica.ask_back()
+        if len(self._queue) and self.stuck():
+            self._look()
+        self.watch(now_s)
