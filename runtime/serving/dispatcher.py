@@ -19,7 +19,7 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..batching.assignment import assign
+from ..batching.assignment import LATE_S, assign
 from ..batching.latency_curve import LatencyCurve, Point
 from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
@@ -272,7 +272,8 @@ class Dispatcher:
             if limit_s is not None or invocation.patient:
                 self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         replica.send(batch, now_s)
-        if replica.outstanding.load > replica.outstanding.slots:
+        # This runs for every invocation. No worker that takes invocations now is late before LATE_S have passed.
+        if self.late.due_s > now_s + LATE_S and replica.load > replica.outstanding.slots:
             self.late.watch(now_s)
         for invocation in batch:
             if invocation.on_sent is not None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from ..batching.assignment import LATE_S, late_after_s
+from ..batching.assignment import late_after_s
 from ..batching.latency_curve import LatencyCurve
 from ..batching.queue import Queue
 from .deadlines import EARLY_S
@@ -30,7 +30,8 @@ class LateWorkers:
         self._loop, self._replicas, self._queue = loop, replicas, queue
         self._curve, self._activation_s, self._look = curve, activation_s, look
         self._timer: asyncio.TimerHandle | None = None
-        self._due_s = math.inf
+        self.due_s = math.inf
+        """When the timer fires; infinity if it is not set."""
         # The latest time at which the timer has fired and all results of workers had been read.
         self._judged_s = 0.0
         self._closed = False
@@ -48,14 +49,13 @@ class LateWorkers:
 
     def watch(self, now_s: float) -> None:
         """An invocation waits: set the timer for the next time at which a worker is late."""
-        # The invocation waits for a worker that is late in LATE_S at the earliest, or that is late already.
-        if self._due_s <= now_s + LATE_S or self._closed:
+        if self._closed:
             return
         due_s = min((at_s for at_s in self._times() if at_s > self._judged_s), default=math.inf)
         due_s = max(due_s, now_s) + EARLY_S
-        if due_s < self._due_s:
+        if due_s < self.due_s:
             self._stop()
-            self._due_s = due_s
+            self.due_s = due_s
             self._timer = self._loop.call_later(due_s - now_s, self._judge, due_s)
 
     def _stop(self) -> None:
@@ -86,7 +86,7 @@ class LateWorkers:
             # Results may have arrived, so read them first.
             self._timer = self._loop.call_later(EARLY_S, self._judge, math.inf)
             return
-        self._timer, self._due_s, self._judged_s = None, math.inf, now_s
+        self._timer, self.due_s, self._judged_s = None, math.inf, now_s
         for replica in self._busy():
             if replica.outstanding.newest_start_s + late_after_s(replica, self._curve()) <= now_s:
                 replica.ask_back()
