@@ -1,4 +1,4 @@
-"""Finds workers whose calls are late: the gateway asks back what waits there, and another worker may start."""
+"""Finds workers whose calls are late: the gateway asks waiting invocations back, and another worker may start."""
 
 from __future__ import annotations
 
