@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import numbers
 import os
-import pickle
 import random
 import sys
 import time
@@ -45,14 +44,24 @@ class _States:
     """The states that were read from generators, each with the seed that the generator had."""
 
     def __init__(self) -> None:
-        self._seeds: dict[bytes, object] = {}
+        self._seeds: dict[object, object] = {}
 
     def note(self, state: object, seed: object) -> None:
-        self._seeds[pickle.dumps(state)] = seed
+        self._seeds[_hashable(state)] = seed
 
     def seed_of(self, state: object) -> object:
         """Return the seed of a state that a generator gets: `CHOSEN` if the state came from elsewhere."""
-        return self._seeds.get(pickle.dumps(state), CHOSEN)
+        return self._seeds.get(_hashable(state), CHOSEN)
+
+
+def _hashable(state: Any) -> object:
+    """Return a generator's state in a form that can be a key."""
+    if isinstance(state, dict):
+        state = tuple(state.values())
+    if isinstance(state, (tuple, list)):
+        return tuple(map(_hashable, state))
+    # An array of numpy.
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 class Generators:

@@ -1,49 +1,120 @@
-"""What imports leave in a zygote, through real zygotes and workers: no worker gets bytes, numbers or files of another."""
+"""The search after an import, its messages, and libraries that leave nothing. Each import is in a fork."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from leaving_handlers import APART, FILES, INGREDIENTS, ask, at_home, check, echo_server, handler_of
+from interpreter import program
+from pilotflame.runtime.launching.process_launcher import SINGLE_THREADED
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Imports each module of the folder in a fork, and prints {module: reason}.
+IMPORTS = """
+import gc, json, os, sys
+os.environ.update(json.loads(sys.argv[1]))
+gc.disable()
+sys.path.insert(0, "")
+import numpy
+from pathlib import Path
+from pilotflame.runtime.leftovers import descriptors, leftovers
+from pilotflame.runtime.leftovers.generators import Generators
+found, generators = {}, Generators()
+generators.keep()
+for name in sys.argv[2:]:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        with leftovers.watch(generators) as watch:
+            module = __import__(name)
+        reason = watch.find(Path.cwd(), getattr(module, "STATE", None), Path.cwd() / "kept").reason(1.5)
+        os.write(write, reason.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        found[name] = file.read()
+    os.wait()
+print(json.dumps(found))
+"""
 
-TWO_WORKERS = {"scale.min": 2, "scale.max": 2, "scale.standby": False}
-# Importing torch takes seconds.
-QUICK = [name for name in INGREDIENTS if "torch" not in name and name != "global"]
-FORKED = [name for name in QUICK if INGREDIENTS[name].forks]
+# The text of a module, and a part of the reason for which it cannot be forked; "" if it can.
+CASES = {
+    "nothing": ("X = 1", ""),
+    "read": ("F = open(__file__)\nF.readline()", ""),
+    "removed": ("import os\nF = open('gone', 'w')\nF.close()\nF = open('gone')\nos.remove('gone')", ""),
+    "folder": ("import os\nF = os.open('.', os.O_RDONLY)", ""),
+    "own": ("import fcntl\nF = open('kept/lock', 'w')\nfcntl.flock(F, fcntl.LOCK_SH)", ""),
+    "append": ("F = open('log', 'a')", ""),
+    "null": ("import os\nF = open(os.devnull, 'r+b', 0)\nG = open('/dev/urandom', 'rb')", ""),
+    "closed": ("import socket\nclass A: pass\na = A()\na.a = a\na.s = socket.socket()\ndel a", ""),
+    "tidy": ("import tempfile\nwith tempfile.TemporaryDirectory() as D: pass", ""),
+    "ended": ("import subprocess\nsubprocess.run(['true'])", ""),
+    "forgotten": ("import os, subprocess\nos.waitid(os.P_PID, subprocess.Popen(['true']).pid, os.WEXITED | os.WNOWAIT)", ""),
+    "session": ("import http.client\nC = http.client.HTTPConnection('127.0.0.1', 9)", ""),
+    "chosen": ("import random\nrandom.seed(1)\nR = random.Random('text')\nS = random.Random()", ""),
+    "restored": ("import random\nS = random.getstate()\nrandom.seed(b'x')\nrandom.setstate(S)", ""),
+    "restored_numpy": ("from numpy import random\nS = random.get_state()\nrandom.seed(2**32 - 1)\nrandom.set_state(S)", ""),
+    "written": ("F = open('out', 'w')", "`F` in written.py holds {}/out, open for writing. Each start"),
+    "locked": ("import fcntl\nF = open(__file__)\nfcntl.flock(F, fcntl.LOCK_SH)", "`F` in locked.py holds a lock of {}/locked.py"),
+    "socket_": ("import socket\nclass A:\n    s = socket.socket()", "`A` in socket_.py holds a socket"),
+    "dialled": (
+        "import socket\nS = socket.create_server(('127.0.0.1', 0))\nC = [{'c': socket.create_connection(S.getsockname())}]",
+        "`C` in dialled.py holds a connection to 127.0.0.1:",
+    ),
+    "built": ("import select\nSTATE = {'e': select.epoll()}", "`STATE` in built.py holds a selector"),
+    "pipe": ("import os\nos.pipe()", "importing pipe left a pipe"),
+    "outer": ("import pipe", "importing pipe left a pipe"),
+    "loop": ("import asyncio\nL = asyncio.new_event_loop()", "`L` in loop.py holds a selector, a socket"),
+    "child": ("import subprocess\nP = subprocess.Popen(['cat'], stdin=-1, stdout=-3, stderr=-3)", "the process cat"),
+    "waited": (
+        "import os, subprocess\nP = subprocess.Popen(['true'])\nos.waitid(os.P_PID, P.pid, os.WEXITED | os.WNOWAIT)",
+        "`P` in waited.py holds a process that has ended",
+    ),
+    "memory": ("import mmap\nM = mmap.mmap(-1, 9)", "left shared memory"),
+    "semaphore": ("import multiprocessing\nL = multiprocessing.Lock()", "left shared memory"),
+    "temporary": ("import tempfile\nD = tempfile.mkdtemp()", "left the temporary file or folder "),
+    "timer": ("import signal\nsignal.setitimer(signal.ITIMER_REAL, 100)", "left a timer"),
+    "thread": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='waits').start()", "importing thread started threads"),
+    "clock": ("import random, time\nR = random.Random(time.time())", "`R` in clock.py holds a seed that may differ at each import (Random)"),
+    "seconds": ("import random, time\nrandom.seed(int(time.time()))", "a seed that may differ"),
+    "process": ("import os, numpy\nnumpy.random.seed(os.getpid())", "a seed that may differ"),
+    "entropy": ("import secrets, numpy\nR = numpy.random.default_rng(secrets.randbits(128))", "`R` in entropy.py holds a seed"),
+    "sequence": ("import numpy\nS = numpy.random.SeedSequence()", "`S` in sequence.py holds a seed"),
+}  # fmt: skip
 
 
-async def compare(gateway, names: list[str], folder: Path, calls: int) -> None:
-    """Deploy a handler with these ingredients, call its two workers, and compare their answers."""
-    with echo_server() as port:
-        function = await gateway.deploy(
-            handler_of(names), {**TWO_WORKERS, "env.PORT": str(port), "timeout_s": 60.0}, files=FILES
-        )
-        await function.settled(ready=2)
-        answers = await ask(function, calls)
-        check(names, answers, at_home(names, folder, port, calls))
-        warnings = " ".join(function.described["warnings"])
-        assert ("spawned, not forked" in warnings) is not all(INGREDIENTS[name].forks for name in names)
-        await gateway.client.delete(f"/v1/functions/{function.name}")
+def test_reasons_name_the_variable_the_thing_and_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    for name, (text, _) in CASES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    found = program(IMPORTS, json.dumps(SINGLE_THREADED), *CASES, cwd=tmp_path)
+    for name, (_, expected) in CASES.items():
+        assert expected.format(tmp_path) in found[name], (name, found[name])
+        assert bool(expected) is bool(found[name]), (name, found[name])
+    assert found["written"].endswith(
+        "Each start of a worker imports and builds again, which took 1.50 s here."
+        " To have them forked, put what makes `F` into setup(context) instead"
+    )
+    assert "put `import pipe` into setup(context) instead" in found["outer"]
 
 
-@pytest.mark.parametrize("names", [FORKED, QUICK], ids=["forked", "spawned"])
-async def test_workers_share_nothing_that_their_import_left(gateway, names: list[str], tmp_path: Path):
-    await compare(gateway, names, tmp_path, calls=60)
+# Libraries that many handlers import. The test skips libraries that are not installed.
+LIBRARIES = (
+    "PIL.Image", "accelerate", "aiohttp", "boto3", "cryptography", "fastapi", "flask", "google.auth", "grpc", "httpx", "huggingface_hub",
+    "jinja2", "joblib", "matplotlib.pyplot", "networkx", "numpy", "onnx", "onnxruntime", "openai", "orjson", "pandas", "peft", "polars",
+    "prometheus_client", "pyarrow", "pydantic", "redis", "requests", "runpod", "safetensors.torch", "scipy.stats", "sentence_transformers",
+    "sentry_sdk", "sklearn.ensemble", "sqlalchemy", "starlette", "sympy", "tokenizers", "torch", "tqdm.auto", "transformers.pipelines",
+    "urllib3", "uvloop", "websockets", "yaml",
+)  # fmt: skip
 
 
-def mixtures() -> st.SearchStrategy[list[str]]:
-    some = st.lists(st.sampled_from(sorted(INGREDIENTS)), min_size=1, max_size=8, unique=True)
-    return some.filter(lambda names: not any(pair <= set(names) for pair in APART))
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name.partition(".")[0]) is not None
 
 
 @pytest.mark.slow
-@settings(max_examples=20, suppress_health_check=list(HealthCheck), phases=[Phase.generate], derandomize=True)
-@given(names=mixtures())
-async def test_random_mixtures_of_what_an_import_leaves(gateway, tmp_path_factory, names: list[str]):
-    """500 calls in all."""
-    await compare(gateway, names, tmp_path_factory.mktemp("home"), calls=25)
+def test_libraries_leave_nothing_that_keeps_workers_from_being_forked(tmp_path: Path) -> None:
+    names = [name for name in LIBRARIES if installed(name)]
+    assert len(names) >= 20
+    found = program(IMPORTS, json.dumps(SINGLE_THREADED), *names, cwd=tmp_path)
+    assert found == dict.fromkeys(names, "")
