@@ -40,7 +40,8 @@ class FunctionEvents:
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)
     """Called with each line of a function's log when it is written."""
     removed: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when its deletion has ended. Then no process of the function runs any more."""
+    """Called with a function's name when its deletion has ended. Then no process of the function runs any more. It is not
+    called if there is a new function of this name by then, which goes on with the counts of the old function."""
 
     def note_live(self, function: str) -> None:
         """Call the callbacks of `live`."""
