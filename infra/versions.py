@@ -79,7 +79,7 @@ TESTS = {
     "setproctitle": "runtime/launching/test_launcher.py",
     "standardwebhooks": "runtime/webhooks/test_signing.py",
     "tensorizer": "snapshot/converting/test_tensorizer_file.py",
-    "threadpoolctl": "runtime/worker/test_fork_safety.py",
+    "threadpoolctl": "runtime/leftovers/test_fork_safety.py",
     "tomli-w": "runtime/plugins/images/test_build_context.py",
     "torch": "snapshot/restoring/test_skeleton.py snapshot/restoring/device/test_upload.py",
     "transformers": "snapshot/restoring/test_plan.py",

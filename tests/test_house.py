@@ -286,6 +286,8 @@ TIMERS = {
     # The wall clock of schedules, and the windows after calls of other functions.
     "runtime/functions/prewarming.py": 2,
     "runtime/measuring/metering.py": 1,
+    # Ends the calls of a retiring revision when the gateway ends.
+    "runtime/reconciling/drain.py": 1,
 }
 
 
@@ -366,6 +368,7 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "replacement",
     "all_routes",
     "named_adapters",
     "local_histories",

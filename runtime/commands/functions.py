@@ -157,9 +157,8 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
         names = ("source", "state", "in flight", "completed", "left", "waiting", "lag", "last error")
         display.print_table(names, [_source_row(source) for source in sources], apart=True)
     if schedules := found.get("schedules"):
-        display.print_table(
-            ("schedule", "workers", "for", "next"), [_schedule_row(one) for one in schedules], apart=True
-        )
+        head = ("schedule", "workers", "for", "next")
+        display.print_table(head, [_schedule_row(one) for one in schedules], apart=True)
     if errors := found.get("last_errors"):
         display.echo("\nlast errors:")
         for error in errors:

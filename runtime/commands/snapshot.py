@@ -124,13 +124,13 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     chunks = {shard.name: str(len(shard.chunks)) for shard in manifest.shards}
     rows = [(file.name, display.size(file.size_bytes), chunks.get(file.name, "-")) for file in manifest.files]
     display.print_table(("file", "size", "chunks"), rows)
-    display.echo()
     largest = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)[:LARGEST_TENSORS]
     details = [
         (found.name, found.dtype, "×".join(map(str, found.shape)) or "scalar", display.size(found.size_bytes))
         for found in (manifest.tensors if tensors else largest)
     ]
-    return display.print_table(("tensor" if tensors else "largest tensors", "type", "shape", "size"), details)
+    head = ("tensor" if tensors else "largest tensors", "type", "shape", "size")
+    return display.print_table(head, details, apart=True)
 
 
 @snapshot.command()

@@ -8,6 +8,7 @@ and builds for itself (`Leftovers.reason`).
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +20,6 @@ from . import descriptors, processes
 from .generators import Generators
 from .import_watch import ImportWatch, lasting_thread_count, open_descriptors, watch_imports
 from .owners import owners, reachable
-from .temporary_files import TemporaryNames, watch_temporary_files
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # How many of the variables and modules the reason names.
@@ -74,21 +74,21 @@ class Leftovers:
 class Watch:
     """Watches the import and the build of a handler."""
 
-    def __init__(self, generators: Generators, imports: ImportWatch, names: TemporaryNames) -> None:
-        self._generators, self._imports, self._names = generators, imports, names
+    def __init__(self, generators: Generators, imports: ImportWatch) -> None:
+        self._generators, self._imports = generators, imports
         self._before = open_descriptors()
 
-    def find(self, code: Path, state: object = None, kept: Path | None = None) -> Leftovers:
-        """Return what was left. `state` is what `build` returned. Descriptors of files below `kept` are this package's
-        own.
+    def find(self, code: Path, tmp: Path, state: object = None, kept: Path | None = None) -> Leftovers:
+        """Return what was left. `tmp` is the TMPDIR of this process, and `state` is what `build` returned. Descriptors of
+        files below `kept` are this package's own.
         """
-        if (first := self._find(code, state, kept))._found:  # noqa: SLF001
+        if (first := self._find(code, tmp, state, kept))._found:  # noqa: SLF001
             # The collector is off in a zygote, and garbage may hold descriptors open.
             gc.collect()
-            return self._find(code, state, kept)
+            return self._find(code, tmp, state, kept)
         return first
 
-    def _find(self, code: Path, state: object, kept: Path | None) -> Leftovers:
+    def _find(self, code: Path, tmp: Path, state: object, kept: Path | None) -> Leftovers:
         sorted_ = descriptors.sort(open_descriptors() - self._before, kept)
         renewals, varying = self._generators.find(one for _, one in reachable(code, state))
         things: dict[object, str] = {("descriptor", number): what for number, what in sorted_.shared.items()}
@@ -98,7 +98,7 @@ class Watch:
             ("object", id(one)): f"a seed that may differ at each import ({type(one).__name__})"
             for one in varying
         }
-        found = [*self._threads_and_devices(sorted_.devices), *self._others()]
+        found = [*self._threads_and_devices(sorted_.devices), *_others(tmp)]
         if things:
             found += self._named(things, owners(code, state))
         return Leftovers(found, sorted_.read, renewals)
@@ -136,13 +136,14 @@ class Watch:
         elif lasting_thread_count() > 1:
             yield from describe_threads(self._imports.started)
 
-    def _others(self) -> Iterator[Leftover]:
-        for path in descriptors.shared_memory():
-            yield Leftover(_UNKNOWN, f"left shared memory ({path or 'anonymous'})", "what makes it")
-        for path in self._names.left():
-            yield Leftover(_UNKNOWN, f"left the temporary file or folder {path}", "what makes it")
-        if any(signal.getitimer(timer)[0] for timer in _TIMERS):
-            yield Leftover(_UNKNOWN, "left a timer", "signal.setitimer")
+
+def _others(tmp: Path) -> Iterator[Leftover]:
+    for path in descriptors.shared_memory():
+        yield Leftover(_UNKNOWN, f"left shared memory ({path or 'anonymous'})", "what makes it")
+    for name in sorted(os.listdir(tmp)):  # noqa: PTH208  names
+        yield Leftover(_UNKNOWN, f"left the temporary file or folder {name}", "what makes it")
+    if any(signal.getitimer(timer)[0] for timer in _TIMERS):
+        yield Leftover(_UNKNOWN, "left a timer", "signal.setitimer")
 
 
 def describe_threads(started: dict[str, int]) -> Iterator[Leftover]:
@@ -165,9 +166,5 @@ def _line(importing: str) -> str:
 @contextmanager
 def watch(generators: Generators) -> Iterator[Watch]:
     """Watch what the block imports and builds."""
-    with (
-        generators.watch(),
-        watch_temporary_files() as names,
-        watch_imports(generators.on_import) as imports,
-    ):
-        yield Watch(generators, imports, names)
+    with generators.watch(), watch_imports(generators.on_import) as imports:
+        yield Watch(generators, imports)

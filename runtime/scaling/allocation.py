@@ -29,7 +29,7 @@ from .claims import (
     WorkerTier,
 )
 from .placement import Gpu, GpuNeed, Holding, candidates
-from .replaced import Replaced
+from .replacements import Replacements
 
 # A worker that had a call within this time counts as a worker that callers need.
 LATELY_S = 1.0
@@ -57,7 +57,7 @@ def allocate(
         if any(one.refused for one in revisions)
         else math.inf
     )
-    replaced = Replaced(present, grants)
+    replaced = Replacements(present, grants)
     for function, due_s in replaced.waited_for(limits.drain_s):
         if due_s > now_s:
             again_s = min(again_s, due_s)

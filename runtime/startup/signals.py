@@ -1,7 +1,7 @@
 """Defines what each signal does to the gateway's process, in one table, whatever command and settings started it.
 
 Only the gateway reacts to signals. The base and the fetcher have sessions of their own, as zygotes and workers do, so that
-no signal of a terminal reaches them; `worker/fork_safety.py` ignores those that are sent to them one by one.
+no signal of a terminal reaches them; `leftovers/fork_safety.py` ignores those that are sent to them one by one.
 """
 
 from __future__ import annotations

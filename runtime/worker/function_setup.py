@@ -23,8 +23,8 @@ from ...handlers.resolve import resolve
 from ...snapshot.adapters import Adapters
 from ...snapshot.handle import Snapshot
 from ...snapshot.named import Snapshots
+from ..leftovers import fork_safety
 from ..link.worker_spec import Weights, WorkerSpec
-from . import fork_safety
 from .compiled_code import keep_compiled_code
 from .output import MarkedHandler
 from .runner import CallObserver

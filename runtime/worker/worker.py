@@ -41,12 +41,13 @@ from ...handlers.failure import explain
 from ...handlers.handler import Hook
 from ...snapshot.named import Snapshots
 from ..batching.latency_curve import Point
+from ..leftovers import fork_safety
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.stream_credit import Credit
 from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
 from ..settings.resources import CONTEXT_MB
-from . import devices, fork_safety
+from . import devices
 from .exchange import WorkerExchange
 from .function_setup import (
     Built,

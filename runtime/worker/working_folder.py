@@ -30,7 +30,7 @@ from setproctitle import setproctitle
 
 from ...errors import LauncherError
 from ...removal import remove_tree
-from . import fork_safety
+from ..leftovers import fork_safety
 
 # A file or folder in the working directory is copied if it has at most this many bytes and entries.
 ENTRY_BYTES, ENTRY_FILES = 256 << 10, 32
@@ -102,10 +102,6 @@ class WorkingFolder:
     def holds(self, path: str | PurePath) -> bool:
         """Return True if the path is this folder, or in it."""
         return f"{path}{os.sep}".startswith(f"{self.path}{os.sep}")
-
-    def temporary_files(self) -> list[str]:
-        """Return the names of the entries of TMPDIR. After an import, these are what the import has left."""
-        return sorted(os.listdir(self.tmp))  # noqa: PTH208  names
 
     def remove_if_orphaned(self) -> None:
         """At the end of this process, remove its folder if the parent, which would remove it, has ended."""

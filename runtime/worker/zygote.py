@@ -32,7 +32,7 @@ from setproctitle import setproctitle
 from ...errors import LauncherError, PilotflameError
 from ...handlers.failure import locate_frame
 from ...handlers.notes import NOTES
-from ..leftovers import leftovers, processes
+from ..leftovers import fork_safety, leftovers, processes
 from ..leftovers.generators import Generators
 from ..leftovers.leftovers import Leftovers
 from ..link.connection import BlockingLink, dial
@@ -45,7 +45,7 @@ from ..link.worker_spec import (
     Confinement,
     WorkerSpec,
 )
-from . import compiled_code, fork_safety, output
+from . import compiled_code, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
@@ -347,7 +347,7 @@ class RevisionZygote(Zygote):
             "notes": NOTES,
         }
         kept = self._spec.compiled.folder if self._spec.compiled is not None else None
-        self._left = watch.find(self._spec.code, self._built.state, kept)
+        self._left = watch.find(self._spec.code, self._folder.tmp, self._built.state, kept)
         head = {"facts": facts, "spawn_reason": self._left.reason(times["build_s"])}
         link.send(FrameKind.BUILT, head)
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):

@@ -12,7 +12,7 @@ from pilotflame.runtime.launching.process_launcher import SINGLE_THREADED
 
 # Imports each module of the folder in a fork, and prints {module: reason}.
 IMPORTS = """
-import gc, json, os, sys
+import gc, json, os, sys, tempfile
 os.environ.update(json.loads(sys.argv[1]))
 gc.disable()
 sys.path.insert(0, "")
@@ -20,14 +20,17 @@ import numpy
 from pathlib import Path
 from pilotflame.runtime.leftovers import descriptors, leftovers
 from pilotflame.runtime.leftovers.generators import Generators
+from pilotflame.runtime.worker.working_folder import CACHES
 found, generators = {}, Generators()
 generators.keep()
 for name in sys.argv[2:]:
     read, write = os.pipe()
     if os.fork() == 0:
+        os.environ.update(dict.fromkeys(CACHES, tempfile.mkdtemp()))
+        os.environ["TMPDIR"], tempfile.tempdir = tempfile.mkdtemp(), None
         with leftovers.watch(generators) as watch:
             module = __import__(name)
-        reason = watch.find(Path.cwd(), getattr(module, "STATE", None), Path.cwd() / "kept").reason(1.5)
+        reason = watch.find(Path.cwd(), Path(os.environ["TMPDIR"]), getattr(module, "STATE", None), Path.cwd() / "kept").reason(1.5)
         os.write(write, reason.encode())
         os._exit(0)
     os.close(write)

@@ -7,14 +7,14 @@ import sys
 import textwrap
 
 from interpreter import program
-from pilotflame.runtime.worker import fork_safety
+from pilotflame.runtime.leftovers import fork_safety
 
 
 def test_a_detached_child_ends_with_its_parent_and_has_a_new_session() -> None:
     """parent (killed) -> child (detached, waits); the child's end is seen as the end of its pipe."""
     text = """
         import os, signal, sys
-        from pilotflame.runtime.worker import fork_safety
+        from pilotflame.runtime.leftovers import fork_safety
         signal.signal(signal.SIGTERM, lambda *_: None)   # a parent's handlers are not the child's
         parent = os.getpid()
         if os.fork() == 0:
@@ -46,7 +46,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 def test_torch_gets_its_threads_back() -> None:
     assert program("""
         import json, torch
-        from pilotflame.runtime.worker import fork_safety
+        from pilotflame.runtime.leftovers import fork_safety
         torch.set_num_threads(1)
         found = [fork_safety.torch_threads()]
         fork_safety.set_threads(3)
@@ -57,7 +57,7 @@ def test_torch_gets_its_threads_back() -> None:
 def test_without_torch_there_is_one_thread_and_none_is_loaded() -> None:
     assert program("""
         import json, sys
-        from pilotflame.runtime.worker import fork_safety
+        from pilotflame.runtime.leftovers import fork_safety
         fork_safety.set_threads(4); fork_safety.freeze_objects()
         print(json.dumps([fork_safety.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
     """) == [1, False, False]

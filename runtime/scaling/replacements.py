@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from .claims import NO_GRANT, Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
 
 
-class Replaced:
+class Replacements:
     """The claims of all revisions, as the functions that are being replaced see them."""
 
     def __init__(self, claims: Sequence[RevisionClaim], grants: dict[str, Grant]) -> None:

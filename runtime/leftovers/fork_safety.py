@@ -3,7 +3,7 @@
 In the parent, before the first fork:
 1. `make_torch_single_threaded`: a fork copies only one thread, and a thread pool without its threads hangs.
    Environment variables do the same for other libraries (`SINGLE_THREADED` in process_launcher.py).
-2. `leftovers.watch` (`runtime/leftovers`): known monitor threads are turned off. If the import or the build left threads
+2. `leftovers.watch`: known monitor threads are turned off. If the import or the build left threads
    anyway, or other things that forks cannot share, the zygote is not used for forks.
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
