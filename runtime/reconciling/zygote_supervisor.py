@@ -188,8 +188,7 @@ class ZygoteSupervisor:
     def close(self) -> None:
         """Close the standby, and start no more processes."""
         self._closed = True
-        if self._scheduled is not None:
-            self._scheduled.cancel()
+        self._cancel_scheduled()
         self.relaunch_at_s = math.inf
         self._drop_standby()
 
@@ -286,7 +285,14 @@ class ZygoteSupervisor:
     def stop_standbys(self) -> None:
         """End the standby, and fork no other: few or no workers will start."""
         self._with_standby = False
+        self._cancel_scheduled()
         self.end_standby()
+
+    def _cancel_scheduled(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            # The garbage collector does not find a cycle through the exception of a cancelled task.
+            self._scheduled = None
 
     def end_standby(self) -> bool:
         """End the standby, and fork another later: workers need its GPU memory, or it had no GPU memory to rehearse.
