@@ -12,6 +12,8 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Removing this many blocks of 512 bytes takes about as long as removing an entry.
 _BLOCKS = 4096
+# Fewer names than these fit into the buffer with which a folder is read.
+_MANY = 50
 
 
 def remove_tree(folder: Path, most: float = math.inf) -> bool:
@@ -55,10 +57,14 @@ class _Removal:
 
     def _enter(self, name: str) -> None:
         """Open a folder of the open folder, and remove the files in it. Do nothing if it is no folder any more."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            self._open(_open_writable(self._place, name))
-            self._names.append(name)
-            self._levels.append((_identity(self._place), iter(self._remove_files())))
+        try:
+            inner = _open_writable(self._place, name)
+        except OSError:
+            # It is no folder any more, or belongs to another user, or is a mount.
+            return
+        self._open(inner)
+        self._names.append(name)
+        self._levels.append((_identity(self._place), iter(self._remove_files())))
 
     def _leave(self) -> None:
         """Remove the open folder, and open the folder above it. Raise OSError if it is no longer in that folder."""
@@ -76,10 +82,10 @@ class _Removal:
 
     def _remove_files(self) -> list[str]:
         """Remove all entries of the open folder except its folders, and return their names."""
-        removed = True
-        # Some file systems leave entries out while others are removed, so look again until nothing is removed.
-        while removed:
-            removed, folders = False, []
+        removed = _MANY
+        # Some file systems leave entries out while many others are removed, so look again.
+        while removed >= _MANY:
+            removed, folders = 0, []
             with os.scandir(self._place) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
@@ -88,7 +94,7 @@ class _Removal:
                     self._count(entry)
                     with suppress(OSError):
                         os.unlink(entry.name, dir_fd=self._place)
-                        removed = True
+                        removed += 1
         self._left -= len(folders)
         return folders
 

@@ -85,6 +85,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     kinds = type(error).__mro__
+    # cuBLAS and cuDNN have their own words for it.
+    if "STATUS_ALLOC_FAILED" in str(error):
+        return True
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in kinds):
         return True
     text = _text(error).lower() if isinstance(error, RuntimeError) else ""

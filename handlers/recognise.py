@@ -125,8 +125,9 @@ class Dialects:
     def _foreign(self, root: Path, names: Iterable[str]) -> Iterator[Entry]:
         left_bytes = MAX_SEARCHED_BYTES
         for name in names:
-            if (left_bytes := left_bytes - (root / name).stat().st_size) < 0:
-                return
+            if (size := (root / name).stat().st_size) > left_bytes:
+                continue
+            left_bytes -= size
             entry = self._entry_in(name, "", SourceFile.read(root / name))
             if entry is not None and entry.dialect != OWN:
                 yield entry

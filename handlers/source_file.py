@@ -19,6 +19,8 @@ from typing import NamedTuple
 MAX_SOURCE_BYTES = 1 << 20
 MAX_OWN_BYTES = 16 << 10
 """A longer file is parsed in a child."""
+MAX_NAME_CHARS, MAX_FACTS_CHARS = 200, 256 << 10
+"""A longer name is left out. A file with more facts shows nothing."""
 CHILD_S, CHILD_BYTES = 10, 1 << 30
 """The child's limits of processor time and of memory."""
 WAIT_S = 30.0
@@ -109,7 +111,9 @@ def _full_name(node: ast.expr, imported: dict[str, str]) -> str:
         node = node.value
     if not isinstance(node, ast.Name):
         return ""
-    return ".".join([imported.get(node.id, node.id), *reversed(steps)])
+    name = ".".join([imported.get(node.id, node.id), *reversed(steps)])
+    # A short call of a package with a long name would have a long name, too.
+    return name if len(name) <= MAX_NAME_CHARS else ""
 
 
 def _note_import(node: ast.AST, names: dict[str, str], packages: dict[str, None]) -> None:
@@ -156,7 +160,8 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CHILD_S, CHILD_S))
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     found = _parse(sys.stdin.buffer.read(MAX_SOURCE_BYTES))
-    json.dump(None if found is None else [*found[:-1], sorted(found.calls)], sys.stdout)
+    facts = json.dumps(None if found is None else [*found[:-1], sorted(found.calls)])
+    sys.stdout.write(facts if len(facts) <= MAX_FACTS_CHARS else "null")
 
 
 if __name__ == "__main__":

@@ -121,14 +121,15 @@ class Meter:
         `entered` requests are admitted already, and are parts of the same request.
         """
         whole, most = more + entered, self._concurrency
-        if self.running - entered + min(whole, most) > most:
+        # Parts of a request that was admitted although it is larger than the limit must not be refused.
+        if more and self.running - entered + min(whole, most) > most:
             self.limit = "concurrency"
             return CONCURRENCY_WAIT_S
         if (bucket := self._model_tokens) is not None:
             self.limit = "model_tokens_per_min"
             if wait_s := bucket.wait_s(now_s, min(model_tokens, bucket.most)):
                 return wait_s
-        if (bucket := self._requests) is None:
+        if (bucket := self._requests) is None or not more:
             return 0.0
         self.limit = "rate_per_s"
         return bucket.wait_s(now_s, min(whole, bucket.most) - entered)

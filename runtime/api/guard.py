@@ -86,6 +86,12 @@ def count_calls(request: web.Request, count: int) -> None:
     admitted.count = count
 
 
+def counted(request: web.Request) -> bool:
+    """Return True if the request counts as all of its calls and their answers."""
+    admitted = request.get(ADMITTED)
+    return admitted is not None and admitted.count > 1
+
+
 def check_origin(
     headers: Headers, allows: Callable[[str], bool] = lambda _origin: False, *, own_pages: bool = False
 ) -> None:

@@ -38,6 +38,7 @@ from ..serving.invocation import Invocation, Output, Stream
 from ..serving.response_cache import CachedCall
 from ..serving.revision import Revision
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend
+from .guard import counted
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
@@ -171,7 +172,7 @@ class Gateway:
         try:
             return self.begin(
                 name, request.headers, f"{request_id}-{number}" if number else request_id, body, time.monotonic(),
-                caller_of(request), content_type=content_type, extra=extra,
+                caller_of(request), content_type=content_type, extra=extra, counted=counted(request),
             )  # fmt: skip
         except PilotflameError as error:
             self._functions.note_refused(name, error)
@@ -181,6 +182,7 @@ class Gateway:
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
         accept: str | None = None, extra: Mapping[str, Any] | None = None, max_batch: int = 0,
+        counted: bool = False,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Return (revision, invocation). If this raises an error, the caller must pass the error
         to `refused`.
@@ -199,6 +201,7 @@ class Gateway:
             content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
             traceparent=traceparent, tracestate=tracestate, accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
             tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent), max_batch=max_batch,
+            counted=counted,
         )  # fmt: skip
         # `submit` raises the error of a function that is paused or has used its budget.
         if settings.response_cache.ttl_s is None or self._functions.get(name).function.stopped:

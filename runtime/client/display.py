@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..telemetry.gateway_log import CONTROL, printable
 from ..telemetry.timeline import COLD_START_PHASES
 
 if TYPE_CHECKING:
@@ -24,16 +24,6 @@ BAR_COLUMNS = 40
 WIDTH_WITHOUT_TERMINAL = 200
 # A JSON answer is indented if it is shorter. A longer answer, such as an embedding, would fill too many lines.
 INDENTED_CHARS = 4_000
-# All control characters but the tab and the line feed. Some terminals obey those above 0x7f, too.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """Return a text of one or more lines whose other control characters are escaped, as in `\\x1b`.
-
-    Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
-    """
-    return text if text.isprintable() else _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
@@ -64,7 +54,7 @@ def print_json(value: Any) -> None:
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return `value` as JSON without control characters."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
-    return text if text.isprintable() else _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def print_result(value: Any, text: str, *, as_json: bool) -> None:

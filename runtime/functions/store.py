@@ -315,17 +315,21 @@ class Store:
 
     def _hide(self, folder: Path, busy: Collection[str], aside: Path) -> None:
         """Move everything of a deleted function to `aside`, except the code of its `busy` revisions."""
+        aside.mkdir(mode=0o700)
         # Until this file is removed, `start` removes the whole folder.
         private_files.write(folder / _DELETED, b"")
-        aside.mkdir(mode=0o700)
-        for path in folder.iterdir():
-            if path.name in busy:
-                (path / _RECORD).unlink(missing_ok=True)
-                sync(path)
-            elif path.name != _DELETED:
-                path.rename(aside / path.name)
-        sync(folder)
-        (folder / _DELETED).unlink()
+        try:
+            for path in folder.iterdir():
+                if path.name in busy:
+                    (path / _RECORD).unlink(missing_ok=True)
+                    sync(path)
+                elif path.name != _DELETED:
+                    path.rename(aside / path.name)
+            sync(folder)
+        finally:
+            # If the disk has failed, the next deploy of this name must not be removed with the rest.
+            (folder / _DELETED).unlink()
+            sync(folder)
 
     def sweep(self, name: str, *, busy: Collection[str] = ()) -> list[str]:
         """Remove the code that `delete` has left for calls, except that of the revisions in `busy`. Return the ids."""

@@ -48,7 +48,7 @@ async def respond(
 ) -> web.StreamResponse:  # fmt: skip
     """Call the function once for each event, and return the response. Raise the function's error."""
     asked = with_targets(request, events)
-    count_calls(request, len(asked))
+    count_calls(request, sum(event.n or 1 for event in asked))
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
     # An error that leaves the group would be wrapped, so it is raised after the group.
     async with asyncio.TaskGroup() as tasks:

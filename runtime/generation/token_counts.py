@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from ...handlers.language_model.contract import (
     MOST_ANSWERS,
@@ -30,9 +31,15 @@ from .models import takes
 MOST_TOKENS = 10_000_000
 """The most tokens of a prompt, or of an answer, that one call counts."""
 CHARS_A_TOKEN = 4
+LONGEST_ANSWER = 1 << 17
+"""The most tokens of an answer whose caller sets no limit: the context of the largest usual models."""
+PARSED_BYTES = 64 << 10
+"""In a longer body, the limits are searched for. To parse it would block the event loop."""
 USUAL_ANSWER = 128.0
 """The tokens of an answer before any has ended."""
 SMOOTHING = 0.1
+_ANSWERS = re.compile(rb'"n"\s*:\s*"?\s*\+?(\d{1,9})')
+_NUMBER = TypeAdapter(int)
 _TOKENS = re.compile(rb'"tokens"\s*:\s*(\d{1,9})')
 
 
@@ -65,7 +72,11 @@ class ModelCalls:
             asked = _asked(invocation.body)
             answers, tokens = asked.answers, asked.tokens(self._usual)
             wait_s, reservation = meter.reserve(
-                time.monotonic(), answers, tokens, asked=asked.allowed, patient=invocation.patient
+                time.monotonic(),
+                1 if invocation.counted else answers,
+                tokens,
+                asked=asked.allowed,
+                patient=invocation.patient,
             )
             check_quota(meter, wait_s)
         found = AnswerTokens(self._account)
@@ -106,13 +117,17 @@ class Asked(NamedTuple):
 
     @property
     def allowed(self) -> int:
-        """The most tokens that the call may take; 0 if the caller sets no limit."""
-        return CHARS_A_TOKEN * self.prompt + self.answers * int(self.most) if self.most < math.inf else 0
+        """The most tokens that the call may take."""
+        return CHARS_A_TOKEN * self.prompt + self.answers * int(min(self.most, LONGEST_ANSWER))
 
 
 def _asked(body: bytes) -> Asked:
     """Return what the input of a model asks for. If it is invalid, the handler refuses it."""
     prompt = math.ceil(len(body) / CHARS_A_TOKEN)
+    if len(body) > PARSED_BYTES:
+        # The largest number counts, wherever it is. In a text, the quotation marks of a name would be escaped.
+        largest = max((min(int(found), MOST_ANSWERS) for found in _ANSWERS.findall(body)), default=1)
+        return Asked(max(1, largest), prompt, math.inf)
     try:
         event = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -123,8 +138,16 @@ def _asked(body: bytes) -> Asked:
         return Asked(1, prompt, math.inf)
     if isinstance(given := event.get("prompt"), list):
         prompt = len(given)
-    answers = min(_count(event, "n") or 1, MOST_ANSWERS)
-    return Asked(answers, prompt, _count(event, "max_tokens") or math.inf)
+    answers = min(_number(event, "n") or 1, MOST_ANSWERS)
+    return Asked(answers, prompt, _number(event, "max_tokens") or math.inf)
+
+
+def _number(event: dict[str, Any], name: str) -> int:
+    """Return a field as the handler reads it, such as 128 for "128"; 0 if it is not positive."""
+    try:
+        return max(0, min(_NUMBER.validate_python(event.get(name)), MOST_TOKENS))
+    except ValidationError:
+        return 0
 
 
 class AnswerTokens:

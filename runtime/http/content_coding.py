@@ -42,14 +42,23 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
     if (make := _DECOMPRESSORS.get(coding)) is None:
         raise UnsupportedMedia(f"The body has the Content-Encoding {coding}.", remedy="Send it with gzip.")
     parts, size = [], 0
+    decompressor = make(body) if body else None
     try:
-        for part in _slices(make(body), body) if body else ():
+        for part in _slices(decompressor, body) if decompressor is not None else ():
             parts.append(part)
             size += len(part)
             if size > limit:
                 break
     except Exception as error:  # noqa: BLE001  each coding's library raises errors of its own
         raise BadInput(f"The body does not have the Content-Encoding {coding}: {error}.") from None
+    # The other decompressors do not tell.
+    if (
+        isinstance(decompressor, ZLibDecompressor)
+        and coding == "deflate"
+        and size <= limit
+        and not decompressor.eof
+    ):
+        raise BadInput("The body is not complete: its Content-Encoding deflate has no end.")
     return b"".join(parts)
 
 

@@ -41,7 +41,9 @@ def sort(numbers: Collection[int], kept: Path | None = None) -> Descriptors:
     """Sort descriptors. Leave out those whose sharing is harmless, and those of files below `kept`."""
     found = Descriptors()
     for number in sorted(numbers):
-        _sort(number, kept, found)
+        # OSError: a thread has closed it meanwhile.
+        with suppress(OSError):
+            _sort(number, kept, found)
     found.devices = sorted(set(found.devices))
     return found
 

@@ -55,8 +55,9 @@ def detach(parent: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    # A signal that is ignored stays ignored in the programs that a handler starts. A signal with a handler does not.
     for number in OF_GATEWAY:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before prctl was called.
     if os.getppid() != parent:

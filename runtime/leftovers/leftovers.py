@@ -19,11 +19,12 @@ from pathlib import Path
 from . import descriptors, processes
 from .generators import Generators
 from .import_watch import ImportWatch, lasting_thread_count, open_descriptors, watch_imports
-from .owners import owners, reachable
+from .owners import owners, paths, reachable
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # How many of the variables and modules the reason names.
 MOST_NAMED = 4
+MOST_CHARS = 200
 _UNKNOWN = "the handler's import or `build`"
 
 
@@ -80,8 +81,15 @@ class Watch:
 
     def find(self, code: Path, tmp: Path, state: object = None, kept: Path | None = None) -> Leftovers:
         """Return what was left. `tmp` is the TMPDIR of this process, and `state` is what `build` returned. Descriptors of
-        files below `kept` are this package's own.
+        files below `kept` are this package's own. If the search fails, workers cannot be forked.
         """
+        try:
+            return self._searched(code, tmp, state, kept)
+        except Exception as error:  # noqa: BLE001  the search may run code of the handler's objects
+            failed = f"cannot be searched ({type(error).__name__}: {error})"[:MOST_CHARS]
+            return Leftovers([Leftover(_UNKNOWN, failed, "what makes such objects")])
+
+    def _searched(self, code: Path, tmp: Path, state: object, kept: Path | None) -> Leftovers:
         if (first := self._find(code, tmp, state, kept))._found:  # noqa: SLF001
             # The collector is off in a zygote, and garbage may hold descriptors open.
             gc.collect()
@@ -90,7 +98,8 @@ class Watch:
 
     def _find(self, code: Path, tmp: Path, state: object, kept: Path | None) -> Leftovers:
         sorted_ = descriptors.sort(open_descriptors() - self._before, kept)
-        renewals, varying = self._generators.find(one for _, one in reachable(code, state))
+        objects = list(reachable(code, state))
+        renewals, varying = self._generators.find(one for _, one in objects)
         things: dict[object, str] = {("descriptor", number): what for number, what in sorted_.shared.items()}
         if processes.has_children():
             things |= {("process", pid): processes.describe(pid) for pid in processes.children()}
@@ -99,6 +108,9 @@ class Watch:
             for one in varying
         }
         found = [*self._threads_and_devices(sorted_.devices), *_others(tmp)]
+        for holder, path in paths(objects, tmp.parent, code):
+            what = f"holds the path {path.removeprefix(f'{tmp.parent}{os.sep}')} of the import's own folder"
+            found.append(Leftover(holder, what, "what makes the path"))
         if things:
             found += self._named(things, owners(code, state))
         return Leftovers(found, sorted_.read, renewals)

@@ -9,9 +9,9 @@ import select
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -46,9 +46,25 @@ def reachable(code: Path, state: object) -> Iterator[tuple[str, Any]]:
                 queue.append((name, held))
 
 
+def paths(objects: Iterable[tuple[str, Any]], folder: Path, code: Path) -> Iterator[tuple[str, str]]:
+    """Yield the paths in `folder` that a handler holds elsewhere than as the value of a name in a module: the variable, and
+    the path. The values of names are replaced in each fork.
+    """
+    replaced = {id(value) for name, value in _variables(code, None)}
+    inside = (str(folder), f"{folder}{os.sep}")
+    for name, one in objects:
+        is_path = type(one) is str or issubclass(type(one), PurePath)
+        if is_path and id(one) not in replaced and (str(one) == inside[0] or str(one).startswith(inside[1])):
+            yield name, str(one)
+    for name, value in os.environ.items():
+        if name != "TMPDIR" and (value == inside[0] or value.startswith(inside[1])):
+            yield f"the environment variable {name}", value
+
+
 def _variables(code: Path, state: object) -> Iterator[tuple[str, object]]:
     for module in list(sys.modules.values()):
-        file = str(getattr(module, "__file__", None) or "")
+        # Read it without `__getattr__`, which imports something in modules that are lazy.
+        file = str(getattr(module, "__dict__", {}).get("__file__") or "")
         if file.startswith(f"{code}{os.sep}"):
             for name, value in list(vars(module).items()):
                 if not name.startswith("__"):
@@ -71,11 +87,13 @@ def _thing(one: Any) -> object:
 
 def _held(one: object, code: Path) -> list[Any]:
     """Return what an object refers to. Leave out what leads to all other objects: modules, and functions' globals."""
-    if isinstance(one, ModuleType):
+    # `isinstance` would ask the object for its `__class__`, which may run code of the handler.
+    if issubclass(type(one), ModuleType):
         return []
     if type(one) is FunctionType:
         return [one.__closure__, one.__defaults__, one.__kwdefaults__]
-    if isinstance(one, type):
-        file = getattr(sys.modules.get(one.__module__), "__file__", None) or ""
+    if issubclass(type(one), type):
+        module = sys.modules.get(str(one.__dict__.get("__module__")))
+        file = str(getattr(module, "__dict__", {}).get("__file__") or "")
         return list(vars(one).values()) if file.startswith(f"{code}{os.sep}") else []
-    return [held for held in gc.get_referents(one) if not isinstance(held, ModuleType)]
+    return [held for held in gc.get_referents(one) if not issubclass(type(held), ModuleType)]

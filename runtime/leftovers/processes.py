@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,8 +62,12 @@ def _is_child(pid: int) -> bool:
     return False
 
 
-def end_orphans(known: Container[int]) -> None:
-    """Kill the adopted children whose owner has ended. `known` are the children that this process has forked."""
+def end_orphans(known: Collection[int], *, last: bool = False) -> None:
+    """Kill the adopted children whose owner has ended. `known` are the children that this process has forked.
+
+    An adopted child that does not name its owner may belong to any of `known`. So it is killed when none of these is left,
+    or if this process ends and is the `last` that can.
+    """
     for pid in _candidates():
         # A system call tells the session much faster than a file. It is 0 for threads of the kernel.
         if (
@@ -72,7 +76,7 @@ def end_orphans(known: Container[int]) -> None:
             or (session != pid and _session(session) is not None)
         ):
             continue
-        if _is_child(pid) and _session(_owner(pid) or session) is None:
+        if _is_child(pid) and (_session(owner) is None if (owner := _owner(pid)) else last or not known):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -324,9 +324,9 @@ class Dispatcher:
 
     def _end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:
         """End an invocation, unless it has ended before. All outputs and errors of invocations pass through here."""
+        self.aside.pop(invocation, None)
         if invocation.ended:
             return
-        self.aside.pop(invocation, None)
         timeline, error = invocation.timeline, outcome if isinstance(outcome, PilotflameError) else None
         if not timeline.completed_s:
             timeline.mark_responded(time.monotonic())

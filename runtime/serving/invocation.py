@@ -152,6 +152,8 @@ class Invocation:
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     capture: Capture | None = None
     """Receives the lines that the invocation prints; None if they are not captured."""
+    counted: bool = False
+    """True if its request has counted as all answers of its calls in the quota of the caller."""
     max_batch: int = 0
     """The size of the largest batch it may run in; 0 for no limit."""
     output: asyncio.Future[Output] = field(init=False)

@@ -140,7 +140,7 @@ class Revision(CallEvents):
             try:
                 self._begin(invocation)
             except PilotflameError as error:
-                invocation.end(error)
+                self.dispatcher.cancel(invocation, error)
             else:
                 self.dispatcher.queue_aside(invocation)
         self.dispatcher.dispatch()

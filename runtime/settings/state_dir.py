@@ -48,8 +48,8 @@ def _make_private(path: Path) -> None:
     try:
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             path.chmod(0o700)
-    except PermissionError:
-        # The volumes of Kubernetes belong to root, and to a group that this process is in.
+    except OSError:
+        # The volumes of Kubernetes belong to root, and to a group that this process is in. Some file systems have no rights.
         if mode & stat.S_IRWXO:
             text = "other users may read inputs of jobs and logs in %s, which has another owner: `chmod o-rwx` it"
             LOG.warning(text, path)

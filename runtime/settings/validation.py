@@ -21,8 +21,8 @@ from ...errors import SettingsError
 from ...snapshot.format.signature import SIGNER
 from .event_source import EventSource, source_kinds
 
-ENV_PREFIX = "PILOTFLAME_"
 MAX_TOML_BYTES = 64 << 10
+ENV_PREFIX = "PILOTFLAME_"
 """The first part of the name of every environment variable that is a setting."""
 YEAR_S = 365 * 24 * 3600
 """One year in seconds, the longest time to which a setting can be set."""

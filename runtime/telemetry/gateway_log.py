@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import queue
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ Level = Literal["debug", "info", "warning", "error"]
 LOGGERS = (__name__.partition(".")[0], "asyncio", "aiohttp.server", "aiohttp.web")
 MAX_WAITING = 10_000
 STOP_TIMEOUT_S = 2.0
+# All control characters but the tab and the line feed. Some terminals obey those above 0x7f, too.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return a text of one or more lines whose other control characters are escaped, as in `\\x1b`.
+
+    Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
+    """
+    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class MessageFormatter(logging.Formatter):
@@ -41,7 +52,9 @@ class MessageFormatter(logging.Formatter):
         self._as_json = form == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        return line_of(record).encode().decode().rstrip("\n") if self._as_json else super().format(record)
+        if self._as_json:
+            return line_of(record).encode().decode().rstrip("\n")
+        return printable(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
         if request_id := record.__dict__.get("request_id", ""):

@@ -4,8 +4,8 @@
     <root>/<pid>/tmp/     TMPDIR
     <root>/caches/        caches of libraries that would use TMPDIR; the function's processes share them
 
-A zygote's folder has the code. A worker's folder has what the zygote's folder has after the import. Small files and
-folders are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
+A zygote's working directory has the code. A worker's has what the zygote's has after the import. Small files and folders
+are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
 workers share.
 
 The parent of a process removes the process's folder when it reaps the process (`ChildFolders`). If the parent has
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import stat
 import sys
 import tempfile
@@ -25,12 +26,12 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path, PurePath
 from types import ModuleType
+from typing import NamedTuple
 
 from setproctitle import setproctitle
 
 from ...errors import LauncherError
 from ...removal import remove_tree
-from ..leftovers import fork_safety
 
 # A file or folder in the working directory is copied if it has at most this many bytes and entries.
 ENTRY_BYTES, ENTRY_FILES = 256 << 10, 32
@@ -54,15 +55,17 @@ class WorkingFolder:
         self.path = root / str(os.getpid())
         self.work, self.tmp = self.path / "work", self.path / "tmp"
         self._parent = os.getppid()
-        # What `note_import` finds: the working directory, relative to `work` if it is there, and names of modules.
+        # What `note_import` finds: the working directory, relative to `work` if it is there, its entries, and names of
+        # modules.
         self._directory = Path()
+        self._left: list[_Entry] = []
         self._paths: list[tuple[ModuleType, str]] = []
 
     @classmethod
     def of_code(cls, root: Path, code: Path) -> WorkingFolder:
         """Make a folder for this process with a function's code, and enter it. Raise LauncherError."""
         made = cls(root)
-        made._make({made.work: code, made.tmp: None})
+        made._make(_read(code))
         made._enter()
         for variable, name in CACHES.items():
             os.environ.setdefault(variable, str(root / "caches" / name))
@@ -71,7 +74,7 @@ class WorkingFolder:
     def fork(self) -> WorkingFolder:
         """Make a folder for this process, a fork of the process of this folder, and enter it. Raise LauncherError."""
         made = WorkingFolder(self.path.parent)
-        made._make({made.work: self.work, made.tmp: self.tmp})
+        made._make(self._left)
         made._enter(forked_from=self)
         with suppress(OSError):
             os.chdir(made.work / self._directory)
@@ -81,9 +84,9 @@ class WorkingFolder:
         return made
 
     def note_import(self, code: Path) -> None:
-        """Find the working directory that the import has chosen, and the paths in this folder that are values in modules
-        of the function. In a fork, they are in the fork's own folder. A directory of the code becomes the same
-        directory in this folder.
+        """Find the working directory that the import has chosen, the files that are in it now, and the paths in this folder
+        that are values in modules of the function. In a fork, they are in the fork's own folder. A directory of the code
+        becomes the same directory in this folder.
         """
         with suppress(OSError):
             self._directory = Path.cwd()
@@ -91,6 +94,7 @@ class WorkingFolder:
                 if self._directory.is_relative_to(real := os.path.realpath(folder)):
                     self._directory = self._directory.relative_to(real)
             os.chdir(self.work / self._directory)
+        self._left = _read(self.work)
         self._paths = [
             (module, name)
             for module in list(sys.modules.values())
@@ -108,13 +112,13 @@ class WorkingFolder:
         if os.getppid() != self._parent:
             remove_tree(self.path)
 
-    def _make(self, sources: dict[Path, Path | None]) -> None:
+    def _make(self, entries: list[_Entry]) -> None:
         try:
             self._make_empty()
-            for folder, source in sources.items():
-                folder.mkdir(mode=0o700)
-                if source is not None:
-                    _Filling(folder).fill(source)
+            os.mkdir(self.work, 0o700)  # noqa: PTH102  each call here is a part of a cold start
+            os.mkdir(self.tmp, 0o700)  # noqa: PTH102
+            for entry in entries:
+                entry.write(f"{self.work}{os.sep}")
         except OSError as error:
             message = f"A process has no working folder: {error.strerror} ({error.filename})."
             remedy = "Free space for temporary files, or set resources.tmp_mb or the gateway's TMPDIR."
@@ -146,46 +150,83 @@ def _is_below(module: ModuleType, folder: Path) -> bool:
     return isinstance(file, str) and file.startswith(f"{folder}{os.sep}")
 
 
-class _Filling:
-    """Fills a working directory with the entries of another folder: with copies as long as they are small, else links."""
+class _Copy(NamedTuple):
+    """A small file, an empty folder or a link, in memory: a worker that starts does not read it again."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._bytes, self._files = ALL_BYTES, ALL_FILES
+    name: str
+    """The path in the working directory."""
+    content: bytes | str | None
+    """The bytes of a file, the target of a link, or None for a folder."""
+    mode: int = 0o777
+    times: tuple[int, int] = (0, 0)
+    """When a file was last read and written, in nanoseconds. Web servers show it."""
 
-    def fill(self, source: Path) -> None:
-        with os.scandir(source) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
+    def write(self, folder: str) -> None:
+        path = folder + self.name
+        if self.content is None:
+            os.mkdir(path)  # noqa: PTH102
+        elif isinstance(self.content, str):
+            os.symlink(self.content, path)  # noqa: PTH211
+        else:
+            file, content = os.open(path, _NEW_FILE, self.mode), self.content
+            try:
+                while content:
+                    content = content[os.write(file, content) :]
+                os.utime(file, ns=self.times)
+            finally:
+                os.close(file)
+
+
+class _Entry(NamedTuple):
+    """An entry of a working directory: copies, or a link to the entry that it stands for."""
+
+    name: str
+    link: str
+    copies: list[_Copy]
+
+    def write(self, folder: str) -> None:
+        """Write the copies, or the link if there are none, or no space for them. A link needs almost no space."""
+        try:
+            for one in self.copies:
+                one.write(folder)
+        except OSError:
+            remove_tree(Path(folder, self.name))
+            Path(folder, self.name).unlink(missing_ok=True)
+            os.symlink(self.link, folder + self.name)  # noqa: PTH211
+        else:
+            if not self.copies:
+                os.symlink(self.link, folder + self.name)  # noqa: PTH211
+
+
+def _read(source: Path) -> list[_Entry]:
+    """Return the entries of a folder: copies in memory as long as they are small, else links. Raise OSError."""
+    left_bytes, left_files, entries = ALL_BYTES, ALL_FILES, list[_Entry]()
+    with os.scandir(source) as found:
+        for entry in sorted(found, key=lambda one: one.name):
             # Python makes its folders anew.
             if entry.name == "__pycache__":
                 continue
-            target = f"{self._folder}{os.sep}{entry.name}"
             if entry.is_symlink():
-                os.symlink(os.readlink(entry.path), target)  # noqa: PTH115, PTH211  Path costs more than the call
-            elif not self._copied(entry, target):
-                os.symlink(entry.path, target)  # noqa: PTH211
+                entries.append(_Entry(entry.name, os.readlink(entry.path), []))  # noqa: PTH115
+                continue
+            copies = _copies(entry, min(left_bytes, ENTRY_BYTES), min(left_files, ENTRY_FILES))
+            left_bytes -= sum(len(one.content) for one in copies if isinstance(one.content, bytes))
+            left_files -= len(copies)
+            entries.append(_Entry(entry.name, entry.path, copies))
+    return entries
 
-    def _copied(self, entry: os.DirEntry[str], target: str) -> bool:
-        """Copy an entry if it is small enough, and return True."""
-        most_bytes, most_files = min(self._bytes, ENTRY_BYTES), min(self._files, ENTRY_FILES)
+
+def _copies(entry: os.DirEntry[str], most_bytes: int, most_files: int) -> list[_Copy]:
+    """Return copies of an entry and all entries below it; [] if they are too large or too many, or cannot be copied."""
+    above = len(entry.path) - len(entry.name)
+    # OSError: a folder may not be read, or is gone.
+    with suppress(OSError):
         found = list(islice(_below(entry), most_files + 1))
-        size = sum(
-            one.stat(follow_symlinks=False).st_size for one in found if one.is_file(follow_symlinks=False)
-        )
-        if len(found) > most_files or size > most_bytes or not all(map(_can_be_copied, found)):
-            return False
-        try:
-            for one in found:
-                _copy(one, f"{target}{one.path[len(entry.path) :]}")
-        except OSError:
-            # For example, the disk is full. A link needs almost no space.
-            remove_tree(Path(target))
-            Path(target).unlink(missing_ok=True)
-            return False
-        self._bytes -= size
-        self._files -= len(found)
-        return True
+        files = (one for one in found if one.is_file(follow_symlinks=False))
+        size = sum(one.stat(follow_symlinks=False).st_size for one in files)
+        if len(found) <= most_files and size <= most_bytes and all(map(_can_be_copied, found)):
+            return [_copy(one, one.path[above:]) for one in found]
+    return []
 
 
 def _below(entry: os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
@@ -202,27 +243,14 @@ def _can_be_copied(entry: os.DirEntry[str]) -> bool:
     return entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False) or entry.is_symlink()
 
 
-def _copy(entry: os.DirEntry[str], target: str) -> None:
-    """Copy a file, a link or an empty folder. The copy of a file has the same times, which web servers show."""
+def _copy(entry: os.DirEntry[str], name: str) -> _Copy:
     if entry.is_symlink():
-        os.symlink(os.readlink(entry.path), target)  # noqa: PTH115, PTH211
-    elif entry.is_dir():
-        os.mkdir(target)  # noqa: PTH102
-    else:
-        found = entry.stat()
-        # `open` and its objects would take twice as long.
-        source = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            content = os.read(source, ENTRY_BYTES)
-        finally:
-            os.close(source)
-        copy = os.open(target, _NEW_FILE, stat.S_IMODE(found.st_mode) | stat.S_IWUSR)
-        try:
-            while content:
-                content = content[os.write(copy, content) :]
-            os.utime(copy, ns=(found.st_atime_ns, found.st_mtime_ns))
-        finally:
-            os.close(copy)
+        return _Copy(name, os.readlink(entry.path))  # noqa: PTH115
+    if entry.is_dir():
+        return _Copy(name, None)
+    facts = entry.stat()
+    mode = stat.S_IMODE(facts.st_mode) | stat.S_IWUSR
+    return _Copy(name, Path(entry.path).read_bytes(), mode, (facts.st_atime_ns, facts.st_mtime_ns))
 
 
 class ChildFolders:
@@ -252,13 +280,15 @@ def _remove(folder: Path) -> None:
     """Remove a folder. If it is large, a fork of this process removes it."""
     if remove_tree(folder, REMOVED_AT_ONCE):
         return
-    parent, hidden = os.getpid(), folder.with_name(f".{secrets.token_hex(4)}")
+    hidden = folder.with_name(f".{secrets.token_hex(4)}")
     # If the fork fails too, the folder is removed later, as the module's docstring says.
     with suppress(OSError):
         folder.rename(hidden)
         if os.fork() == 0:
             try:
-                fork_safety.detach(parent)
+                # It stays in the session of its parent, so it is no orphan, and it goes on after the end of its parent.
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 # Copies of the connections would hide the end of the parent from the gateway.
                 os.closerange(0, os.sysconf("SC_OPEN_MAX"))
                 setproctitle("pilotflame: remover")

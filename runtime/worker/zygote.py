@@ -101,7 +101,9 @@ class Zygote:
         # After the handler's import, which may have changed the handling of signals.
         self._watch_children(link)
         fork_safety.freeze_objects()
-        return self._serve(link)
+        if (role := self._serve(link)) is None:
+            processes.end_orphans(self._children, last=True)
+        return role
 
     def prepare(self, link: BlockingLink) -> bool:
         """Get ready and send BUILT or FAILED. Return False if the process must end."""
@@ -196,8 +198,13 @@ class Zygote:
         self._wake_read.close()
         self._wake_write.close()
         processes.own_programs()
-        self._left.renew()
-        return self.child_role(Ticket(self._ticket.address, request["token"]), request, root)
+        ticket = Ticket(self._ticket.address, request["token"])
+        try:
+            self._left.renew()
+        except Exception as error:  # noqa: BLE001  a generator's class may be the handler's
+            failed = LauncherError(f"What the import has left cannot be renewed: {error}.")
+            return partial(_refuse, ticket, request["role"], failed)
+        return self.child_role(ticket, request, root)
 
 
 class MemoryKills:

@@ -57,6 +57,13 @@ def test_a_long_file_takes_no_memory_of_this_process(tmp_path: Path, line: str) 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
+def test_long_names_make_no_long_facts(tmp_path: Path) -> None:
+    """Each call has the whole name of the package that it belongs to."""
+    many = "".join(f"x.Q{number}()\n" for number in range(80_000))
+    assert read(tmp_path, f"import {'a' * 2500} as x\n{many}") is not None
+    assert read(tmp_path, f"import {'a' * 150} as x\n{many}") is None
+
+
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "handler.py").write_text("import torch\n" + "x=1\n" * 1_500_000)
     assert heavy_imports(tmp_path / "handler.py") == ()

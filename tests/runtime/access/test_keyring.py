@@ -306,6 +306,20 @@ def test_a_handler_takes_at_most_what_the_caller_allowed_or_ten_minutes_of_the_l
     assert meter.enter(0.0) == pytest.approx((2 * most - 600) / 10)
 
 
+def test_parts_of_an_admitted_request_are_not_refused() -> None:
+    meter = Meter(1.0, 4, 4, 0.0, 1000)
+    assert meter.enter(0.0) == 0.0
+    # Ten prompts, more than the bucket and the places hold.
+    assert meter.widen(0.0, 9, 1) == 0.0
+    for _ in range(10):
+        wait_s, reservation = meter.reserve(0.0, 1, 10)
+        assert wait_s == 0.0
+        assert reservation is not None
+        reservation.settle(10)
+    meter.leave(10)
+    assert meter.running == 0
+
+
 def test_a_request_for_several_answers_counts_as_several() -> None:
     meter = Meter(1.0, 4, 8, 0.0)
     assert meter.enter(0.0) == 0.0

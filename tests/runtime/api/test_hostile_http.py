@@ -487,6 +487,7 @@ PACKERS = {
     "br": lambda: brotli.Compressor(quality=1),
     "zstd": lambda: zstd.ZstdCompressor(level=1),
     "gzip": lambda: zlib.compressobj(1, wbits=31),
+    "deflate": lambda: zlib.compressobj(1),
 }
 
 
@@ -519,12 +520,15 @@ async def test_a_packed_body_costs_no_more_than_the_limit_of_its_route(state, co
 
 @pytest.mark.parametrize("coding", PACKERS)
 async def test_a_packed_body_is_unpacked(gateway: Gateway, deploy, coding: str):
-    packers = {"br": brotli.compress, "zstd": zstd.compress, "gzip": gzip.compress}
+    packers = {"br": brotli.compress, "zstd": zstd.compress, "gzip": gzip.compress, "deflate": zlib.compress}
     function: Function = await deploy(ECHO)
     text = json.dumps("x" * 100_000).encode()
     headers = {"Content-Encoding": coding.upper()}
     answer = await function.client.post(function.path, content=packers[coding](text), headers=headers)
     assert answer.json() == "x" * 100_000
+    if coding == "deflate":
+        short = await function.client.post(function.path, content=packers[coding](text)[:-9], headers=headers)
+        assert "not complete" in failure(short)["message"]
     broken = await function.client.post(function.path, content=b"{}" * 20, headers=headers)
     assert failure(broken)["type"] == "bad_json"
 

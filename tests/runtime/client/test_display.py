@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.client.display import (
-    _CONTROL,
     deploying,
     echo,
     print_answer,
     print_json,
     print_table,
-    printable,
     say,
     snapshots,
 )
+from pilotflame.runtime.telemetry.gateway_log import CONTROL, printable
 
 
 @pytest.mark.parametrize(
@@ -90,5 +89,5 @@ def test_bytes_are_printed_unchanged_into_a_pipe(capsysbinary) -> None:
 
 @given(st.text(st.characters(codec="utf-8")))
 def test_what_has_no_control_characters_is_unchanged(text: str) -> None:
-    assert (printable(text) == text) == (not _CONTROL.search(text))
-    assert not _CONTROL.search(printable(text))
+    assert (printable(text) == text) == (not CONTROL.search(text))
+    assert not CONTROL.search(printable(text))

@@ -592,6 +592,26 @@ def test_a_deleted_revision_keeps_its_code_for_its_calls_alone(store: Store, tmp
     assert [record.revision for record in store.revisions("tone")] == [new.revision]
 
 
+def test_a_delete_that_fails_takes_no_later_deploy_along(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    busy = deploy(store)
+    rename = Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if ".current" in str(path) or path.name == "current":
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", full)
+        with pytest.raises(OSError, match="No space"):
+            store.delete("tone", busy=[busy.revision])
+    new = deploy(store, content="new")
+    store.start()
+    assert store.current("tone") == new
+
+
 def test_a_crash_in_a_prune_leaves_whole_revisions(tmp_path: Path) -> None:
     def check(store: Store, crashed: bool) -> None:
         numbers = [record.number for record in revisions(store, "tone")]

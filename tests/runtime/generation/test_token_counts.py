@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import Gateway, failure, gateway_here, home_client, short_folder
 from pilotflame.errors import HandlerFailed
+from pilotflame.handlers.language_model.contract import GenerationRequest
 from pilotflame.runtime.access.keyring import Meter
-from pilotflame.runtime.generation.token_counts import AnswerTokens, ModelCalls
+from pilotflame.runtime.generation.token_counts import PARSED_BYTES, AnswerTokens, ModelCalls, _asked
 from pilotflame.runtime.serving.invocation import Invocation, Output
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -192,6 +193,23 @@ async def limited() -> AsyncIterator[tuple[Gateway, dict[str, dict[str, str]]]]:
                     for name in ("answers", "prompts", "events", "jobs")
                 }
             yield gateway, {name: {"Authorization": f"Bearer {key}"} for name, key in made.items()}
+
+
+LONG = "x" * (PARSED_BYTES + 1)
+
+
+@given(
+    n=st.integers(1, 128).flatmap(lambda n: st.sampled_from([n, str(n), f" {n}", float(n), f"+{n}"])),
+    most=st.none() | st.integers(1, 9999).flatmap(lambda most: st.sampled_from([most, str(most)])),
+)
+async def test_a_call_asks_for_what_the_handler_reads(n: object, most: object) -> None:
+    event = {"prompt": "x", "n": n} | ({} if most is None else {"max_tokens": most})
+    read, asked = GenerationRequest.model_validate(event), _asked(json.dumps(event).encode())
+    assert asked.answers == read.n
+    assert asked.most == (read.max_tokens or float("inf"))
+    # Longer bodies are not parsed on the event loop.
+    assert _asked(json.dumps({**event, "prompt": LONG}).encode()).answers == read.n
+    assert _asked(json.dumps({"prompt": LONG + '"n": 9'}).encode()).answers == 1
 
 
 @pytest.mark.parametrize("way", ["answers", "prompts", "events"])

@@ -27,7 +27,8 @@ for name in sys.argv[2:]:
     read, write = os.pipe()
     if os.fork() == 0:
         os.environ.update(dict.fromkeys(CACHES, tempfile.mkdtemp()))
-        os.environ["TMPDIR"], tempfile.tempdir = tempfile.mkdtemp(), None
+        os.environ["TMPDIR"], tempfile.tempdir = tempfile.mkdtemp() + "/tmp", None
+        os.mkdir(os.environ["TMPDIR"])
         with leftovers.watch(generators) as watch:
             module = __import__(name)
         reason = watch.find(Path.cwd(), Path(os.environ["TMPDIR"]), getattr(module, "STATE", None), Path.cwd() / "kept").reason(1.5)
@@ -76,6 +77,12 @@ CASES = {
     "memory": ("import mmap\nM = mmap.mmap(-1, 9)", "left shared memory"),
     "semaphore": ("import multiprocessing\nL = multiprocessing.Lock()", "left shared memory"),
     "temporary": ("import tempfile\nD = tempfile.mkdtemp()", "left the temporary file or folder "),
+    "path": ("import os\nC = {'out': [os.environ['TMPDIR'] + '/x']}", "`C` in path.py holds the path "),
+    "variable": ("import os\nos.environ['OUT'] = os.environ['TMPDIR']", "the environment variable OUT holds the path "),
+    "replaced": ("import os\nOUT = os.environ['TMPDIR'] + '/x'", ""),
+    "liar": ("class Liar:\n    @property\n    def __class__(self): raise RuntimeError('no')\nL = [Liar()]", ""),
+    "lazy": ("import sys, types\nclass Lazy(types.ModuleType):\n    def __getattr__(self, name): raise ImportError(name)\nsys.modules['lazy_one'] = Lazy('lazy_one')", ""),
+    "unhashable": ("import random\nclass R(random.Random):\n    __hash__ = None\nG = R()", "cannot be searched (TypeError"),
     "timer": ("import signal\nsignal.setitimer(signal.ITIMER_REAL, 100)", "left a timer"),
     "thread": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='waits').start()", "importing thread started threads"),
     "clock": ("import random, time\nR = random.Random(time.time())", "`R` in clock.py holds a seed that may differ at each import (Random)"),

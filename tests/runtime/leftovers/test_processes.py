@@ -29,6 +29,18 @@ def setup(context):
         os._exit(0)
     os.waitpid(child, 0)
 """
+# It has left its session, and does not say who has started it.
+ANONYMOUS = "def setup(context):\n    start(start_new_session=True, env={})\n"
+FORKED = """
+def setup(context):
+    if (child := os.fork()) == 0:
+        os.setsid()
+        with open(os.environ["STARTED"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(3600)
+    while not os.path.exists(os.environ["STARTED"]) or str(child) not in open(os.environ["STARTED"]).read():
+        time.sleep(0.01)
+"""
 HANDLER = "def handler(event):\n    time.sleep(event or 0)\n    return os.getpid()\n"
 
 
@@ -74,6 +86,17 @@ async def test_a_helper_of_a_worker_that_lives_stays_when_another_worker_ends(ga
 def _owner(pid: int) -> str:
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next(one.partition("=")[2] for one in variables if one.startswith("PILOTFLAME_PROCESS="))
+
+
+@pytest.mark.parametrize("where", [ANONYMOUS, FORKED], ids=["anonymous", "forked"])
+async def test_helpers_without_an_owner_end_at_delete(gateway, where: str, tmp_path: Path):
+    file = tmp_path / "started"
+    function = await gateway.deploy(STARTS + where + HANDLER, {"env.STARTED": str(file)}, check=False)
+    await function.answer()
+    assert running(file)
+    await gateway.client.delete(f"/v1/functions/{function.name}")
+    for pid in started(file):
+        await gone(pid)
 
 
 @pytest.mark.parametrize("where", [AT_IMPORT, IN_SETUP], ids=["import", "setup"])
