@@ -529,12 +529,12 @@ class Functions:
         await self._end(live)
         await deleted.wait()
         busy = self._busy(name, besides=live)
-        self._note_removed(name, busy)
+        self._note_removed(name)
         await self._tidy(live, lambda: self.store.sweep(name, busy=busy) or True)
 
-    def _note_removed(self, name: str, busy: set[str]) -> None:
-        """If no revision of a deleted function is left, and there is no new function of this name, report its end."""
-        if name not in self._live and not busy:
+    def _note_removed(self, name: str) -> None:
+        """If no revision of a deleted function runs, and there is no new function of this name, report its end."""
+        if name not in self._live and all(one.record.function != name for one in self._running):
             for callback in self.events.removed:
                 callback(name)
 
@@ -619,7 +619,7 @@ class Functions:
             await self._end(old)
         busy = self._busy(name, besides=old)
         if old is not None:
-            self._note_removed(name, busy)
+            self._note_removed(name)
         busy |= {revision for function, revision in self._proving if function == name}
         if (function := old or self._live.get(name)) is not None:
             await self._tidy(
