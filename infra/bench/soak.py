@@ -51,7 +51,7 @@ class Held:
     processes: Counter[str]
     descriptors: Counter[str]
     threads: Counter[str]
-    files: frozenset[str]
+    files: Counter[str]
     rss_mb: float
 
 
@@ -68,7 +68,13 @@ def held(server: Server, folders: list[Path]) -> Held:
         rss += process.memory_info().rss / 1e6 if role == "gateway" else 0.0
     found = {path for folder in folders for path in folder.rglob("*")}
     names = {path: {*path.parts, path.name.partition(".")[0]} for path in found}
-    files = frozenset(str(path) for path in found if not KEPT & names[path] and not _of_a_cache(path))
+    # A standby has a folder with its pid, and another standby another one.
+    shown = (
+        Path(*("PID" if part.isdecimal() else part for part in path.parts))
+        for path in found
+        if not KEPT & names[path] and not _of_a_cache(path)
+    )
+    files = Counter(map(str, shown))
     return Held(processes, descriptors, threads, files, rss)
 
 
@@ -122,7 +128,7 @@ def _enter(report: Report, before: Held, after: Held) -> None:
         was, now = getattr(before, what), getattr(after, what)
         report.add(f"leaked_{what}", sum((now - was).values()), "", f"<= {most}")
         report.row(what=what, before=was, after=now)
-    left = sorted(after.files - before.files)
+    left = sorted((after.files - before.files).elements())
     report.add("leaked_files", len(left), "", "<= 0")
     for path in left[:20]:
         report.note(f"left: {path}")

@@ -26,9 +26,10 @@ WIDTH_WITHOUT_TERMINAL = 200
 INDENTED_CHARS = 4_000
 
 
-def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
+def echo(text: str = "", *, nl: bool = True, raw: bool = False, dim: bool = False) -> None:
     """Print a text on stdout. If `raw`, its control characters are not escaped."""
-    click.echo(text if raw else printable(text), nl=nl)
+    shown = text if raw else printable(text)
+    click.echo(click.style(shown, dim=True) if dim and shown else shown, nl=nl)
 
 
 def say(text: str) -> None:

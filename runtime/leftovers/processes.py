@@ -66,7 +66,8 @@ def end_orphans(known: Collection[int], *, last: bool = False) -> None:
     """Kill the adopted children whose owner has ended. `known` are the children that this process has forked.
 
     An adopted child that does not name its owner may belong to any of `known`. So it is killed when none of these is left,
-    or if this process ends and is the `last` that can.
+    or if this process ends and is the `last` that can. Before that, the leader of a session stays: it may be a worker that
+    drains, because its zygote has died.
     """
     for pid in _candidates():
         # A system call tells the session much faster than a file. It is 0 for threads of the kernel.
@@ -76,7 +77,9 @@ def end_orphans(known: Collection[int], *, last: bool = False) -> None:
             or (session != pid and _session(session) is not None)
         ):
             continue
-        if _is_child(pid) and (_session(owner) is None if (owner := _owner(pid)) else last or not known):
+        if _is_child(pid) and (
+            _session(owner) is None if (owner := _owner(pid)) else last or not (known or session == pid)
+        ):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -186,16 +186,14 @@ class _Entry(NamedTuple):
 
     def write(self, folder: str) -> None:
         """Write the copies, or the link if there are none, or no space for them. A link needs almost no space."""
-        try:
+        with suppress(OSError):
             for one in self.copies:
                 one.write(folder)
-        except OSError:
-            remove_tree(Path(folder, self.name))
-            Path(folder, self.name).unlink(missing_ok=True)
-            os.symlink(self.link, folder + self.name)  # noqa: PTH211
-        else:
-            if not self.copies:
-                os.symlink(self.link, folder + self.name)  # noqa: PTH211
+            if self.copies:
+                return
+        remove_tree(Path(folder, self.name))
+        Path(folder, self.name).unlink(missing_ok=True)
+        os.symlink(self.link, folder + self.name)  # noqa: PTH211
 
 
 def _read(source: Path) -> list[_Entry]:

@@ -270,6 +270,7 @@ class Base(Zygote):
         while processes.has_children() and (left_s := until_s - time.monotonic()) > 0:
             select.select([self._wake_read], [], [], left_s)
             self._reap(None)
+        processes.end_orphans((), last=True)
 
     def prepare(self, link: BlockingLink) -> bool:
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
@@ -312,13 +313,9 @@ class RevisionZygote(Zygote):
     """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
     def __init__(
-        self,
-        ticket: Ticket,
-        spec: WorkerSpec,
-        kill_files: tuple[str, ...],
-        folder: WorkingFolder,
+        self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...], folder: WorkingFolder,
         generators: Generators,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`generators` knows the generators that the base's imports have made."""
         super().__init__(ticket, kill_files)
         self._spec, self._folder, self._generators = spec, folder, generators

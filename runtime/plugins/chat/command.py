@@ -129,10 +129,8 @@ def _answer(client: Client, name: str, event: dict[str, Any], *, quiet: bool) ->
             for delta in _deltas(reply.pieces() if reply.streaming else [reply.value()]):
                 answer.add(delta)
                 if not quiet:
-                    thought = (
-                        click.style(reasoning, dim=True) if (reasoning := delta.get("reasoning")) else ""
-                    )
-                    display.echo(thought + (delta.get("text") or ""), nl=False)
+                    display.echo(delta.get("reasoning") or "", nl=False, dim=True)
+                    display.echo(delta.get("text") or "", nl=False)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
