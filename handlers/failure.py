@@ -85,13 +85,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     kinds = type(error).__mro__
-    # cuBLAS and cuDNN have their own words for it.
-    if "STATUS_ALLOC_FAILED" in str(error):
-        return True
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in kinds):
         return True
     text = _text(error).lower() if isinstance(error, RuntimeError) else ""
-    return "out of memory" in text or "can't allocate memory" in text
+    # The last one is cuBLAS's and cuDNN's.
+    return any(words in text for words in ("out of memory", "can't allocate memory", "status_alloc_failed"))
 
 
 def _variable_remedy(error: BaseException) -> str:

@@ -183,9 +183,10 @@ def of_torch() -> BaseException:
         MemoryError(),
         torch.OutOfMemoryError("CUDA ran full"),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         of_torch(),
     ],
-    ids=lambda error: str(error)[:20],
+    ids=lambda error: str(error)[:24],
 )
 def test_out_of_memory_is_recognised(error: BaseException) -> None:
     assert is_out_of_memory(error)
