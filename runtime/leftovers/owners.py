@@ -48,13 +48,15 @@ def reachable(code: Path, state: object) -> Iterator[tuple[str, Any]]:
 
 def paths(objects: Iterable[tuple[str, Any]], folder: Path, code: Path) -> Iterator[tuple[str, str]]:
     """Yield the paths in `folder` that a handler holds elsewhere than as the value of a name in a module: the variable, and
-    the path. The values of names are replaced in each fork.
+    the path. The values of names are replaced in each fork. TMPDIR itself is left out: copies of the environment have it.
     """
     replaced = {id(value) for name, value in _variables(code, None)}
     inside = (str(folder), f"{folder}{os.sep}")
     for name, one in objects:
         is_path = type(one) is str or issubclass(type(one), PurePath)
-        if is_path and id(one) not in replaced and (str(one) == inside[0] or str(one).startswith(inside[1])):
+        if not is_path or id(one) in replaced or str(one) == os.environ.get("TMPDIR"):
+            continue
+        if str(one) == inside[0] or str(one).startswith(inside[1]):
             yield name, str(one)
     for name, value in os.environ.items():
         if name != "TMPDIR" and (value == inside[0] or value.startswith(inside[1])):

@@ -356,7 +356,8 @@ def test_a_revision_has_copies_of_the_assets_and_links_to_the_rest(
     assert (found.assets / "config.json").read_text() == "one"
     assert (found.assets / "pooling/config.json").read_text() == "two"
     assert (found.assets / "model.safetensors").samefile(weights / "model.safetensors")
-    assert list(found.versions) == ["model.safetensors"]
+    # A file that has changed within the last tick of the clock has no version.
+    assert set(found.versions) <= {"model.safetensors"}
 
 
 def test_revisions_share_large_assets(store: Store, folder: Path, weights: Path) -> None:
