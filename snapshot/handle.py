@@ -234,8 +234,12 @@ class Snapshot:
 
     @property
     def files(self) -> Path:
-        """The folder with the weights and the assets. Its files are whole once all bytes have arrived."""
-        return self.path if self._lease is None else self._lease.root
+        """The folder with the weights and the assets. Its files are whole once all bytes have arrived.
+
+        Without a cache, it is the folder of the deploy itself, because ONNX Runtime refuses links that lead out of a folder.
+        So its assets may have changed since the deploy, other than those in `path`.
+        """
+        return folder_of(self.root) if self._lease is None else self._lease.root
 
     def reference(self) -> dict[str, Any]:
         """Return JSON for `referred` in another process of this node. This process must hold the snapshot meanwhile."""
