@@ -237,7 +237,7 @@ class Snapshot:
         """The folder with the weights and the assets. Its files are whole once all bytes have arrived.
 
         Without a cache, it is the folder of the deploy itself, because ONNX Runtime refuses links that lead out of a folder.
-        So its assets may have changed since the deploy, other than those in `path`.
+        So its assets may have changed since the deploy. The assets in `path` have not.
         """
         return folder_of(self.root) if self._lease is None else self._lease.root
 

@@ -65,9 +65,9 @@ def _is_child(pid: int) -> bool:
 def end_orphans(known: Collection[int], *, last: bool = False) -> None:
     """Kill the adopted children whose owner has ended. `known` are the children that this process has forked.
 
-    An adopted child that does not name its owner may belong to any of `known`. So it is killed when none of these is left,
-    or if this process ends and is the `last` that can. Before that, the leader of a session stays: it may be a worker that
-    drains, because its zygote has died.
+    An adopted child that does not name its owner may belong to any of `known`. So it stays until `known` is empty. A child
+    that leads a session stays longer, because it may be a worker that drains after the death of its zygote. With `last`, this
+    process is about to end, and kills these children too.
     """
     for pid in _candidates():
         # A system call tells the session much faster than a file. It is 0 for threads of the kernel.

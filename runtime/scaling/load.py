@@ -22,7 +22,8 @@ from .table import Cap, Proposal, Rank
 ROUNDING = 1e-3
 # An excess of at most this share of one worker's load needs no further worker.
 HUNDREDTH = 0.01
-# While all workers are stuck, this many workers start for each stuck worker, at most one for each waiting invocation.
+# The number of workers that start for each stuck worker while all workers are stuck. At most one starts for each waiting
+# invocation.
 STUCK_WEIGHT = 3
 # The load should use at most this share of the workers' concurrency. Above this share, one more worker starts before
 # invocations have to wait.

@@ -1,8 +1,8 @@
 """Gives each process of a function a working directory and a TMPDIR of its own, so that workers share no files.
 
-    <root>/<pid>/work/    the working directory, with the function's code in it
-    <root>/<pid>/tmp/     TMPDIR
-    <root>/caches/        caches of libraries that would use TMPDIR; the function's processes share them
+    ROOT/PID/work    the working directory, with the function's code in it
+    ROOT/PID/tmp     TMPDIR
+    ROOT/caches      caches of libraries that would use TMPDIR; the function's processes share them
 
 A zygote's working directory has the code. A worker's has what the zygote's has after the import. Small files and folders
 are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
