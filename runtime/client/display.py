@@ -26,15 +26,21 @@ WIDTH_WITHOUT_TERMINAL = 200
 INDENTED_CHARS = 4_000
 
 
-def echo(text: str = "", *, nl: bool = True, raw: bool = False, dim: bool = False) -> None:
-    """Print a text on stdout. If `raw`, its control characters are not escaped."""
-    shown = text if raw else printable(text)
-    click.echo(click.style(shown, dim=True) if dim and shown else shown, nl=nl)
+def style(text: str, **how: Any) -> str:
+    """Return a text for `echo` or `say` with `raw`. Its own control characters are escaped. `how` is as in `click.style`."""
+    return click.style(printable(text), **how) if text else ""
 
 
-def say(text: str) -> None:
-    """Print a line on stderr."""
-    click.echo(printable(text), err=True)
+def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
+    """Print a text on stdout. If `raw`, its control characters are not escaped. A style is left out unless stdout is a
+    terminal.
+    """
+    click.echo(text if raw else printable(text), nl=nl)
+
+
+def say(text: str, *, raw: bool = False) -> None:
+    """Print a line on stderr. `raw` is as in `echo`."""
+    click.echo(text if raw else printable(text), err=True)
 
 
 def function_trace(trace: str) -> str:

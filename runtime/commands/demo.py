@@ -73,7 +73,7 @@ def demo(*, starts: int, as_json: bool) -> None:
     """
     model = minilm.model_folder()
     os.environ.update(minilm.OFFLINE)
-    tell: Callable[[str], None] = (lambda _text: None) if as_json else display.echo
+    tell: Callable[[str], None] = (lambda _: None) if as_json else lambda line: display.echo(line, raw=True)
     with private_gateway() as url, Client(url) as client:
         with display.spinner("computing the expected answer with plain transformers"):
             expected = minilm.reference([minilm.TEXT])[0]
@@ -211,7 +211,7 @@ def percentiles(times_ms: Sequence[float]) -> dict[str, float]:
 
 def _lines_of(figures: Mapping[str, Any]) -> Iterator[str]:
     cold, warm = figures["cold_ms"], figures["warm_ms"]
-    best = click.style(f"p50 {cold['p50']:.1f} ms, p99 {cold['p99']:.1f} ms", bold=True)
+    best = display.style(f"p50 {cold['p50']:.1f} ms, p99 {cold['p99']:.1f} ms", bold=True)
     yield f"  {best}, longest {cold['max']:.1f} ms, from the request to the whole answer"
     yield f"  all {figures['right_answers']} answers are those of plain transformers"
     yield f"  the same request to a worker that runs: p50 {warm['p50']:.1f} ms, p99 {warm['p99']:.1f} ms\n"
@@ -220,5 +220,5 @@ def _lines_of(figures: Mapping[str, Any]) -> Iterator[str]:
     longest_ms = max(phases.values())
     for name, ms in phases.items():
         bar = "█" * round(ms / longest_ms * BAR_COLUMNS) or "▏"
-        coloured = click.style(f"{bar:<{BAR_COLUMNS}}", fg="yellow")
+        coloured = display.style(f"{bar:<{BAR_COLUMNS}}", fg="yellow")
         yield f"  {name:<9}{ms:>6.2f} ms  {coloured}  {MEANING.get(name, '')}"

@@ -100,7 +100,7 @@ def chat(
         if as_json:
             display.print_json(answer.facts)
         else:
-            display.say(click.style(answer.times, dim=True))
+            display.say(display.style(answer.times, dim=True), raw=True)
 
 
 def _messages(message: str | None) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _answer(client: Client, name: str, event: dict[str, Any], *, quiet: bool) ->
             for delta in _deltas(reply.pieces() if reply.streaming else [reply.value()]):
                 answer.add(delta)
                 if not quiet:
-                    display.echo(delta.get("reasoning") or "", nl=False, dim=True)
+                    display.echo(display.style(delta.get("reasoning") or "", dim=True), nl=False, raw=True)
                     display.echo(delta.get("text") or "", nl=False)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():

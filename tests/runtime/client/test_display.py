@@ -19,6 +19,7 @@ from pilotflame.runtime.client.display import (
     print_table,
     say,
     snapshots,
+    style,
 )
 from pilotflame.runtime.telemetry.gateway_log import CONTROL, printable
 
@@ -91,3 +92,15 @@ def test_bytes_are_printed_unchanged_into_a_pipe(capsysbinary) -> None:
 def test_what_has_no_control_characters_is_unchanged(text: str) -> None:
     assert (printable(text) == text) == (not CONTROL.search(text))
     assert not CONTROL.search(printable(text))
+
+
+def test_a_style_is_shown_on_a_terminal_only(capsys, monkeypatch) -> None:
+    echo(style(HOSTILE, bold=True) + " plain", raw=True)
+    say(style("dim", dim=True), raw=True)
+    told, said = capsys.readouterr()
+    assert told.endswith("ü plain\n")
+    assert "\x1b" not in told
+    assert said == "dim\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    echo(style("x", bold=True), raw=True)
+    assert capsys.readouterr().out in ("\x1b[1mx\x1b[0m\n", "x\n")
