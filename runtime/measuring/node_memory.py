@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..functions.live import Live
 from ..functions.registry import Functions
 from ..telemetry.background import BackgroundTasks
 
@@ -99,8 +98,9 @@ class MemoryMeter:
         # had when the last complete measurement began.
         self._changes = self._measured_changes = 0
         self._running: asyncio.Task[NodeMemory | None] | None = None
-        # `_processes` has the (pid, role) of each revision's processes. `_count` is the number of all these processes.
-        self._processes: dict[Live, list[tuple[int, str]]] = {}
+        # `_processes` has the (pid, role) of each revision's processes, by the names of the function and the revision: the
+        # meter keeps no ended revision in memory. `_count` is the number of all these processes.
+        self._processes: dict[tuple[str, str], list[tuple[int, str]]] = {}
         self._count = 0
         # The memory of each function at its last measurement.
         self._held: dict[str, FunctionMemory] = {}
@@ -181,17 +181,17 @@ class MemoryMeter:
     def _list_due(self) -> dict[str, list[tuple[int, str]]]:
         """Return the functions to measure, each with its processes."""
         changed, self._changed = self._changed, set()
-        running = self._functions.running
-        for live in self._processes.keys() - set(running):
-            changed.add(live.record.function)
-            del self._processes[live]
-        for live in running:
-            if live not in self._processes or live.record.function in changed:
-                self._processes[live] = [(pid, role) for pid, role, _ in live.process_rows]
+        running = {(live.record.function, live.record.revision): live for live in self._functions.running}
+        for ended in self._processes.keys() - running.keys():
+            changed.add(ended[0])
+            del self._processes[ended]
+        for (name, revision), live in running.items():
+            if (name, revision) not in self._processes or name in changed:
+                self._processes[name, revision] = [(pid, role) for pid, role, _ in live.process_rows]
         found = dict[str, list[tuple[int, str]]]()
-        for live, processes in self._processes.items():
+        for (name, _), processes in self._processes.items():
             if processes:
-                found.setdefault(live.record.function, []).extend(processes)
+                found.setdefault(name, []).extend(processes)
         self._held = {name: held for name, held in self._held.items() if name in found}
         self._count = sum(map(len, found.values()))
         return {name: processes for name, processes in found.items() if name in changed or self._is_due(name)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from live import Function, Gateway, gateway_here, gateway_process, short_folder
+from live import Function, Gateway, gateway_here, gateway_process, short_folder, until
 from pilotflame.runtime.measuring import metering, node_memory
 from pilotflame.runtime.measuring.node_memory import MemoryMeter, pss_bytes
 
@@ -140,6 +142,22 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
         third = await meter.measure()
         assert third is not None
         assert "f4" not in third.functions
+
+
+async def test_the_meter_keeps_no_ended_revision_in_memory(state, measured) -> None:
+    async with gateway_here(state, learn_upstreams=False) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event", name="f")
+        await function.settled(standby=True)
+        meter = MemoryMeter(gateway.server.functions, gateway.server.tasks)
+        assert await meter.measure() is not None
+        live = weakref.ref(gateway.server.functions.get("f"))
+        await gateway.client.delete("/v1/functions/f")
+
+        async def collected() -> bool:
+            gc.collect()
+            return live() is None
+
+        await until(collected, "the end of the revision in memory")
 
 
 async def test_shares_are_measured_again_when_many_processes_have_come(state, measured) -> None:
