@@ -32,7 +32,9 @@ def load(handler: str, model: str, threads: int) -> Work:
     encoder = code.Encoder(Path(model))
     encoder.model = AutoModel.from_pretrained(model).eval()
     encoder.embed([code.SAMPLE])
-    return lambda events: [{"embedding": one} for one in encoder.embed([event["text"] for event in events])]
+    return lambda events: [
+        {"embedding": one} for one, _ in encoder.embed([event["text"] for event in events])
+    ]
 
 
 class BareWork:
