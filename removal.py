@@ -16,17 +16,19 @@ _BLOCKS = 4096
 _MANY = 50
 
 
-def remove_tree(folder: Path, most: float = math.inf) -> bool:
+def remove_tree(folder: str | Path, most: float = math.inf) -> bool:
     """Remove a folder with everything in it, and return True; return False if something is left. Follow no links.
 
     Unlike `shutil.rmtree`, this also removes trees of any depth, and folders that may not be read or written. It raises
     no OSError. `most` limits the work: the number of entries, where 2 MiB of a file count as one entry.
     """
+    # Without pathlib: each end of a worker comes here.
+    parent, name = os.path.split(folder)
     # Errors: a folder is gone or was moved by another process, or the limit is reached.
     with suppress(OSError):
-        _Removal(folder.parent, most).run(folder.name)
+        _Removal(parent or os.curdir, most).run(name)
     try:
-        folder.lstat()
+        os.lstat(folder)
     except OSError as error:
         return isinstance(error, (FileNotFoundError, NotADirectoryError))
     return False
@@ -37,7 +39,7 @@ class _Removal:
     a process may open.
     """
 
-    def __init__(self, parent: Path, most: float) -> None:
+    def __init__(self, parent: str, most: float) -> None:
         self._place, self._left = os.open(parent, _FOLDER), most
         # For the open folder and each folder above it: what identifies it, and the folders in it that are to be removed.
         self._levels: list[tuple[tuple[int, int], Iterator[str]]] = []
@@ -58,13 +60,17 @@ class _Removal:
     def _enter(self, name: str) -> None:
         """Open a folder of the open folder, and remove the files in it. Do nothing if it is no folder any more."""
         try:
-            inner = _open_writable(self._place, name)
+            # An empty folder needs no more.
+            os.rmdir(name, dir_fd=self._place)
         except OSError:
-            # It is no folder any more, or belongs to another user, or is a mount.
-            return
-        self._open(inner)
-        self._names.append(name)
-        self._levels.append((_identity(self._place), iter(self._remove_files())))
+            try:
+                inner = _open_writable(self._place, name)
+            except OSError:
+                # It is no folder any more, or belongs to another user, or is a mount.
+                return
+            self._open(inner)
+            self._names.append(name)
+            self._levels.append((_identity(self._place), iter(self._remove_files())))
 
     def _leave(self) -> None:
         """Remove the open folder, and open the folder above it. Raise OSError if it is no longer in that folder."""
@@ -108,11 +114,20 @@ class _Removal:
 
 def _open_writable(place: int, name: str) -> int:
     """Open a folder in the open folder `place`, and give its owner all rights on it. Raise OSError."""
+    with suppress(PermissionError):
+        folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=place)
+        try:
+            if os.fstat(folder).st_mode & stat.S_IRWXU != stat.S_IRWXU:
+                os.fchmod(folder, stat.S_IRWXU)
+        except OSError:
+            os.close(folder)
+            raise
+        return folder
+    # It may not be read.
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
     try:
-        if os.fstat(handle).st_mode & stat.S_IRWXU != stat.S_IRWXU:
-            # `fchmod` accepts no descriptor that was opened with O_PATH.
-            os.chmod(f"/proc/self/fd/{handle}", stat.S_IRWXU)  # noqa: PTH101
+        # `fchmod` accepts no descriptor that was opened with O_PATH.
+        os.chmod(f"/proc/self/fd/{handle}", stat.S_IRWXU)  # noqa: PTH101
         return os.open(".", _FOLDER, dir_fd=handle)
     finally:
         os.close(handle)

@@ -8,7 +8,7 @@ A zygote's working directory has the code. A worker's has what the zygote's has 
 are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
 workers share.
 
-The parent of a process removes the process's folder when it reaps the process (`ChildFolders`). If the parent has
+The parent of a process removes the process's folder when it reaps the process (`child_folders.py`). If the parent has
 ended first, the process removes its folder itself. If it cannot, the base does so before it forks the next zygote, or
 the gateway when it removes `root`.
 """
@@ -16,8 +16,6 @@ the gateway when it removes `root`.
 from __future__ import annotations
 
 import os
-import secrets
-import signal
 import stat
 import sys
 import tempfile
@@ -28,8 +26,6 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import NamedTuple
 
-from setproctitle import setproctitle
-
 from ...errors import LauncherError
 from ...removal import remove_tree
 
@@ -37,11 +33,6 @@ from ...removal import remove_tree
 ENTRY_BYTES, ENTRY_FILES = 256 << 10, 32
 # All copies of a working directory together have at most this many bytes and entries.
 ALL_BYTES, ALL_FILES = 1 << 20, 256
-# A zygote removes a folder of this many entries itself, which takes less than a millisecond. For a larger folder, it
-# forks a process.
-REMOVED_AT_ONCE = 64
-# A base looks at this many folders before a fork, to find the folders of ended processes.
-LOOKED_AT = 1000
 # Variables with the folder of a library's cache, and its name. By default, these libraries use the folder TMPDIR.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TIKTOKEN_CACHE_DIR": "tiktoken", "TFHUB_CACHE_DIR": "tfhub"}
 
@@ -49,38 +40,44 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class WorkingFolder:
-    """The working directory and TMPDIR of this process."""
+    """The working directory and TMPDIR of this process.
 
-    def __init__(self, root: Path) -> None:
-        self.path = root / str(os.getpid())
-        self.work, self.tmp = self.path / "work", self.path / "tmp"
+    The paths are strings, because `fork` is a part of a cold start. In a fork, the first use of each of Python's objects
+    copies a page of memory.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.path = f"{root}{os.sep}{os.getpid()}"
+        self.work, self.tmp = f"{self.path}{os.sep}work", f"{self.path}{os.sep}tmp"
         self._parent = os.getppid()
-        # What `note_import` finds: the working directory, relative to `work` if it is there, its entries, and names of
+        # What `note_import` finds: the working directory, as a path in `work` if it is there, its entries, and names of
         # modules.
-        self._directory = Path()
+        self._directory = ""
         self._left: list[_Entry] = []
         self._paths: list[tuple[ModuleType, str]] = []
 
     @classmethod
-    def of_code(cls, root: Path, code: Path) -> WorkingFolder:
+    def of_code(cls, root: str, code: Path) -> WorkingFolder:
         """Make a folder for this process with a function's code, and enter it. Raise LauncherError."""
         made = cls(root)
         made._make(_read(code))
         made._enter()
         for variable, name in CACHES.items():
-            os.environ.setdefault(variable, str(root / "caches" / name))
+            os.environ.setdefault(variable, os.path.join(root, "caches", name))  # noqa: PTH118
         return made
 
     def fork(self) -> WorkingFolder:
         """Make a folder for this process, a fork of the process of this folder, and enter it. Raise LauncherError."""
-        made = WorkingFolder(self.path.parent)
+        made = WorkingFolder(self.root)
         made._make(self._left)
         made._enter(forked_from=self)
-        with suppress(OSError):
-            os.chdir(made.work / self._directory)
+        if self._directory:
+            with suppress(OSError):
+                os.chdir(os.path.join(made.work, self._directory))  # noqa: PTH118
         for module, name in self._paths:
             value = getattr(module, name)
-            setattr(module, name, type(value)(f"{made.path}{str(value)[len(str(self.path)) :]}"))
+            setattr(module, name, type(value)(f"{made.path}{str(value)[len(self.path) :]}"))
         return made
 
     def note_import(self, code: Path) -> None:
@@ -89,11 +86,12 @@ class WorkingFolder:
         becomes the same directory in this folder.
         """
         with suppress(OSError):
-            self._directory = Path.cwd()
+            directory = Path.cwd()
             for folder in (self.work, code):
-                if self._directory.is_relative_to(real := os.path.realpath(folder)):
-                    self._directory = self._directory.relative_to(real)
-            os.chdir(self.work / self._directory)
+                if directory.is_relative_to(real := os.path.realpath(folder)):
+                    directory = directory.relative_to(real)
+            self._directory = "" if directory == Path() else str(directory)
+            os.chdir(Path(self.work, directory))
         self._left = _read(self.work)
         self._paths = [
             (module, name)
@@ -102,6 +100,11 @@ class WorkingFolder:
             for name, value in vars(module).items()
             if (type(value) is str or isinstance(value, PurePath)) and self.holds(value)
         ]
+
+    @property
+    def copied(self) -> list[str]:
+        """The files that a fork has in its working directory, relative to it."""
+        return [one.name for entry in self._left for one in entry.copies if one.content is not None]
 
     def holds(self, path: str | PurePath) -> bool:
         """Return True if the path is this folder, or in it."""
@@ -115,7 +118,7 @@ class WorkingFolder:
     def _make(self, entries: list[_Entry]) -> None:
         try:
             self._make_empty()
-            os.mkdir(self.work, 0o700)  # noqa: PTH102  each call here is a part of a cold start
+            os.mkdir(self.work, 0o700)  # noqa: PTH102
             os.mkdir(self.tmp, 0o700)  # noqa: PTH102
             for entry in entries:
                 entry.write(f"{self.work}{os.sep}")
@@ -126,25 +129,27 @@ class WorkingFolder:
 
     def _make_empty(self) -> None:
         try:
-            # Something may have removed the root, such as a program that tidies /tmp.
-            self.path.mkdir(mode=0o700, parents=True)
+            os.mkdir(self.path, 0o700)  # noqa: PTH102
         except FileExistsError:
             # It is left from an ended process with the same pid.
             remove_tree(self.path)
-            self.path.mkdir(mode=0o700)
+            os.mkdir(self.path, 0o700)  # noqa: PTH102
+        except FileNotFoundError:
+            # Something has removed the root, such as a program that tidies /tmp.
+            os.makedirs(self.path, 0o700)  # noqa: PTH103
 
     def _enter(self, *, forked_from: WorkingFolder | None = None) -> None:
         os.chdir(self.work)
         # The import may have chosen another folder than TMPDIR.
-        if forked_from is None or os.environ.get("TMPDIR") == str(forked_from.tmp):
-            os.environ["TMPDIR"] = str(self.tmp)
-        if forked_from is None or tempfile.tempdir == str(forked_from.tmp):
+        if forked_from is None or os.environ.get("TMPDIR") == forked_from.tmp:
+            os.environ["TMPDIR"] = self.tmp
+        if forked_from is None or tempfile.tempdir == forked_from.tmp:
             tempfile.tempdir = None
         if (process := sys.modules.get("multiprocessing.process")) is not None:
             process.current_process()._config.pop("tempdir", None)  # noqa: SLF001  multiprocessing has no other way
 
 
-def _is_below(module: ModuleType, folder: Path) -> bool:
+def _is_below(module: ModuleType, folder: str | Path) -> bool:
     # Read the file without `__getattr__`, which imports something in modules that are lazy.
     file = getattr(module, "__dict__", {}).get("__file__")
     return isinstance(file, str) and file.startswith(f"{folder}{os.sep}")
@@ -191,12 +196,12 @@ class _Entry(NamedTuple):
                 one.write(folder)
             if self.copies:
                 return
-        remove_tree(Path(folder, self.name))
+        remove_tree(folder + self.name)
         Path(folder, self.name).unlink(missing_ok=True)
         os.symlink(self.link, folder + self.name)  # noqa: PTH211
 
 
-def _read(source: Path) -> list[_Entry]:
+def _read(source: str | Path) -> list[_Entry]:
     """Return the entries of a folder: copies in memory as long as they are small, else links. Raise OSError."""
     left_bytes, left_files, entries = ALL_BYTES, ALL_FILES, list[_Entry]()
     with os.scandir(source) as found:
@@ -249,47 +254,3 @@ def _copy(entry: os.DirEntry[str], name: str) -> _Copy:
     facts = entry.stat()
     mode = stat.S_IMODE(facts.st_mode) | stat.S_IWUSR
     return _Copy(name, Path(entry.path).read_bytes(), mode, (facts.st_atime_ns, facts.st_mtime_ns))
-
-
-class ChildFolders:
-    """The folders of the children of this process."""
-
-    def __init__(self) -> None:
-        self._roots: dict[int, Path] = {}
-
-    def expect(self, pid: int, root: Path) -> None:
-        self._roots[pid] = root
-
-    def remove(self, pid: int) -> None:
-        """Remove the folder of a child that has ended and was not reaped yet, so that no other process has its pid."""
-        if (root := self._roots.pop(pid, None)) is not None:
-            _remove(root / str(pid))
-
-    def remove_ended(self, root: Path) -> None:
-        """Remove the folders below `root` of processes that ended after their parent."""
-        with suppress(OSError), os.scandir(root) as found:
-            for entry in islice(found, LOOKED_AT):
-                ended = entry.name.isdecimal() and not Path("/proc", entry.name).exists()
-                if ended or entry.name.startswith("."):
-                    _remove(Path(entry.path))
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder. If it is large, a fork of this process removes it."""
-    if remove_tree(folder, REMOVED_AT_ONCE):
-        return
-    hidden = folder.with_name(f".{secrets.token_hex(4)}")
-    # If the fork fails too, the folder is removed later, as the module's docstring says.
-    with suppress(OSError):
-        folder.rename(hidden)
-        if os.fork() == 0:
-            try:
-                # It stays in the session of its parent, so it is no orphan, and it goes on after the end of its parent.
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                # Copies of the connections would hide the end of the parent from the gateway.
-                os.closerange(0, os.sysconf("SC_OPEN_MAX"))
-                setproctitle("pilotflame: remover")
-                remove_tree(hidden)
-            finally:
-                os._exit(0)

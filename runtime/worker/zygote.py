@@ -33,6 +33,7 @@ from ...errors import LauncherError, PilotflameError
 from ...handlers.failure import locate_frame
 from ...handlers.notes import NOTES
 from ..leftovers import fork_safety, leftovers, processes
+from ..leftovers.child_folders import ChildFolders
 from ..leftovers.generators import Generators
 from ..leftovers.leftovers import Leftovers
 from ..link.connection import BlockingLink, dial
@@ -49,7 +50,7 @@ from . import compiled_code, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
-from .working_folder import ChildFolders, WorkingFolder
+from .working_folder import WorkingFolder
 
 DIAL_TIMEOUT_S = 10.0
 # How long a base waits at its end for the ends of its children. The gateway kills it later (BASE_EXIT_S).
@@ -109,7 +110,7 @@ class Zygote:
         """Get ready and send BUILT or FAILED. Return False if the process must end."""
         raise NotImplementedError
 
-    def child_role(self, ticket: Ticket, request: dict[str, Any], root: Path) -> Role:
+    def child_role(self, ticket: Ticket, request: dict[str, Any], root: str) -> Role:
         """Return the function that a forked child runs. Called in the child, with the child's ticket, and with the
         folder in which the child makes its working folder.
         """
@@ -119,7 +120,7 @@ class Zygote:
         """Return the files in which the kernel may count a kill of the child because memory ran out."""
         return self._kill_files
 
-    def folder_root(self, request: dict[str, Any]) -> Path:
+    def folder_root(self, request: dict[str, Any]) -> str:
         """Return the folder in which the child makes its working folder. Raise OSError."""
         raise NotImplementedError
 
@@ -248,7 +249,7 @@ class Base(Zygote):
         super().__init__(ticket, kill_files)
         self._preload = preload
         # Made for children without a folder for temporary files of their function, as in a container.
-        self._root: Path | None = None
+        self._root = ""
         self._generators = Generators()
 
     def run(self) -> Role | None:
@@ -286,7 +287,7 @@ class Base(Zygote):
         link.send(FrameKind.BUILT, {})
         return True
 
-    def child_role(self, ticket: Ticket, request: dict[str, Any], root: Path) -> Role:
+    def child_role(self, ticket: Ticket, request: dict[str, Any], root: str) -> Role:
         try:
             confine(_confinement(request))
             if request["role"] == "zygote":
@@ -297,10 +298,11 @@ class Base(Zygote):
             return partial(_refuse, ticket, request["role"], error)
         return partial(spawn_worker, ticket, request["spec"], root, request.get("rehearsal_mb"))
 
-    def folder_root(self, request: dict[str, Any]) -> Path:
-        root = _confinement(request).tmp or self._root
-        if root is None:
-            root = self._root = Path(tempfile.mkdtemp(prefix="pilotflame-"))
+    def folder_root(self, request: dict[str, Any]) -> str:
+        given = _confinement(request).tmp
+        if given is None and not self._root:
+            self._root = tempfile.mkdtemp(prefix="pilotflame-")
+        root = str(given) if given is not None else self._root
         self._folders.remove_ended(root)
         return root
 
@@ -337,11 +339,12 @@ class RevisionZygote(Zygote):
         began_s = time.monotonic()
         try:
             with leftovers.watch(self._generators) as watch, self._telling_positions(link):
-                self._built = build(self._spec, secrets, self._folder.work)
+                self._built = build(self._spec, secrets, Path(self._folder.work))
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return False
         self._folder.note_import(self._spec.code)
+        self._folders.copied = self._folder.copied
         fork_safety.make_torch_single_threaded()
         times = {"import_s": round(self._built.import_s, 3), "build_s": round(time.monotonic() - began_s, 3)}
         facts = {
@@ -351,7 +354,7 @@ class RevisionZygote(Zygote):
             "notes": NOTES,
         }
         kept = self._spec.compiled.folder if self._spec.compiled is not None else None
-        self._left = watch.find(self._spec.code, self._folder.tmp, self._built.state, kept)
+        self._left = watch.find(self._spec.code, Path(self._folder.tmp), self._built.state, kept)
         head = {"facts": facts, "spawn_reason": self._left.reason(times["build_s"])}
         link.send(FrameKind.BUILT, head)
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):
@@ -374,15 +377,15 @@ class RevisionZygote(Zygote):
         finally:
             signal.signal(POSITION_SIGNAL, signal.SIG_IGN)
 
-    def child_role(self, ticket: Ticket, request: dict[str, Any], _root: Path) -> Role:
+    def child_role(self, ticket: Ticket, request: dict[str, Any], _root: str) -> Role:
         try:
             folder = self._folder.fork()
         except PilotflameError as error:
             return partial(_refuse, ticket, request["role"], error)
         return partial(run_worker, ticket, self._spec, folder, self._built, request.get("rehearsal_mb"))
 
-    def folder_root(self, _request: dict[str, Any]) -> Path:
-        return self._folder.path.parent
+    def folder_root(self, _request: dict[str, Any]) -> str:
+        return self._folder.root
 
 
 def _confinement(request: dict[str, Any]) -> Confinement:
@@ -398,13 +401,13 @@ def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None
     link.send(FrameKind.FAILED, error.to_wire(private=True))
 
 
-def spawn_worker(ticket: Ticket, spec: dict[str, Any], root: Path, rehearsal_mb: int | None) -> None:
+def spawn_worker(ticket: Ticket, spec: dict[str, Any], root: str, rehearsal_mb: int | None) -> None:
     """Replace this process, which the base has forked and will reap, with a new interpreter for a worker.
 
     Used for handlers whose import or build leaves something that forks would share or lack (`leftovers.py`).
     """
     request = {
-        "address": ticket.address, "token": ticket.token, "spec": spec, "root": str(root),
+        "address": ticket.address, "token": ticket.token, "spec": spec, "root": root,
         "rehearsal_mb": rehearsal_mb,
     }  # fmt: skip
     memory = os.memfd_create("request", 0)
@@ -414,7 +417,7 @@ def spawn_worker(ticket: Ticket, spec: dict[str, Any], root: Path, rehearsal_mb:
     os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
 
 
-def run_spawned(ticket: Ticket, spec: WorkerSpec, root: Path, rehearsal_mb: int | None) -> None:
+def run_spawned(ticket: Ticket, spec: WorkerSpec, root: str, rehearsal_mb: int | None) -> None:
     """Run a worker that `spawn_worker` has made."""
     try:
         folder = WorkingFolder.of_code(root, spec.code)
@@ -444,7 +447,7 @@ def run_worker(
         if (secrets := _receive_secrets(link)) is None:
             return
         try:
-            built = build(spec, secrets, folder.work)
+            built = build(spec, secrets, Path(folder.work))
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return
@@ -493,7 +496,7 @@ def main() -> None:
     ticket = Ticket(request["address"], request["token"])
     if kind == "solo":
         run_spawned(
-            ticket, WorkerSpec.model_validate(request["spec"]), Path(request["root"]), request["rehearsal_mb"]
+            ticket, WorkerSpec.model_validate(request["spec"]), request["root"], request["rehearsal_mb"]
         )
     else:
         gc.disable()

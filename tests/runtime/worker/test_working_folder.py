@@ -336,7 +336,7 @@ class Folders:
         path.write_bytes(bytes(size))
 
     def make(self) -> WorkingFolder:
-        return WorkingFolder.of_code(self.root, self.code)
+        return WorkingFolder.of_code(str(self.root), self.code)
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ async def test_small_entries_are_copied_and_large_ones_are_links(folders: Folder
     folders.write("__pycache__/small.pyc")
     os.mkfifo(folders.code / "pipe")
     (folders.code / "small").chmod(0o755)
-    work = folders.make().work
+    work = Path(folders.make().work)
     found = {path.name: path.is_symlink() for path in work.iterdir()}
     assert found == {"small": False, "large": True, "few": False, "many": True, "pipe": True}
     assert (work / "few" / "inner" / "file").is_file()
@@ -368,7 +368,7 @@ async def test_small_entries_are_copied_and_large_ones_are_links(folders: Folder
 async def test_the_copies_of_a_working_directory_are_limited(folders: Folders) -> None:
     for number in range(ALL_FILES + 10):
         folders.write(f"{number:03}")
-    work = folders.make().work
+    work = Path(folders.make().work)
     copied = [path.name for path in work.iterdir() if not path.is_symlink()]
     assert len(copied) == ALL_FILES
     assert len(list(work.iterdir())) == ALL_FILES + 10
@@ -377,7 +377,7 @@ async def test_the_copies_of_a_working_directory_are_limited(folders: Folders) -
 async def test_the_bytes_of_copies_are_limited(folders: Folders) -> None:
     for number in range(6):
         folders.write(str(number), ENTRY_BYTES)
-    work = folders.make().work
+    work = Path(folders.make().work)
     assert sum(not path.is_symlink() for path in work.iterdir()) == ALL_BYTES // ENTRY_BYTES
 
 
@@ -388,7 +388,7 @@ async def test_a_full_disk_leaves_links(folders: Folders, monkeypatch: pytest.Mo
     folders.write("file")
     folders.write("inner/file")
     monkeypatch.setattr(os, "write", full)
-    work = folders.make().work
+    work = Path(folders.make().work)
     assert {path.name: path.readlink() for path in work.iterdir()} == {
         name: folders.code / name for name in ("file", "inner")
     }
