@@ -1,7 +1,8 @@
 """A gateway for one attack, with two tenants and a hostile third, and the list of attacks.
 
 `alpha` calls the function hello, and `beta` submits jobs to the function render. Both are trusted processes. The hostile
-tenant has a key that may deploy only containers ("deployer"), and a key that may only call ("caller").
+tenant has a key that may deploy only containers ("deployer"), the same for functions of any name ("stranger"), and a key that
+may only call ("caller").
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "beta": {"functions": ["render", "shared"]},
     "caller": {"functions": ["evil", "shared"]},
     "deployer": {"scopes": ["deploy", "invoke"], "functions": ["evil"]},
+    "stranger": {"scopes": ["deploy", "invoke", "read"]},
 }
 # The workers of render end at once, so that most of its jobs need a new worker.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -96,6 +98,8 @@ class Stage:
     text: str = ""
     faults: list[str] = field(default_factory=list)
     cells: list[str] = field(default_factory=list)
+    canary: str = field(default_factory=lambda: f"canary-{secrets.token_hex(16)}")
+    """A text of the other tenants, in a secret, in the environment of hello, and in inputs."""
     server: Server = field(init=False)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -123,12 +127,16 @@ class Stage:
         """Make the keys, and deploy the functions of all tenants."""
         for name, fields in KEYS.items():
             self.keys[name] = self.ask("POST", "/v1/keys", {"name": name, **fields}, key="admin")["key"]
+        planted = {"hello": {"env.PLANTED": self.canary}}
         for name, settings in SETTINGS.items():
             (self.root / name).mkdir()
             (self.root / name / "handler.py").write_text(code("slow" if name == "shared" else "echo"))
-            body = {"path": str(self.root / name), "overrides": {"name": name, **settings}}
+            body = {
+                "path": str(self.root / name),
+                "overrides": {"name": name, **settings, **planted.get(name, {})},
+            }
             self.ask("POST", "/v1/functions", body, key="admin")
-        secret = {"value": f"canary-{secrets.token_hex(16)}"}
+        secret = {"value": self.canary}
         self.ask("PUT", "/v1/functions/hello/secrets/CANARY", secret, key="admin")
         if self.attack.handler:
             status, answer = self.deploy({"handler.py": code(self.attack.handler)}, self.attack.settings)

@@ -1,0 +1,328 @@
+"""The attacks of `make attack` that are cheap for their sender: what a gateway refuses, parses, counts, keeps and shows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import http.client
+import io
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import brotli
+from attack_stage import Breach, Stage, attack, code
+
+MB = 10**6
+PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
+# The families of routes, and the body of a call with a text.
+FAMILIES: dict[str, Callable[[str], object]] = {
+    "/invoke/evil": lambda text: text,
+    "/v2/evil/runsync": lambda text: {"input": text},
+    "/lambda/2015-03-31/functions/evil/invocations": lambda text: text,
+}
+# The gateway may keep this much memory after failed calls.
+MOST_KEPT_MB, KEPT_AFTER_S = 60, 10.0
+FUNCTIONS, IDLE = 100, 2000
+Send = Callable[[], int]
+
+
+def repeat(stage: Stage, sends: Iterator[Send], senders: int = 3, times: int = 1) -> str:
+    """Send for `times` the seconds of the stage, in some threads, and return how often each status was answered; 0 is a lost
+    connection."""
+    stage.until_s = time.monotonic() + times * stage.seconds
+    found = Counter[int]()
+
+    def send(_: int) -> None:
+        while stage.on:
+            found[next(sends)()] += 1
+
+    with ThreadPoolExecutor(senders) as pool:
+        list(pool.map(send, range(senders)))
+    if errors := sum(count for status, count in found.items() if status >= 500 and status not in {503, 504}):
+        raise Breach(f"{errors} requests were answered with an error of the gateway: {dict(found)}")
+    return f"answers: {dict(found)}"
+
+
+def raw(stage: Stage, method: str, path: str, body: bytes, headers: Mapping[str, str], key: str = "") -> Send:
+    """Return a function that sends a request, and returns the status."""
+    known = {"Authorization": f"Bearer {stage.keys[key]}"} if key else {}
+
+    def send() -> int:
+        with contextlib.closing(
+            http.client.HTTPConnection(urlsplit(stage.server.url).netloc, timeout=60)
+        ) as connection:
+            try:
+                connection.request(method, path, body, {**headers, **known})
+                return connection.getresponse().status
+            except (OSError, http.client.HTTPException):
+                return 0
+
+    return send
+
+
+def zeros(coding: str, size: int) -> bytes:
+    """Return `size` zeros, compressed."""
+    if coding == "gzip":
+        return gzip.compress(bytes(size), 9)
+    compressor = brotli.Compressor(lgwin=24)
+    pieces = [compressor.process(bytes(16 * MB)) for _ in range(size // (16 * MB))]
+    return b"".join([*pieces, compressor.finish()])
+
+
+@attack("bodies that unpack to 1 GB, without a key")
+def unpacking(stage: Stage) -> str:
+    bombs = {"gzip": zeros("gzip", 1000 * MB), "br": zeros("br", 1000 * MB)}
+    sends = [
+        raw(stage, "POST", path, body, {"Content-Encoding": coding})
+        for path in PATHS
+        for coding, body in bombs.items()
+    ]
+    return repeat(stage, itertools.cycle(sends))
+
+
+@attack("bodies that do not end, without a key")
+def endless(stage: Stage) -> str:
+    address, piece = urlsplit(stage.server.url), b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+
+    def send(path: str) -> int:
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        )
+        with socket.create_connection((address.hostname or "", address.port or 80), timeout=10) as sock:
+            with contextlib.suppress(OSError):
+                sock.sendall(head)
+                while stage.on:
+                    sock.sendall(piece)
+            with contextlib.suppress(OSError):
+                return int(sock.recv(4096).split()[1])
+            return 0
+
+    return repeat(stage, (functools.partial(send, path) for path in itertools.cycle(PATHS)))
+
+
+@attack("1.5 million lines of code, 1 MB of TOML, nested aliases of YAML, in containers")
+def sources(stage: Stage) -> str:
+    echo, lines = code("echo"), "x=1\n" * 1_500_000
+    aliases = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    hostile = [
+        {"handler.py": lines + echo},
+        {"handler.py": f"x = {'(' * 5000}{')' * 5000}\n" + echo},
+        {
+            "handler.py": echo,
+            "pilotflame.toml": "".join(f"[a.{'b.' * 50}k{n}]\nx = 1\n" for n in range(9000)),
+        },
+        {"cog.yaml": aliases, "predict.py": echo},
+        {"handler.py": echo, ".pilotflameignore": "**/*a" * 2000},
+        {"handler.py": echo, "requirements.txt": "a\n" * 500_000},
+    ]
+
+    def send(members: Mapping[str, str]) -> int:
+        return stage.deploy(members, {})[0]
+
+    return repeat(
+        stage, (functools.partial(send, one) for one in itertools.cycle(hostile)), senders=2, times=3
+    )
+
+
+def values() -> Iterator[bytes]:
+    """Yield bodies whose values are expensive to parse or to validate."""
+    yield b'{"items": [' + b",".join([b'"x"'] * 4_000_000) + b"]}"
+    yield b'{"items": [' + b",".join([b"[]"] * 6_000_000) + b"]}"
+    yield b'{"items": [' + b",".join([b'{"a":"b"}'] * 1_500_000) + b"]}"
+    yield b"[" * 5_000_000
+    yield b'{"items": [' + b"9" * 5_000_000 + b"]}"
+    yield b"{" + b",".join(b'"%d":1' % n for n in range(1_000_000)) + b"}"
+
+
+@attack("18 MB of JSON: wrong items, empty lists, members, nesting, digits", handler="typed")
+def json_values(stage: Stage) -> str:
+    kind = {"Content-Type": "application/json"}
+    wrapped = [
+        *(("/invoke/evil", body) for body in values()),
+        *(("/v2/evil/run", b'{"input": ' + body + b"}") for body in values()),
+        *(
+            ("/openai/v1/chat/completions", b'{"model": "evil", "messages": ' + body + b"}")
+            for body in values()
+        ),
+        *(("/v1/keys", body) for body in values()),
+    ]
+    sends = [raw(stage, "POST", path, body, kind, "caller") for path, body in wrapped]
+    return repeat(stage, itertools.cycle(sends), senders=2, times=3)
+
+
+@attack("forms of 40,000 parts, and archives with headers of 8 MB and 30,000 members")
+def parts(stage: Stage) -> str:
+    form = (
+        b"".join(b'--b\r\nContent-Disposition: form-data; name="f"\r\n\r\nx\r\n' for _ in range(40_000))
+        + b"--b--\r\n"
+    )
+    near = (
+        b'--b\r\nContent-Disposition: form-data; name="f"\r\n\r\n' + b"\r\n--a" * 3_000_000 + b"\r\n--b--\r\n"
+    )
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    archives = [
+        archive({"comment": "x" * 8_000_000}, 1),
+        archive({f"k{n}": "v" for n in range(200_000)}, 1),
+        archive({}, 30_000),
+    ]
+    sends = [
+        *(
+            raw(stage, "POST", path, body, kind, "caller")
+            for path in ("/v1/files", "/invoke/evil")
+            for body in (form, near)
+        ),
+        *(
+            raw(
+                stage,
+                "POST",
+                "/v1/functions?set=name=evil&install=1",
+                body,
+                {"Content-Type": "application/gzip"},
+                "deployer",
+            )
+            for body in archives
+        ),
+    ]
+    return repeat(stage, itertools.cycle(sends), senders=2, times=2)
+
+
+def archive(headers: Mapping[str, str], members: int) -> bytes:
+    """Return a tar.gz whose members have these PAX headers."""
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+        for number in range(members):
+            member = tarfile.TarInfo(f"{number}.py")
+            member.pax_headers = dict(headers)
+            tar.addfile(member, io.BytesIO())
+    return found.getvalue()
+
+
+@attack("1,000 failed calls of 1 MB and 90 of 19 MB", handler="fails")
+def failures(stage: Stage) -> str:
+    before_mb = stage.held()[0]
+    small, large = "x" * MB, "x" * (19 * MB)
+    found = Counter[int]()
+    with ThreadPoolExecutor(4) as pool:
+        for text, count in ((small, 1000), (large, 90)):
+            calls = itertools.islice(itertools.cycle(FAMILIES.items()), count)
+            found.update(
+                pool.map(lambda call, text=text: stage.request("POST", call[0], call[1](text))[0], calls)
+            )
+    time.sleep(KEPT_AFTER_S)
+    kept_mb = stage.held()[0] - before_mb
+    text = f"answers: {dict(found)}; {kept_mb:.0f} MB kept"
+    if kept_mb > MOST_KEPT_MB:
+        raise Breach(f"{text}, allowed {MOST_KEPT_MB} MB")
+    return text
+
+
+def deploy_many(stage: Stage) -> None:
+    folder = str(stage.root / "hello")
+    for number in range(FUNCTIONS):
+        stage.ask(
+            "POST", "/v1/functions", {"path": folder, "overrides": {"name": f"many-{number}"}}, key="admin"
+        )
+
+
+@attack(f"metrics and the list of {FUNCTIONS} functions, again and again", prepare=deploy_many)
+def answers_of_many(stage: Stage) -> str:
+    sends = [
+        raw(stage, "GET", path, b"", {}, "admin") for path in ("/metrics", "/v1/functions", "/console/state")
+    ]
+    return repeat(stage, itertools.cycle(sends))
+
+
+@attack(f"{IDLE:,} idle connections, and half of a request on each second one")
+def idle(stage: Stage) -> str:
+    address = urlsplit(stage.server.url)
+    refused = 0
+    with contextlib.ExitStack() as held:
+        for number in range(IDLE):
+            try:
+                sock = held.enter_context(
+                    socket.create_connection((address.hostname or "", address.port or 80), timeout=5)
+                )
+                sock.sendall(b"POST /invoke/hello HTTP/1.1\r\nHost:" if number % 2 else b"")
+            except OSError:
+                refused += 1
+        while stage.on:
+            time.sleep(0.1)
+    return f"{refused} connections refused"
+
+
+@attack("another owner's settings, inputs, outputs and errors", handler="echo")
+def another_owner(stage: Stage) -> str:
+    mark = stage.canary
+    stage.ask("POST", "/v2/render/runsync", {"input": mark}, key="beta")
+    stage.ask("POST", "/invoke/hello", {"input": mark}, key="alpha")
+    document = stage.ask("GET", "/openapi.json", key="admin")
+    paths = [path for path, operations in document["paths"].items() if "get" in operations]
+    asked = 0
+    for path, name, key in itertools.product(paths, ("hello", "render"), ("stranger", "caller")):
+        filled = path
+        for parameter in ("{function}", "{name}", "{model}", "{endpoint}"):
+            filled = filled.replace(parameter, name)
+        if "{" in filled or "stream" in filled or "events" in filled:
+            continue
+        with contextlib.closing(
+            http.client.HTTPConnection(urlsplit(stage.server.url).netloc, timeout=5)
+        ) as connection:
+            connection.request("GET", filled, headers={"Authorization": f"Bearer {stage.keys[key]}"})
+            with contextlib.suppress(TimeoutError):
+                found = connection.getresponse().read(MB)
+                if mark.encode() in found:
+                    raise Breach(f"GET {filled} with the key {key} shows another owner's text")
+            asked += 1
+    return f"{asked} answers without it"
+
+
+@attack("escape sequences for the operator's terminal", handler="escapes")
+def terminal(stage: Stage) -> str:
+    while stage.on:
+        stage.request("POST", "/invoke/evil", 1)
+        time.sleep(0.1)
+    env = {**os.environ, "PILOTFLAME_URL": stage.server.url, "PILOTFLAME_API_KEY": stage.keys["admin"]}
+    for command in (["logs", "evil"], ["status", "evil"], ["list"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "pilotflame.runtime.cli", *command],
+            env=env, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        shown = run.stdout + run.stderr
+        if any(sign in shown for sign in ("\x1b", "\x9b", "\x07")):
+            raise Breach(f"{command} shows {json.dumps(shown[:300])}")
+    return "none shown"
+
+
+@attack("requests as a page of another origin sends them, with an admin's key", handler="echo")
+def other_origins(stage: Stage) -> str:
+    port = urlsplit(stage.server.url).port
+    key = {"Authorization": f"Bearer {stage.keys['admin']}"}
+    wrong = list[str]()
+    for origin, site in itertools.product(
+        (f"http://evil.localhost:{port}", "https://evil.example", "null"), ("same-site", "cross-site")
+    ):
+        page = {"Origin": origin, "Sec-Fetch-Site": site, "Sec-Fetch-Mode": "cors", **key}
+        for method, path in (
+            ("POST", "/v1/keys"),
+            ("POST", "/v1/functions"),
+            ("GET", "/v1/functions/hello"),
+            ("POST", "/invoke/hello"),
+        ):
+            kind = {"Content-Type": "text/plain"}
+            status = raw(stage, method, path, b'{"name": "x", "scopes": ["admin"]}', {**page, **kind})()
+            if status < 400:
+                wrong.append(f"{method} {path} from {origin}, {site}: {status}")
+    if wrong:
+        raise Breach("; ".join(wrong))
+    return "all refused"
