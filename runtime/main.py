@@ -18,6 +18,7 @@ from .api.standalone import Standalone
 from .commands.watch import watch
 from .functions.deploy import Deployment
 from .functions.registry import Functions
+from .http.open_connections import raise_open_files
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .startup.server import Server, serve
@@ -102,6 +103,7 @@ def run(
         if stop.error is not None:
             raise stop.error
 
+    raise_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_until_signal())
 

@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -39,7 +39,9 @@ from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signa
 from ..access.control_socket import CONTROL_KEY, ControlSocket
 from ..access.keyring import Held, Keyring, Meter, check_quota
 from ..access.keys import ANYBODY, Caller, Scope
+from ..http.connection import ClientConnection
 from ..http.cross_origin import CrossOrigin
+from ..http.open_connections import OpenConnections
 from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_sent
 from ..http.responses import MAX_ON_LOOP_BYTES, Handler
 from ..http.routes import Route, scopes_by_route
@@ -66,10 +68,13 @@ class Admitted:
     meter: Meter | None = None
     count: int = 1
     """As how many requests it counts."""
+    on_leave: Callable[[], None] | None = None
 
     def leave(self) -> None:
         if self.meter is not None:
             self.meter.leave(self.count)
+        if self.on_leave is not None:
+            self.on_leave()
 
 
 UNKNOWN_CALLER = Admitted(ANYBODY)
@@ -123,7 +128,7 @@ class Guard:
 
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
-        cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
+        cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
         names: Callable[[], Iterable[str]] = tuple, owns: Callable[[str, str, str], bool] = lambda *_: True, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
@@ -133,9 +138,10 @@ class Guard:
         `open_to_anybody`, whatever scope these routes require. If a request exceeds its key's quota, the guard calls
         `on_quota` with the function and the error. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
         requests, which the guard reads. `names` returns the names of all functions. `owns(key_id, key_name, function)`
-        returns True if a key that is not trusted may change the function.
+        Forbidden if the caller may not change the function.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
+        self._connections = connections
         self._public = {
             (method, route.path) for route in routes if route.public for method in _methods(route)
         }
@@ -174,6 +180,8 @@ class Guard:
                 self._on_quota(function, error)
             raise
         request[CALLER], request[ADMITTED] = admitted.caller, admitted
+        if isinstance(request.protocol, ClientConnection):
+            request.protocol.admitted()
         try:
             return await handler(request)
         except UnknownFunction as error:
@@ -188,9 +196,25 @@ class Guard:
         """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
         `signer` is the key that has signed the request, if the request does not hold the key itself. The meter of
-        `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the
-        key does not cover the function.
+        `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction if the
+        key does not cover the function, or Overloaded if a client behind a proxy has too many requests.
         """
+        client = self._connections.begin(headers, transport)
+        try:
+            admitted = self._admit(headers, route, function, transport, signer)
+        except BaseException:
+            self._connections.end(client)
+            raise
+        return (
+            replace(admitted, on_leave=functools.partial(self._connections.end, client))
+            if client
+            else admitted
+        )
+
+    def _admit(
+        self, headers: Headers, route: tuple[str, str], function: str | None,
+        transport: asyncio.BaseTransport | None, signer: Held | None,
+    ) -> Admitted:  # fmt: skip
         if not self.closed:
             try:
                 if self._local:
@@ -349,7 +373,8 @@ class Guard:
             return None if content.is_eof() else content.total_bytes
 
         try:
-            async with self._unverified.place(key_id, request.remote or "", received, self._body_timeout_s):
+            client = self._connections.client_of(request.headers, request.transport)
+            async with self._unverified.place(key_id, client, received, self._body_timeout_s):
                 yield
         except PlaceLost:
             message = "The gateway is verifying as many signed requests as it may at a time."

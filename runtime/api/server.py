@@ -8,16 +8,18 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
+from ..http.acceptor import Acceptor
 from ..http.connection import ClientConnection, FastConnection, discard_unread_body, header_timer
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING, IncomingBodies
+from ..http.open_connections import ConnectionPlace, OpenConnections
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
 from ..http.self_check import why_not_fast
@@ -26,7 +28,6 @@ from .fast_path import FastPath
 
 LOG = logging.getLogger(__name__)
 OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
-BACKLOG = 1024
 NO_FAST_PATH = (
     "plain calls take more time, since the fast path does not work with aiohttp {version}: {reason}"
 )
@@ -35,22 +36,20 @@ NO_FAST_PATH = (
 class HttpServer:
     """The gateway's HTTP server. Before the gateway ends, the server makes its clients connect elsewhere."""
 
-    def __init__(self, runner: web.AppRunner, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
-        self._runner, self._fast_path, self._tls = runner, fast_path, tls
-        self._servers: list[asyncio.Server] = []
+    def __init__(self, runner: web.AppRunner, fast_path: FastPath) -> None:
+        self._runner, self._fast_path = runner, fast_path
+        self._acceptors: list[Acceptor] = []
         self._leaving = False
 
-    async def listen(
-        self, accept: Callable[[], asyncio.Protocol], socks: Sequence[socket.socket], header_timeout_s: float
-    ) -> list[asyncio.Server]:
+    def listen(
+        self, accept: Callable[[ConnectionPlace], asyncio.Protocol], socks: Sequence[socket.socket], connections: OpenConnections,
+        tasks: asyncio.TaskGroup, tls: ssl.SSLContext | None, header_timeout_s: float,
+    ) -> list[Acceptor]:  # fmt: skip
         """Accept connections on `socks`, with TLS on all sockets but the control socket, which is a unix socket."""
-        loop = asyncio.get_running_loop()
         for sock in socks:
-            tls: dict[str, Any] = {}
-            if self._tls is not None and sock.family != socket.AF_UNIX:
-                tls = {"ssl": self._tls, "ssl_handshake_timeout": header_timeout_s}
-            self._servers.append(await loop.create_server(accept, sock=sock, backlog=BACKLOG, **tls))
-        return self._servers
+            context = None if sock.family == socket.AF_UNIX else tls
+            self._acceptors.append(Acceptor(sock, connections, tasks, accept, context, header_timeout_s))
+        return self._acceptors
 
     def send_away(self) -> None:
         """From now on, close each connection after its next response, so that clients connect elsewhere."""
@@ -59,9 +58,9 @@ class HttpServer:
 
     def stop_accepting(self) -> None:
         """Refuse new connections of other programs. The control socket stays open."""
-        for server in self._servers:
-            if server.sockets and server.sockets[0].family != socket.AF_UNIX:
-                server.close()
+        for acceptor in self._acceptors:
+            if acceptor.sock.family != socket.AF_UNIX:
+                acceptor.close()
 
     async def finish(self, timeout_s: float) -> None:
         """Close the connections of running invocations after their answers. Wait until these answers have been sent,
@@ -96,8 +95,8 @@ async def callers_leave(request: web.Request, handler: Handler) -> web.StreamRes
 @contextlib.asynccontextmanager
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
-    fast_path: FastPath, header_timeout_s: float, on_prepare: Sequence[OnPrepare] = (),
-    tls: ssl.SSLContext | None = None, hosts: HostNames | None = None,
+    fast_path: FastPath, header_timeout_s: float, connections: OpenConnections, tasks: asyncio.TaskGroup,
+    on_prepare: Sequence[OnPrepare] = (), tls: ssl.SSLContext | None = None, hosts: HostNames | None = None,
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
@@ -114,25 +113,23 @@ async def http_server(
     app[INCOMING] = IncomingBodies()
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-    http = HttpServer(runner, fast_path, tls)
+    http = HttpServer(runner, fast_path)
     app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
     await runner.setup()
     if hosts is not None and runner.server is not None:
         hosts.install(runner.server)
 
-    def accept() -> asyncio.Protocol:
+    def accept(place: ConnectionPlace) -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
         if reason:
-            return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
-        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
+            return ClientConnection(runner.server, header_timeout_s=header_timeout_s, place=place)
+        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s, place=place)
 
-    servers = await http.listen(accept, socks, header_timeout_s)
+    acceptors = http.listen(accept, socks, connections, tasks, tls, header_timeout_s)
     try:
         yield http
     finally:
-        for server in servers:
-            server.close()
+        for acceptor in acceptors:
+            acceptor.close()
         await runner.cleanup()
-        for server in servers:
-            await server.wait_closed()

@@ -175,11 +175,12 @@ def peers_answer(urls: Sequence[str], token: str) -> Check:
 
 
 def _open_files() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found, remedy = f"{soft}, at most {hard}", f"ulimit -n {GOOD_OPEN_FILES}"
-    if soft < MIN_OPEN_FILES:
+    # The gateway raises its soft limit to the hard one.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found, remedy = str(hard), f"ulimit -Hn {GOOD_OPEN_FILES}"
+    if hard < MIN_OPEN_FILES:
         return Check("open files", "fail", found, remedy)
-    few = f"For many simultaneous callers: {remedy}" if soft < GOOD_OPEN_FILES else ""
+    few = f"For many simultaneous callers: {remedy}" if hard < GOOD_OPEN_FILES else ""
     return _noted("open files", found, few)
 
 

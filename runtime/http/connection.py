@@ -1,4 +1,4 @@
-"""Extends aiohttp's client connections with a time limit for request headers, typed errors, unread bodies and the fast path.
+"""Extends aiohttp's client connections with a time limit for request headers, a place, typed errors, unread bodies and the fast path.
 
 Only `FastConnection` and `encode` use private names of aiohttp. If the installed aiohttp lacks one of them,
 the server uses `ClientConnection` instead.
@@ -19,6 +19,7 @@ from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
 from .large_answers import LargeAnswers, SlicedWrite
+from .open_connections import ConnectionPlace
 from .requests import CALLS, awaits_continue
 from .responses import SERVER, Handler, Response, error_reply
 from .sliced_body import SLICE_BYTES
@@ -64,9 +65,11 @@ class RequestTaker(Protocol):
 class ClientConnection(web.RequestHandler):
     """A client's connection. It is closed if the header of its first request does not arrive in time."""
 
-    __slots__ = ("_header_timeout_s", "_header_timer")
+    __slots__ = ("_header_timeout_s", "_header_timer", "_place", "discards")
 
-    def __init__(self, server: web.Server, *, header_timeout_s: float) -> None:
+    def __init__(
+        self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace | None = None
+    ) -> None:
         super().__init__(
             server, loop=asyncio.get_running_loop(), keepalive_timeout=KEEPALIVE_S,
             # `content_coding` unpacks bodies where they are read, and `discard_unread_body` discards the others.
@@ -75,14 +78,36 @@ class ClientConnection(web.RequestHandler):
         )  # fmt: skip
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self._place = place
+        self.discards = False
+        """True while it throws away the body of a request whose response has been sent."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a request is running, as far as aiohttp's public names show: False before the first header."""
+        return self._header_timer is None and not self.discards
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._place is not None:
+            self._place.connection = self
         super().connection_made(transport)
         self._expect_header()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.header_arrived()
+        if self._place is not None:
+            self._place.leave()
         super().connection_lost(exc)
+
+    def admitted(self) -> None:
+        """Note that the gateway has admitted a request on this connection."""
+        if self._place is not None and not self._place.admitted:
+            self._place.admit()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500,
@@ -122,11 +147,15 @@ class FastConnection(ClientConnection):
     A request is offered if it has arrived completely and no other request waits on this connection.
     """
 
-    __slots__ = ("_fast_path", "_large", "_lost", "_parked_waiter", "_pending")
+    __slots__ = ("_early", "_fast_path", "_large", "_lost", "_parked_waiter", "_pending")
 
-    def __init__(self, server: web.Server, fast_path: RequestTaker, *, header_timeout_s: float) -> None:
-        super().__init__(server, header_timeout_s=header_timeout_s)
+    def __init__(
+        self, server: web.Server, fast_path: RequestTaker, *, header_timeout_s: float, place: ConnectionPlace | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(server, header_timeout_s=header_timeout_s, place=place)
         self._fast_path = fast_path
+        # What arrives before aiohttp's task waits for the first request; None from then on.
+        self._early: list[bytes] | None = []
         self._pending: TakenRequest | None = None
         self._large: SlicedWrite | None = None
         self._lost: asyncio.Future[None] | None = None
@@ -134,7 +163,24 @@ class FastConnection(ClientConnection):
         # `_waiter`, while the fast path handles a request, so that aiohttp's task does not wake up.
         self._parked_waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        return self._request_in_progress and not self.discards
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        # After the first step of aiohttp's task. Before it, requests would miss the fast path.
+        self._loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        early, self._early = self._early, None
+        if early and self.transport is not None:
+            self.data_received(b"".join(early))
+
     def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early.append(data)
+            return
         count = self._request_count
         # Hide `_waiter` from aiohttp. Otherwise aiohttp would set its result, and so wake its task up before the fast
         # path sees the request.
@@ -214,6 +260,7 @@ class FastConnection(ClientConnection):
         pending = self._fast_path.take(message, payload, transport, self._send)
         if pending is None:
             return False
+        self.admitted()
         self._messages.clear()
         parser.message_consumed()
         manager.requests_count += 1
@@ -286,6 +333,8 @@ async def discard_unread_body(request: web.Request, handler: Handler) -> web.Str
         await response.prepare(request)
         await response.write_eof()
         size = 0
+        if isinstance(request.protocol, ClientConnection):
+            request.protocol.discards = True
         # The body may be broken, which changes nothing: the response has been sent.
         with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
             async with asyncio.timeout(DISCARD_S):

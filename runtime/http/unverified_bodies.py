@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address, ip_network
+
+from .origins import network_of
 
 PLACES, PLACES_OF_KEY = 16, 4
 LOOK_S = 0.5
@@ -65,7 +66,7 @@ class UnverifiedBodies:
         self, key: str, address: str, received: Callable[[], int | None], timeout_s: float
     ) -> AsyncIterator[None]:
         """Wait for a place, and hold it during the block. Raise PlaceLost after `timeout_s`, or if the place is lost."""
-        body = _Body(key, _network(address), received, asyncio.get_running_loop().create_future())
+        body = _Body(key, network_of(address), received, asyncio.get_running_loop().create_future())
         self._waiting.append(body)
         self._grant()
         if len(self._waiting) > MOST_WAITING:
@@ -136,11 +137,3 @@ class UnverifiedBodies:
                 # The block of `place` ends, and `_leave` gives the place to another request.
                 body.timeout.reschedule(0.0)
         self._grant()
-
-
-def _network(address: str) -> str:
-    """Return an address of IPv4, or the network of an IPv6 address. One machine can use all addresses of such a network."""
-    with suppress(ValueError):
-        if (found := ip_address(address)).version == 6:
-            return str(ip_network((found, 64), strict=False))
-    return address

@@ -153,8 +153,8 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     )
     trusted_proxies: tuple[NetworkText, ...] = Field(
         (),
-        description="Networks of proxies in front, whose Forwarded, X-Forwarded-Proto and -Host say the address that links"
-        " in responses begin with; by default none.",
+        description="Networks of proxies in front, whose Forwarded, X-Forwarded-Proto, -Host and -For say the address that links"
+        " in responses begin with, and the client's; by default none.",
     )
     min_free_bytes: int = Field(
         64 * _MIB,

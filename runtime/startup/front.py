@@ -37,6 +37,7 @@ from ..http.cross_origin import CrossOrigin
 from ..http.endless_answers import EndlessAnswers
 from ..http.host_names import HostNames
 from ..http.large_answers import LargeAnswers
+from ..http.open_connections import OpenConnections, most_connections
 from ..http.origins import Origins
 from ..http.responses import ErrorResponses, compressed
 from ..http.routes import Route, error_formats, joined
@@ -100,10 +101,11 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
         [*rows, *(standalone.routes if standalone is not None else [])], admin.statuses, plugins.all
     ).routes
     control = stack.enter_context(control_socket(parts.state.folder))
-    guard, cors = _guard(parts, routes, control, standalone)
+    connections = OpenConnections(backend.origins, most_connections())
+    guard, cors = _guard(parts, routes, control, connections, standalone)
     audit = _open_audit(routes, parts.state.logs, stack)
     http = await stack.enter_async_context(
-        _server(parts, gateway, plugins, routes, control, guard, cors, audit, standalone)
+        _server(parts, gateway, plugins, routes, control, connections, guard, cors, audit, standalone)
     )
     await stack.enter_async_context(
         plugins.listening(settings.plugin_ports, guard, audit, parts.address.certificate)
@@ -148,13 +150,14 @@ def _standalone(
 
 
 def _guard(
-    parts: FrontParts, routes: Sequence[Route], control: ControlSocket, standalone: Standalone | None
-) -> tuple[Guard, CrossOrigin]:
+    parts: FrontParts, routes: Sequence[Route], control: ControlSocket, connections: OpenConnections,
+    standalone: Standalone | None,
+) -> tuple[Guard, CrossOrigin]:  # fmt: skip
     """Return the checks of each request: of its API key and quotas, and of the page that a browser sends it from."""
     settings, functions, local = parts.settings, parts.node.functions, parts.address.local
     cors = CrossOrigin(functions, routes, settings.cors_origins, lambda: local and not guard.closed)
     guard = Guard(
-        parts.state.keyring, control, functions.tasks, routes, cors, local=local,
+        parts.state.keyring, control, functions.tasks, routes, cors, connections, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
         names=lambda: [live.record.function for live in functions.all()], owns=functions.owns,
         anybody=ANYBODY if standalone is None else standalone.caller,
@@ -181,8 +184,8 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 
 
 def _server(
-    parts: FrontParts, gateway: Gateway, plugins: Plugins, routes: Sequence[Route], control: ControlSocket, guard: Guard,
-    cors: CrossOrigin, audit: Audit, standalone: Standalone | None,
+    parts: FrontParts, gateway: Gateway, plugins: Plugins, routes: Sequence[Route], control: ControlSocket,
+    connections: OpenConnections, guard: Guard, cors: CrossOrigin, audit: Audit, standalone: Standalone | None,
 ) -> contextlib.AbstractAsyncContextManager[HttpServer]:  # fmt: skip
     """Return the HTTP server. A request passes the middlewares in their order, or the fast path alone."""
     settings, functions, certificate = parts.settings, parts.node.functions, parts.address.certificate
@@ -201,5 +204,5 @@ def _server(
     )  # fmt: skip
     return http_server(
         [parts.address.socket, control.sock], routes, middlewares, fast, settings.header_timeout_s,
-        [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
+        connections, functions.tasks, [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
     )  # fmt: skip
