@@ -369,6 +369,7 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "ownership",
     "replacement",
     "all_routes",
     "named_adapters",

@@ -87,10 +87,6 @@ class Caller:
     def has(self, scope: Scope) -> bool:
         return bool(self.scopes & _ALLOWING[scope])
 
-    def sees_code(self, function: str) -> bool:
-        """Return True if the caller may see tracebacks of this function, which quote its code."""
-        return self.has(Scope.DEPLOY) and self.allows(function)
-
     def check(self, function: str) -> None:
         """Raise UnknownFunction, as for a missing function, if the caller may not know that this function exists."""
         if not self.allows(function):

@@ -18,12 +18,19 @@ from ..http.requests import caller_of
 from ..http.responses import Timestamp, json_response, timestamp
 from ..http.routes import Flag, Route
 from ..measuring.node_memory import MemoryMeter, NodeMemory
+from ..settings.function_settings import FunctionSettings
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ALL_MEMORY = Flag("memory", "Measure the memory of all processes.")
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
+PUBLIC_SETTINGS = frozenset({
+    "aliases", "attempts", "budget", "build_timeout_s", "cancel_grace_s", "concurrency", "execution_timeout_s", "hold_s", "hosts",
+    "idempotent", "max_body_bytes", "max_jobs", "max_jobs_bytes", "max_queue", "max_queue_bytes", "resources", "response_cache",
+    "scale", "threads", "timeout_s", "ttl_s", "wait_for_weights",
+})  # fmt: skip
+"""The settings that all callers with the scope `read` see."""
 
 
 class HeldMemory(BaseModel, frozen=True):
@@ -123,7 +130,7 @@ class Admin:
             "latest_cold_starts": live.function.cold_starts.told(),
         }
         status = self._status(live, processes).model_copy(update=found)
-        return json_response(_visible(status, caller_of(request)).model_dump(mode="json"))
+        return json_response(self._visible(status, caller_of(request)).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
@@ -156,7 +163,11 @@ class Admin:
         """Yield the status of each function that the caller may see."""
         caller = caller_of(request)
         found = (self._status(live) for live in self._functions.all() if caller.allows(live.record.function))
-        return (_visible(status, caller) for status in found)
+        return (self._visible(status, caller) for status in found)
+
+    def _visible(self, status: FunctionStatus, caller: Caller) -> FunctionStatus:
+        """Return what the caller may see of a function."""
+        return status if self._functions.owns(caller, status.name) else _public(status)
 
     def _status(self, live: Live, processes: Sequence[Process] = ()) -> FunctionStatus:
         """Return the status of a function, with its counts from the metrics."""
@@ -177,15 +188,17 @@ def _with_memory(status: FunctionStatus, memory: NodeMemory) -> FunctionStatus:
     return status.model_copy(update={"memory_bytes": None if running else 0})
 
 
-def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:
-    """Return the status. Without the scope `deploy`, hide the values of `env`, alerts.url and error texts."""
-    if caller.has(Scope.DEPLOY):
-        return status
-    alerts = status.settings.alerts
-    if alerts.url is not None:
-        alerts = alerts.model_copy(update={"url": "…"})
-    hidden = {"env": dict.fromkeys(status.settings.env, "…"), "alerts": alerts}
-    settings = status.settings.model_copy(update=hidden)
+def _public(status: FunctionStatus) -> FunctionStatus:
+    """Return the part that all callers with the scope `read` may see. It has no text of the code, and no place of its data."""
+    settings, env = status.settings, dict.fromkeys(status.settings.env, "…")
+    shown: dict[str, Any] = {
+        key: getattr(settings, key) for key in PUBLIC_SETTINGS & settings.model_fields_set
+    }
     errors = [error.model_copy(update={"text": ""}) for error in status.last_errors]
-    sources = [source.model_copy(update={"last_error": ""}) for source in status.sources]
-    return status.model_copy(update={"settings": settings, "last_errors": errors, "sources": sources})
+    sources = [one.model_copy(update={"queue": "…", "last_error": ""}) for one in status.sources]
+    hidden: dict[str, Any] = {"snapshot": None, "snapshots": {}, "warnings": [], "setting_origins": {}}
+    return status.model_copy(
+        update={
+            **hidden, "settings": FunctionSettings.model_construct(name=status.name, env=env, **shown), "last_errors": errors, "sources": sources
+        }
+    )  # fmt: skip

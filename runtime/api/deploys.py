@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,8 +143,9 @@ class Deploys:
     async def _deploy(self, request: web.Request, deployment: Deployment, progress: Progress) -> Live:
         caller = caller_of(request)
         deployment = replace(
-            deployment, authorize=caller.check_deploy, owner=caller.owner, deployer=caller.name
-        )
+            deployment, authorize=functools.partial(self._functions.check_owner, caller), owner=caller.owner,
+            deployer=caller.name,
+        )  # fmt: skip
         try:
             live = await self._functions.deploy(deployment, progress)
         except PilotflameError:

@@ -129,7 +129,7 @@ class Guard:
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
         cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
-        names: Callable[[], Iterable[str]] = tuple, owns: Callable[[str, str, str], bool] = lambda *_: True, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
+        names: Callable[[], Iterable[str]] = tuple, check_owner: Callable[[Caller, str], None] = lambda _caller, _function: None, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
         no key exists.
@@ -137,7 +137,7 @@ class Guard:
         While requests need no key, their caller is `anybody`. This caller may use the routes (method and path) in
         `open_to_anybody`, whatever scope these routes require. If a request exceeds its key's quota, the guard calls
         `on_quota` with the function and the error. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
-        requests, which the guard reads. `names` returns the names of all functions. `owns(key_id, key_name, function)`
+        requests, which the guard reads. `names` returns the names of all functions. `check_owner(caller, function)` raises
         Forbidden if the caller may not change the function.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
@@ -154,7 +154,7 @@ class Guard:
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
-        self._names, self._owns = names, owns
+        self._names, self._check_owner = names, check_owner
 
     @property
     def closed(self) -> bool:
@@ -245,7 +245,10 @@ class Guard:
         route.
         """
         caller.check(function)
-        self._check_owner(caller, route, function)
+        if caller.confined and self._scopes.get(route) is Scope.DEPLOY:
+            if function not in self._names():
+                raise UnknownFunction.named(function)
+            self._check_owner(caller, function)
 
     def _suggesting(self, error: UnknownFunction, headers: Headers, caller: Caller) -> UnknownFunction:
         """Return the error with the closest names among the functions visible to the caller."""
@@ -267,18 +270,6 @@ class Guard:
     def _check_scope(self, caller: Caller, route: tuple[str, str]) -> None:
         if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
             caller.check_scope(scope)
-
-    def _check_owner(self, caller: Caller, route: tuple[str, str], function: str) -> None:
-        """Raise Forbidden if the route needs the scope `deploy`, and the caller may deploy only containers and does not own the
-        function. Raise UnknownFunction if the function does not exist.
-        """
-        if not caller.confined or self._scopes.get(route) is not Scope.DEPLOY:
-            return
-        if function not in self._names():
-            raise UnknownFunction.named(function)
-        if not self._owns(caller.owner, caller.name, function):
-            remedy = "Use the key with which it was deployed, a key of the same name, or a trusted one."
-            raise Forbidden(f"{function} was deployed with another key.", remedy=remedy)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
         """Return the key that the request holds, or None if the request needs no key. Raises Unauthorized if the key is

@@ -214,14 +214,14 @@ class Gateway:
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""
         self._functions.note_refused(name, error)
-        return error_reply(error, request_id, private=caller.sees_code(name))
+        return error_reply(error, request_id, private=self._functions.owns(caller, name))
 
     def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:
         """Return the response to an invocation that has ended: its output or its error."""
         invocation.timeline.mark_responded(time.monotonic())
         error = invocation.output.exception()
         if isinstance(error, PilotflameError):
-            headers, private = invocation_headers(invocation), caller.sees_code(name)
+            headers, private = invocation_headers(invocation), self._functions.owns(caller, name)
             return error_reply(error, invocation.id, headers, private=private)
         answer = invocation.output.result()
         headers = {**invocation_headers(invocation), "Content-Type": answer.content_type}
@@ -245,7 +245,7 @@ class Gateway:
         self, request: web.Request, name: str, invocation: Invocation, stream: Stream
     ) -> web.StreamResponse:
         """Send all pieces. Close the connection if the stream still runs LAST_EVENT_S after the deadline."""
-        private = caller_of(request).sees_code(name)
+        private = self._functions.owns(caller_of(request), name)
         events = EventStream(request, invocation)
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
         try:

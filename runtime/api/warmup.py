@@ -80,7 +80,7 @@ class WarmupApi:
             raise error
         if not workers or for_s > HOLD_S:
             # A caller could keep workers, which the function's owner pays for, or end what the owner wants.
-            caller_of(request).check_scope(Scope.DEPLOY)
+            self._functions.check_owner(caller_of(request), live.record.function)
         if workers:
             live.workers.warm(workers, cause, for_s)
         else:

@@ -17,6 +17,7 @@ from ...errors import Forbidden, GatewayError, PilotflameError, RevisionsDrainin
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import Deployer, DeployPolicies
 from ..access.host_claims import HostClaims
+from ..access.keys import Caller, Scope
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
@@ -466,10 +467,24 @@ class Functions:
         if error := await asyncio.shield(self.tasks.create_task(outcome())):
             raise error
 
-    def owns(self, key_id: str, key_name: str, name: str) -> bool:
-        """Return True if a key that is not trusted may change this function. False if the function does not exist."""
-        live = self._live.get(name)
-        return live is not None and self._same_owner(live.record, key_id, key_name)
+    def owns(self, caller: Caller, name: str) -> bool:
+        """Return True if the caller may change this function, and so may see all of it: settings, logs and tracebacks.
+
+        A caller needs the scope `deploy`. With a key that is not trusted, callers own the functions of their owner only.
+        """
+        if not (caller.has(Scope.DEPLOY) and caller.allows(name)):
+            return False
+        live = self._live.get(name) if caller.confined else None
+        return not caller.confined or (
+            live is not None and self._same_owner(live.record, caller.owner, caller.name)
+        )
+
+    def check_owner(self, caller: Caller, name: str) -> None:
+        """Raise Forbidden if the caller may not deploy a function of this name, or does not own the function that has it."""
+        caller.check_deploy(name)
+        if name in self._live and not self.owns(caller, name):
+            remedy = "Use the key with which it was deployed, a key of the same name, or a trusted one."
+            raise Forbidden(f"{name} was deployed with another key.", remedy=remedy)
 
     def _same_owner(self, record: RevisionRecord, key_id: str, key_name: str) -> bool:
         return self.policies.same_owner(

@@ -29,7 +29,7 @@ from ...errors import (
 )
 from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
-from ..access.keys import Scope
+from ..access.keys import Caller, Scope
 from ..serving.invocation import Invocation
 from .requests import Headers, awaits_continue, caller_of, id_of
 from .sliced_body import SlicedBody
@@ -150,9 +150,12 @@ def invocation_headers(invocation: Invocation) -> dict[str, str]:
 class ErrorResponses:
     """A middleware that turns typed errors, unknown paths and wrong methods into error responses."""
 
-    def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
-        """`formats` maps beginnings of paths, or whole paths of routes, to their error format. All other paths use `error_reply`."""
-        self._formats = formats
+    def __init__(self, formats: Mapping[str, ErrorFormat], owns: Callable[[Caller, str], bool]) -> None:
+        """`formats` maps beginnings of paths, or whole paths of routes, to their error format. All other paths use `error_reply`.
+
+        `owns` returns True if a caller may see tracebacks of a function.
+        """
+        self._formats, self._owns = formats, owns
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -176,8 +179,7 @@ class ErrorResponses:
         path = resource.canonical if resource is not None else ""
         exact = [form for key, form in self._formats.items() if key == path]
         formats = exact + [form for key, form in self._formats.items() if request.path.startswith(key)]
-        # Only a deploy raises errors with tracebacks here. Its caller has sent the code, and so may see the traceback.
-        if not formats and error.private and caller_of(request).has(Scope.DEPLOY):
+        if not formats and error.private and self._shows_private(request):
             error_format: ErrorFormat = functools.partial(error_reply, private=True)
         else:
             error_format = [*formats, error_reply][0]
@@ -185,6 +187,11 @@ class ErrorResponses:
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
+
+    def _shows_private(self, request: web.Request) -> bool:
+        caller, function = caller_of(request), request.match_info.get("function")
+        # Only a deploy names no function in its path. Its caller has sent the code, and so may see the traceback.
+        return caller.has(Scope.DEPLOY) if function is None else self._owns(caller, function)
 
 
 def check_version(request: web.Request) -> None:

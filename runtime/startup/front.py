@@ -159,7 +159,7 @@ def _guard(
     guard = Guard(
         parts.state.keyring, control, functions.tasks, routes, cors, connections, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
-        names=lambda: [live.record.function for live in functions.all()], owns=functions.owns,
+        names=lambda: [live.record.function for live in functions.all()], check_owner=functions.check_owner,
         anybody=ANYBODY if standalone is None else standalone.caller,
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes,
         on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
@@ -195,7 +195,7 @@ def _server(
     middlewares = [
         *([standalone.name_function] if standalone is not None else []),
         *([requests.middleware] if requests is not None else []),
-        cors.middleware, compressed, ErrorResponses(error_formats(routes)).middleware, guard.middleware, audit.middleware,
+        cors.middleware, compressed, ErrorResponses(error_formats(routes), functions.owns).middleware, guard.middleware, audit.middleware,
         *([standalone.hold] if standalone is not None else []),
     ]  # fmt: skip
     fast = FastPath(

@@ -123,7 +123,7 @@ class LambdaApi(ApiPlugin):
             sent["X-Amz-Log-Result"] = tail
         if isinstance(answer, PilotflameError):
             sent["X-Amz-Function-Error"] = "Unhandled"
-            private = caller_of(request).sees_code(live.record.function)
+            private = self._backend.functions.owns(caller_of(request), live.record.function)
             answer = Output(orjson.dumps(function_error(answer, request_id, private=private)), JSON_TYPE)
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
@@ -138,7 +138,7 @@ class LambdaApi(ApiPlugin):
                     await events.send_pieces(invocation.stream)
                 answer = await self._streamed(live, invocation, events)
                 error = answer if isinstance(answer, PilotflameError) else None
-                private = caller_of(request).sees_code(live.record.function)
+                private = self._backend.functions.owns(caller_of(request), live.record.function)
                 return await events.complete(error, _log_tail(invocation), private=private)
         except TimeoutError:
             events.abort()

@@ -135,7 +135,7 @@ class ManagementApi:
         if (error := live.function.refusal()) is not None:
             raise error
         if not workers:
-            caller_of(request).check_scope(Scope.DEPLOY)
+            self._backend.functions.check_owner(caller_of(request), name)
             live.workers.end_warm_ups()
         else:
             live.workers.warm(workers, "torchserve")
