@@ -39,6 +39,7 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── OutputNotFinite             a language model computed NaN or an infinity where it chooses a token
     │   │   └── OutputTooLarge              the output exceeds what a worker can send to the gateway at once
     │   ├── HandlerFailed               the handler raised
+    │   │   └── EngineStopped               the thread of a language model has ended, and another worker replaces this one
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
     │   ├── CallEnded                   the gateway ended this call before its deadline
@@ -293,6 +294,9 @@ class OutputTooLarge(OutputInvalid, code="output_too_large"): ...
 
 
 class HandlerFailed(InvocationError, code="handler_failed"): ...
+
+
+class EngineStopped(HandlerFailed, code="engine_stopped"): ...
 
 
 class WorkerDied(InvocationError, code="worker_died"): ...

@@ -222,6 +222,9 @@ SWALLOWED = {
     # The caller gets the error, and the thread goes on.
     ("runtime.worker.thread_runner", "_execute"),
     ("runtime.worker.thread_runner", "_execute_batch"),
+    ("handlers.language_model.pass_slices", "_work"),
+    # All callers get the error, and the worker ends.
+    ("handlers.language_model.engine", "_work"),
     # The supervisor raises the error again.
     ("snapshot.fetching.fetch", "_work"),
 }

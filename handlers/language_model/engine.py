@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...errors import OutputNotFinite, Overloaded
+from ...errors import EngineStopped, OutputNotFinite, Overloaded
 from ..failure import is_out_of_memory
 from .admission import Admission, EngineLoad, Targets
 from .causal_model import CausalModel
@@ -98,6 +98,8 @@ class Engine:
     _commands: queue.SimpleQueue[tuple[bool, _Run]] = field(default_factory=queue.SimpleQueue, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _arrived: int = field(default=0, init=False)
+    _stopped: str = field(default="", init=False)
+    """Why the thread has ended; "" while it runs."""
 
     def __post_init__(self) -> None:
         if self.model.why_alone:
@@ -164,18 +166,37 @@ class Engine:
             # A daemon: the worker's end does not wait for it.
             self._thread = threading.Thread(target=self._work, name="language-model", daemon=True)
             self._thread.start()
+        if self._stopped:
+            run.put(EngineStopped(self._stopped))
 
     # -- in the thread
 
     def _work(self) -> None:
-        while True:
-            try:
-                self._take_commands()
-                with self.gate():
-                    self._step()
-            except Exception as error:
-                LOG.exception("a step of the language model failed")
-                self._fail(error)
+        """Run steps. If a failure cannot be undone, fail all sequences, also those that come later, and end."""
+        try:
+            while True:
+                try:
+                    self._take_commands()
+                    with self.gate():
+                        self._step()
+                except Exception as error:
+                    LOG.exception("a step of the language model failed")
+                    if not self._fail(error):
+                        # No sequence has caused it, so that the next step would fail, too.
+                        raise
+        except BaseException as error:
+            LOG.exception("the language model has stopped")
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        # `_begin` reads this after it has added its command. So each sequence gets the error here or there.
+        self._stopped = f"The language model has stopped: {type(error).__name__}: {error}"
+        traceback.clear_frames(error.__traceback__)
+        runs = [*self._runs.values()]
+        while not self._commands.empty():
+            runs.append(self._commands.get()[1])
+        for run in runs:
+            run.put(EngineStopped(self._stopped))
 
     def _step(self) -> None:
         self._refuse_late()
@@ -203,6 +224,9 @@ class Engine:
     def _take_commands(self) -> None:
         """Add and remove sequences. Wait for one if there is nothing to do."""
         idle = not self._members and not self._schedule.reading and not self._schedule.waiting
+        if idle:
+            # Otherwise memory without a row would stay on the device, also while the worker is parked.
+            self._rows.free()
         while idle or not self._commands.empty():
             begins, run = self._commands.get()
             idle = False
@@ -326,14 +350,20 @@ class Engine:
         else:
             self._reader.forget(run.sequence)
 
-    def _fail(self, error: Exception) -> None:
-        """Fail the sequences of a step that failed for an unknown reason. The sequences that wait are not affected."""
-        for run in [*self._members, *(self._runs[one] for one in self._schedule.reading)]:
+    def _fail(self, error: Exception) -> bool:
+        """Fail the sequences of a step that failed for an unknown reason. The sequences that wait are not affected.
+
+        Return False if there are no such sequences.
+        """
+        failed = [*self._members, *(self._runs[one] for one in self._schedule.reading)]
+        for run in failed:
             run.put(_freed(error))
             self._reader.forget(run.sequence)
             self._schedule.remove(run.sequence)
             del self._runs[run.sequence]
+        self._rows.free()
         self._members, self._rows = [], self.model.new_rows()
+        return bool(failed)
 
 
 def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:

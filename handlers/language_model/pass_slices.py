@@ -84,7 +84,7 @@ class PassSlices:
                 self._reports.put(run())
             except Exception as error:  # noqa: BLE001  raised by `_report`
                 self._reports.put(error)
-            except (SystemExit, _Stopped) as error:
+            except BaseException as error:  # noqa: BLE001
                 # A thread that waits for a report would wait for ever.
                 self._reports.put(RuntimeError(f"a pass of the model ended with {error!r}"))
             # It holds the keys and values of the prompt.

@@ -72,6 +72,12 @@ class Rows:
             own.write(row, length, their)
         self.lengths.append(length)
 
+    def free(self) -> None:
+        """Free the memory of all layers. Rows that join later get new memory."""
+        self.begin, self.end, self.tokens = 0, 0, 0
+        for layer in self._layers:
+            layer.free()
+
     @property
     def layers(self) -> int:
         """The number of layers."""
@@ -193,6 +199,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self.keys is not None:
             for tensor in self._held():
                 tensor[row, :, : self._used] = 0
+
+    def free(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized, self._first, self._used = False, 0, 0
 
     def _held(self) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:

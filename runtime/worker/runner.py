@@ -22,6 +22,7 @@ from ...errors import (
     ActivationFailed,
     BadInput,
     Cancelled,
+    EngineStopped,
     HandlerFailed,
     InputInvalid,
     NoSuchSnapshot,
@@ -257,8 +258,7 @@ class Runner(ABC):
         calls, events, frames = [], [], []
         for call in group:
             if call.cancellation.flag:
-                gone = Cancelled("The caller went away before the handler started.")
-                frames.append(self.error_frame(call, gone))
+                frames.append(self.error_frame(call, Cancelled("The caller went away before the handler started.")))  # fmt: skip
                 continue
             try:
                 events.append(self.handler.input.decode(call.body, call.content_type))
@@ -275,11 +275,10 @@ class Runner(ABC):
         ended_s = time.monotonic()
         if self.handler.batch is None:
             self._update_window(ended_s - started_s)
-        frames = []
-        for call, item in zip(calls, self.handler.answers(answer, len(calls)), strict=True):
-            timing = Timing(started_s - call.received_s, ended_s - started_s, len(calls), call.cost)
-            frames.append(self._result_frame(call, item, timing))
-        return frames
+        return [
+            self._result_frame(call, item, Timing(started_s - call.received_s, ended_s - started_s, len(calls), call.cost))
+            for call, item in zip(calls, self.handler.answers(answer, len(calls)), strict=True)
+        ]  # fmt: skip
 
     def _result_frame(self, call: Call, item: Any, timing: Timing) -> bytes:
         if isinstance(item, BaseException):
@@ -313,6 +312,8 @@ class Runner(ABC):
 
     def failure_frames(self, calls: list[Call], error: BaseException) -> list[bytes]:
         described = self.describe(error)
+        if isinstance(error, EngineStopped):
+            calls[0].context.retire()
         return [self.error_frame(call, described) for call in calls]
 
     def error_frame(self, call: Call, error: PilotflameError) -> bytes:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from typing import Never
 
 import pytest
+from pilotflame.errors import EngineStopped
 from pilotflame.handlers.language_model.admission import Admission
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.pass_slices import PassSlices
+from pilotflame.handlers.language_model.rows import Rows
 from pilotflame.handlers.language_model.sampling import Sampler
-from pilotflame.handlers.language_model.schedule import ChunkTimes
+from pilotflame.handlers.language_model.schedule import ChunkTimes, StepSchedule
 from tiny_causal import KINDS, VOCABULARY, generated, tiny
+from torch import Tensor
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -257,3 +261,75 @@ async def test_a_choice_or_a_prompt_that_fails_ends_its_own_request(monkeypatch:
     assert [type(one) for one in found[:2]] == [ValueError, IndexError]
     assert found[2] == generated(model, other, 40)  # type: ignore[arg-type]
     assert not engine._runs
+
+
+# -- the end of the thread
+
+
+class Broken(BaseException):
+    """What no model catches by chance."""
+
+
+def broken(*_: object, **__: object) -> Never:
+    raise Broken("no more steps")
+
+
+def failing(*_: object) -> Never:
+    raise KeyError("no such sequence")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "raises"),
+    [
+        (StepSchedule, "step", broken),
+        (StepSchedule, "done", broken),
+        (StepSchedule, "step", failing),
+        (Admission, "chunk_s", failing),
+        (Engine, "_fail", failing),
+        (Engine, "_take_commands", failing),
+        (Sampler, "note", broken),
+    ],
+)
+async def test_the_end_of_the_thread_fails_all_sequences(
+    owner: type, method: str, raises: Callable[..., Never], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, model = engine_of("llama", rows=1)
+    before = prompts(1, 9)[0]
+    assert await tokens(engine, before, 3) == generated(model, before, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(owner, method, raises)
+    if method == "_fail":
+        monkeypatch.setattr(StepSchedule, "step", failing)
+    async with asyncio.timeout(30):
+        found = await asyncio.gather(
+            *(tokens(engine, one, 3) for one in prompts(3, 9)), return_exceptions=True
+        )
+        # A sequence that comes later fails at once.
+        with pytest.raises(EngineStopped, match="The language model has stopped"):
+            await tokens(engine, before, 3)
+    # A failure that can be undone fails the sequences of its step with its own error.
+    assert {type(one) for one in found} <= {EngineStopped, KeyError}
+
+
+async def test_a_pass_in_slices_that_ends_its_thread_is_an_error() -> None:
+    passes = PassSlices([], lambda: None)
+    with pytest.raises(RuntimeError, match="no more steps"):
+        passes.begin(broken, 1.0)
+    assert passes.begin(lambda: Tensor([1.0]), 1.0) is not None
+
+
+async def test_an_engine_without_sequences_holds_no_row_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = engine_of("llama")
+    join, freed = Rows.join, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def joined(self: Rows, other: Rows) -> None:
+        join(self, other)
+        weakref.finalize(self.cache.layers[0].keys, loop.call_soon_threadsafe, freed.set)
+
+    monkeypatch.setattr(Rows, "join", joined)
+    for new in (1, 5):
+        freed.clear()
+        prompt = prompts(1, 60)[0]
+        assert await tokens(engine, prompt, new) == generated(model, prompt, new)  # type: ignore[arg-type]
+        async with asyncio.timeout(30):
+            await freed.wait()

@@ -151,6 +151,25 @@ def handler(event, context):
 
 
 @live
+@pytest.mark.parametrize("last", ["return", "yield"])
+async def test_a_worker_whose_engine_has_stopped_ends_after_its_answer(
+    deploy: Callable[..., Any], last: str
+) -> None:
+    source = f"""
+import os
+from pilotflame.errors import EngineStopped
+async def handler(event):
+    if event:
+        raise EngineStopped("no more steps")
+    {last} os.getpid()
+"""
+    function = await deploy(source, {"scale.max": 1})
+    first = (await function.call()).text
+    assert (await function.error(True))["type"] == "engine_stopped"
+    assert (await function.call()).text != first
+
+
+@live
 @pytest.mark.parametrize(
     ("prefix", "wait", "last"),
     [
