@@ -179,6 +179,9 @@ class PieceExchange(Protocol):
     async def receive(self) -> bytes | None:
         """Return the next piece of the input; None after the last piece, or if the caller has gone."""
 
+    def close(self) -> None:
+        """End the exchange: `gone` becomes true, and waits in `send` and `receive` end."""
+
 
 class Context:
     """The facts about its function and its invocation that a handler can read, and the requests that it can send to its

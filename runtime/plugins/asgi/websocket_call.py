@@ -45,6 +45,8 @@ class WebSocketCall:
         self._exchange, self._joined = exchange, MessageParts(MAX_BYTES)
         self._state = SocketState.CONNECTING
         self._announced = self._gone = False
+        # The code with which the app has closed the WebSocket.
+        self._code = ABNORMAL
         self._status, self._head = 0, b""
 
     async def run(self, app: App, scope: dict[str, Any]) -> bytes:
@@ -70,7 +72,9 @@ class WebSocketCall:
             return {"type": "websocket.connect"}
         if self._gone:
             raise RuntimeError("The WebSocket was disconnected, so there are no more messages.")
-        while (message := await self._exchange.receive()) is not None:
+        while (
+            self._state is not SocketState.CLOSED and (message := await self._exchange.receive()) is not None
+        ):
             if (found := self._joined.add(message)) is None:
                 continue
             kind, data = found
@@ -80,7 +84,7 @@ class WebSocketCall:
             if kind == TEXT:
                 return {"type": "websocket.receive", "text": data.decode()}
             return {"type": "websocket.receive", "bytes": data}
-        return self._disconnect(ABNORMAL, "")
+        return self._disconnect(self._code, "")
 
     def _disconnect(self, code: int, reason: str) -> Message:
         self._gone = True
@@ -106,9 +110,12 @@ class WebSocketCall:
             case SocketState.OPEN, "websocket.send":
                 await self._send(message)
             case ((SocketState.CONNECTING | SocketState.OPEN), "websocket.close"):
+                code, reason = message.get("code"), message.get("reason") or ""
+                self._code = NORMAL if code is None else int(code)
                 self._state = SocketState.CLOSED
-                code, reason = message.get("code", NORMAL), message.get("reason") or ""
-                await self._pass(encode_close(NORMAL if code is None else int(code), reason))
+                await self._pass(encode_close(self._code, reason))
+                # Another task of the app may wait in `receive`, and the caller sends nothing any more.
+                self._exchange.close()
             case _:
                 state = self._state.value
                 raise RuntimeError(f"Unexpected ASGI message {kind!r}: the WebSocket is {state}.")
@@ -126,6 +133,7 @@ class WebSocketCall:
         await self._pass_denial(final, last=last)
         if last:
             self._state = SocketState.CLOSED
+            self._exchange.close()
 
     async def _pass_denial(self, body: bytes, *, last: bool) -> None:
         piece = encode_response(body, status=self._status, head=self._head, last=last)

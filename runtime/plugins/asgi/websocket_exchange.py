@@ -26,6 +26,7 @@ from .messages import (
     TEXT,
     Header,
     MessageParts,
+    ResponsePiece,
     decode_accept,
     decode_close,
     decode_response,
@@ -92,9 +93,10 @@ class WebSocketExchange:
         try:
             await response.send([decode_response(data)])
             while not response.complete:
-                pieces = [decode_response(data) for kind, data in messages if kind == DENY]
-                await response.send(pieces)
-                messages = [] if response.complete else await self._next()
+                if not (messages := messages or await self._next()):
+                    raise LinkError("An app ended before its response to the handshake was complete.")
+                await response.send([_denial(kind, data) for kind, data in messages])
+                messages = []
         except PilotflameError:
             if not response.started:
                 raise
@@ -232,6 +234,12 @@ class WebSocketExchange:
 
     def _mark_active(self) -> None:
         self._invocation.mark_active(time.monotonic())
+
+
+def _denial(kind: int, data: bytes) -> ResponsePiece:
+    if kind != DENY:
+        raise LinkError("An app sent a message to a WebSocket whose handshake it denies.")
+    return decode_response(data)
 
 
 async def _close(socket: web.WebSocketResponse, code: int, reason: str) -> None:

@@ -28,6 +28,18 @@ async def app(scope, receive, send):
         await send({"type": "websocket.http.response.start", "status": 401, "headers": [(b"x-why", b"no")]})
         await send({"type": "websocket.http.response.body", "body": b"first ", "more_body": True})
         return await send({"type": "websocket.http.response.body", "body": b"sign in"})
+    if case == "/response-in-turns":
+        await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
+        for part in (b"first ", b"sign "):
+            await send({"type": "websocket.http.response.body", "body": part, "more_body": True})
+            await gate.wait_async("part")
+        return await send({"type": "websocket.http.response.body", "body": b"in"})
+    if case == "/response-without-end":
+        await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
+        return await send({"type": "websocket.http.response.body", "body": b"first ", "more_body": True})
+    if case == "/denied-and-receives":
+        await send({"type": "websocket.close", "code": 1008})
+        return gate.say(f"told {(await receive())['code']}")
     if case == "/unanswered":
         return
     if case == "/fails-early":
@@ -36,6 +48,11 @@ async def app(scope, receive, send):
     await send({"type": "websocket.accept", "subprotocol": chosen, "headers": [(b"x-mine", b"1"), (b"set-cookie", b"a=1")]})
     if case == "/closes":
         return await send({"type": "websocket.close", "code": 4001, "reason": "enough"})
+    if case == "/closes-and-receives":
+        waiting = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        await send({"type": "websocket.close", "code": 4001})
+        return gate.say(f"told {(await waiting)['code']}")
     if case == "/returns":
         return
     if case == "/fails":
@@ -73,6 +90,17 @@ class Sockets:
 
     def open(self, path: str = "/echo", **how: Any) -> Any:
         return self._session.ws_connect(self._base + path, max_msg_size=0, **how)
+
+    async def denial(self, path: str) -> tuple[int, str]:
+        """Return the whole response to a handshake. A client of WebSockets leaves once it has read the status."""
+        headers = {
+            "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "MDEyMzQ1Njc4OWFiY2RlZg==",
+        }  # fmt: skip
+        async with (
+            asyncio.timeout(LIMIT_S),
+            self._session.get(self._base + path, headers=headers) as response,
+        ):
+            return response.status, await response.text()
 
     async def refused(self, path: str) -> aiohttp.WSServerHandshakeError:
         with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
@@ -150,6 +178,27 @@ async def test_an_app_denies_the_handshake(sockets: Sockets) -> None:
     assert refused.headers["x-why"] == "no"
     for path in ("/unanswered", "/fails-early"):
         assert (await sockets.refused(path)).status == 500
+    await sockets.function.settled(ready=1, in_flight=0)
+
+
+async def test_an_app_denies_the_handshake_in_several_turns(sockets: Sockets, gate: Gate) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        denied = tasks.create_task(sockets.denial("/response-in-turns"))
+        for _ in range(2):
+            (await gate.next("part")).go()
+    assert denied.result() == (401, "first sign in")
+    # The app ends before its response: the caller must not wait for the rest.
+    with pytest.raises(aiohttp.ClientError):
+        await sockets.denial("/response-without-end")
+    await sockets.function.settled(ready=1, in_flight=0)
+
+
+async def test_an_app_that_waits_after_its_own_close_gets_a_disconnect(sockets: Sockets, gate: Gate) -> None:
+    assert (await sockets.refused("/denied-and-receives")).status == 403
+    await gate.next("told 1008")
+    async with sockets.open("/closes-and-receives") as socket:
+        assert (await received(socket)).data == 4001
+        await gate.next("told 4001")
     await sockets.function.settled(ready=1, in_flight=0)
 
 
