@@ -245,10 +245,9 @@ class Consumer:
                 return False
             return await self._run_job(message)
         except TimeoutError:
-            self._end_group(message)
-            self._log(
-                f"message {message.id}: its job did not end in {self.source.longest_s:.0f} s; left to the queue"
-            )
+            # Kafka has no visibility timeout: it delivers a message again only if the message is given back.
+            longest_s = self.source.longest_s
+            await self._leave(message, f"its job did not end in {longest_s:.0f} s; left to the queue")
         except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:

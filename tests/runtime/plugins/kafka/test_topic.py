@@ -152,6 +152,37 @@ async def gateway() -> AsyncIterator[Gateway]:
             yield found
 
 
+WAITS = """
+import gate
+
+def handler(event: object) -> None:
+    if event == "long":
+        gate.wait("long")
+    else:
+        gate.say(str(event))
+"""
+
+
+async def test_a_job_that_takes_too_long_blocks_its_key_only_while_it_runs(
+    kafka: Cluster, deploy: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KafkaSource, "longest_s", 0.2)
+    kafka.write("long", ['"long"', '"next"'], ["k", "k"])
+    source = {
+        "type": "kafka",
+        "brokers": kafka.brokers,
+        "topic": "long",
+        "group": "f",
+        "session_s": 6,
+        "backoff_s": 1,
+    }
+    function = await deploy(WAITS, {"source": [source], "scale.max": 1}, gate=gate)
+    arrival = await gate.next("long")
+    await function.logged("its job did not end")
+    arrival.go()
+    await gate.next("next")
+
+
 async def test_a_functions_answers_go_to_another_topic(
     kafka: Cluster, gateway: Gateway, deploy: Any, gate: Gate
 ) -> None:
