@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any, Protocol
 
-from ...errors import LinkError, PilotflameError
+from ...errors import LinkError, OutputInvalid, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd, Outstanding
@@ -299,9 +299,7 @@ class Replica:
     def _on_frame(self, frame: Frame) -> None:
         kind = frame.kind
         if kind == FrameKind.RESULT:
-            timing = TIMING.unpack_from(frame.head)
-            content_type = frame.head[TIMING.size :].decode() if len(frame.head) > TIMING.size else JSON_TYPE
-            self._on_end(frame.channel, Output(frame.payload, content_type), timing)
+            self._on_end(frame.channel, _output_of(frame), TIMING.unpack_from(frame.head))
         elif kind == FrameKind.END:
             self._on_end(frame.channel, Output(b"", JSON_TYPE), Timing.unpack(frame.head))
         elif kind == FrameKind.ERROR:
@@ -445,3 +443,14 @@ class Replica:
         started = [invocation for channel, invocation in calls.items() if channel in running]
         self.outstanding.clear(time.monotonic())
         self._events.on_lost(self, unstarted, started)
+
+
+def _output_of(frame: Frame) -> Output | OutputInvalid:
+    """Return the output in a frame RESULT, or why its Content-Type cannot be in a header: a handler or a container has chosen it."""
+    if len(frame.head) == TIMING.size:
+        return Output(frame.payload, JSON_TYPE)
+    content_type = frame.head[TIMING.size :].decode(errors="replace")
+    if content_type.isprintable():
+        return Output(frame.payload, content_type)
+    message = f"The output's Content-Type is {content_type[:80]!r}, which no header can hold."
+    return OutputInvalid(message, remedy="Return another Content-Type, without line breaks.")

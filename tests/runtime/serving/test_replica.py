@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from live import Gate, gone, until
+from live import Gate, failure, gone, until
 from pilotflame.runtime.serving import replica
 from pilotflame.runtime.serving.invocation import Invocation
 
@@ -48,6 +48,25 @@ async def test_sys_exit_in_a_handler_is_an_error_like_others(deploy, kind: str):
     assert (error["status"], error["type"]) == (500, "handler_failed")
     assert "SystemExit: 3" in error["message"]
     assert await function.answer(0) == before
+
+
+HOSTILE = """
+from pilotflame.handlers.codec import OutputCodec
+OutputCodec.encode = lambda self, value, accept="": (b"x", value)
+def handler(event):
+    return event
+"""
+
+
+async def test_a_content_type_that_no_header_can_hold_is_refused_by_name(deploy, caplog):
+    function = await deploy(HOSTILE)
+    assert (await function.call("text/x")).headers["Content-Type"] == "text/x"
+    for kind in ("text/x\r\nX-Mine: 1", "text/x\n", "text/\0", "text/\x7f"):
+        for headers in ({}, {"Origin": str(function.client.base_url).rstrip("/")}):
+            error = failure(await function.client.post(function.path, json=kind, headers=headers))
+            assert (error["status"], error["type"]) == (500, "output_invalid")
+            assert "Content-Type" in error["message"]
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_worker_that_is_terminated_drains(deploy, gate: Gate):
