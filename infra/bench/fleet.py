@@ -1,4 +1,4 @@
-"""The cost of a function among few and among many: starts, calls, deploys, and the gateway's memory.
+"""The cost of a function among few and among many: starts, calls, deploys, the gateway's memory, and answers about all functions.
 
     python infra/bench/fleet.py [--functions 10 100 1000] [--rounds 20]
 
@@ -13,10 +13,12 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import psutil
 from control import WAIT_S, Control, gateway
 from load import Request, burst
@@ -40,6 +42,9 @@ IDLE_S = 60.0
 SETTLE_S = 60.0
 # Standbys are forked, and workers end, after the cold starts.
 QUIET_S = 1.0
+# The answers that grow with the number of functions, and how often each is read.
+GROWING = ("/metrics", "/v1/functions", "/v1/console")
+READS = 9
 
 
 @dataclass
@@ -58,6 +63,7 @@ class Fleet:
     starts_per_s: list[float] = field(default_factory=list)
     gateway_mb: float = 0.0
     idle_share: float = 0.0
+    stalls_ms: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = [f"f{number}" for number in range(self.size)]
@@ -110,14 +116,33 @@ class Fleet:
         tally = burst([Request(url, body=b"{}") for url in urls])
         self.starts_per_s.append(self.size / tally.wall_s)
 
-    def figures(self) -> dict[str, float]:
+    def read_growing(self) -> None:
+        """Note for how long the gateway answered nothing else while it made each of GROWING: the median of READS times."""
+        self.control.close()
+        with ThreadPoolExecutor(1) as pool:
+            for path in GROWING:
+                longest_ms: list[float] = []
+                for _ in range(READS):
+                    reading, answers_ms = (
+                        pool.submit(httpx.get, self.server.url + path, timeout=WAIT_S),
+                        [0.0],
+                    )
+                    while not reading.done():
+                        began = time.perf_counter()
+                        self.control.request("GET", "/healthz")
+                        answers_ms.append((time.perf_counter() - began) * 1e3)
+                    reading.result().raise_for_status()
+                    longest_ms.append(max(answers_ms))
+                self.stalls_ms[path] = median(longest_ms)
+
+    def figures(self) -> dict[str, Any]:
         """Return medians, and percentiles of the cold starts."""
         return {
             "functions": self.size,
             "cold_p50_ms": percentile(self.cold_ms, 0.5), "cold_p99_ms": percentile(self.cold_ms, 0.99),
             "warm_p50_ms": median(self.warm_ms), "starts_per_s": median(self.starts_per_s),
             "deploy_cpu_ms": median(self.deploy_cpu_ms), "gateway_mb": self.gateway_mb,
-            "idle_cpu_share": self.idle_share,
+            "idle_cpu_share": self.idle_share, "stalls_ms": self.stalls_ms,
         }  # fmt: skip
 
 
@@ -153,6 +178,8 @@ def measure(entered: Sequence[Fleet], rounds: int) -> None:
     for _, fleet in itertools.product(range(BURSTS), entered):
         fleet.burst()
     time.sleep(SETTLE_S)
+    for fleet in entered:
+        fleet.read_growing()
     before_s = [fleet.server.cpu_s() for fleet in entered]
     time.sleep(IDLE_S)
     for fleet, used_s in zip(entered, before_s, strict=True):
@@ -160,7 +187,7 @@ def measure(entered: Sequence[Fleet], rounds: int) -> None:
         fleet.gateway_mb = psutil.Process(fleet.server.pid).memory_info().rss / 1e6
 
 
-def enter(report: Report, few: dict[str, float], many: dict[str, float]) -> None:
+def enter(report: Report, few: dict[str, Any], many: dict[str, Any]) -> None:
     """Enter the ratios of many functions to few, and the figures of many."""
     for name, most in RATIOS.items():
         report.add(f"{name}_ratio", many[name] / few[name], "x", f"<= {most}")
@@ -168,6 +195,7 @@ def enter(report: Report, few: dict[str, float], many: dict[str, float]) -> None
     added_kb = (many["gateway_mb"] - few["gateway_mb"]) * 1e3 / max(1, many["functions"] - few["functions"])
     report.add("gateway_kb_per_function", added_kb, "KB", "<= 150")
     report.add("idle_cpu_share", many["idle_cpu_share"], "of a core", "<= 0.002")
+    report.add("stall_ms", max(many["stalls_ms"].values()), "ms", "<= 20")
 
 
 def main() -> int:

@@ -111,12 +111,15 @@ class Admin:
         ]  # fmt: skip
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        found = list(self.statuses(request))
         memory = await self._memory.latest() if ALL_MEMORY.read(request) else None
-        if memory is not None:
-            found = [_with_memory(status, memory) for status in found]
+        found: list[dict[str, Any]] = []
+        for status in self.statuses(request):
+            shown = status if memory is None else _with_memory(status, memory)
+            found.append(shown.model_dump(mode="json"))
+            # Let other requests go on: there may be a thousand functions.
+            await asyncio.sleep(0)
         # The caller of a key that covers only some functions must not learn the memory of the other functions.
-        answer: dict[str, Any] = {"functions": [one.model_dump(mode="json") for one in found]}
+        answer: dict[str, Any] = {"functions": found}
         if memory is not None and caller_of(request).functions is None:
             answer["memory"] = HeldMemory.of(memory).model_dump(mode="json")
         return json_response(answer)

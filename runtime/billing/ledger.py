@@ -143,8 +143,10 @@ class Ledger:
     async def readings(self) -> list[Reading]:
         """Return the metrics of usage and budgets."""
         seconds, cost, budget, tokens = (dict[tuple[str, ...], float]() for _ in range(4))
-        for function, account in self._accounts.items():
-            account.settle()
+        await self._settle()
+        for function, account in list(self._accounts.items()):
+            # Let requests go on: there may be a thousand accounts.
+            await asyncio.sleep(0)
             used = account.total
             ready_s = used.worker_s - used.parked_s
             held = (

@@ -84,7 +84,7 @@ async def open_node(
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(
-        functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: state.logs.files.dropped
+        functions.worker_counts, tasks.failures, [fetcher.metrics.readings], lambda: state.logs.files.dropped
     )
     metrics.readers += [state.keyring.readings, ledger.readings, state.readings, functions.gpus.readings]
     rest, memory = observe(functions, metrics, ledger, state.keyring, settings, stack)

@@ -1,32 +1,32 @@
 """Counts what the gateway does, and exports the counts as Prometheus metrics.
 
 Each request is counted, but the metrics are read only every few seconds. So the counts are plain numbers, and
-objects of the Prometheus library are made from them only when the metrics are read.
+objects of the Prometheus library are made from them only when the metrics are read (`exposition.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Sample
 
 from ...errors import Overloaded, PilotflameError, QueueFull
+from .exposition import MOST_SERIES, Family, Labels
 from .invocation_end import InvocationEnd, Source
 from .timeline import COLD_START_PHASES, WARM_PHASES, Timeline
 
-Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
-
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# The bounds of phases. A function has five phases, so more bounds would make five times as many series.
+PHASE_SECONDS = SECONDS[1::2]
 _PHASES_HELP = (
     "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the"
     " activation of a cold start included); link = to the worker and back; wait = in the worker until its"
@@ -55,11 +55,14 @@ class WorkerCounts:
 
 
 class _Histogram:
-    """Counts observed values by bucket, and sums them up. Each bound is the largest value of its bucket."""
+    """Counts observed values by bucket, and sums them up. Each bound is the largest value of its bucket.
+
+    Without bounds, it is a summary: the number of values and their sum.
+    """
 
     __slots__ = ("_bounds", "_counts", "sum")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, bounds: tuple[float, ...] = ()) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -73,10 +76,19 @@ class _Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return a pair per bucket, as Prometheus needs: the bound, and how many values are not above the bound."""
-        bounds = (*map(str, map(float, self._bounds)), "+Inf")
-        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+    def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
+        """Return the samples of the metric `name`. A bucket of it counts all values that are not above its bound."""
+        counts = list(itertools.accumulate(self._counts))
+        bounds = (*map(str, self._bounds), "+Inf") if self._bounds else ()
+        buckets = [
+            Sample(f"{name}_bucket", {**labels, "le": bound}, count)
+            for bound, count in zip(bounds, counts, strict=False)
+        ]
+        return [
+            *buckets,
+            Sample(f"{name}_count", labels, counts[-1]),
+            Sample(f"{name}_sum", labels, self.sum),
+        ]
 
 
 class Totals(NamedTuple):
@@ -108,10 +120,10 @@ class _FunctionCounts:
         self.failures = Counter[str]()
         self.activations = Counter[str]()
         self.duration = _Histogram(SECONDS)
-        self.batch = _Histogram(SIZES)
+        self.batch = _Histogram()
         self.cold_starts = 0
         self.cold_phases: dict[str, _Histogram] = {}
-        self.phases = {name: _Histogram(SECONDS) for name in WARM_PHASES}
+        self.phases = {name: _Histogram(PHASE_SECONDS) for name in WARM_PHASES}
 
     def count(self, source: Source, code: int, timeline: Timeline) -> None:
         self.codes[source][code] += 1
@@ -126,7 +138,7 @@ class _FunctionCounts:
         if timeline.activation is not None:
             self.cold_starts += 1
             for phase, seconds in timeline.phases().items():
-                self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
+                self.cold_phases.setdefault(phase, _Histogram()).observe(seconds)
 
     def totals(self) -> Totals:
         seconds = {name: self.cold_phases[name].sum for name in COLD_START_PHASES if name in self.cold_phases}
@@ -135,7 +147,7 @@ class _FunctionCounts:
         return Totals(by_source, self.duration.counts, self.cold_starts, self.duration.sum, errors, seconds)
 
 
-Numbers: TypeAlias = Mapping[tuple[str, ...], float]
+Numbers: TypeAlias = Mapping[Labels, float]
 """The numbers of a metric by the values of its labels."""
 
 
@@ -145,18 +157,10 @@ class Reading(NamedTuple):
     name: str
     text: str
     values: Numbers
-    labels: tuple[str, ...] = ("function",)
+    labels: Labels = ("function",)
     """If the first label is the function, only the numbers of live functions are exported."""
     total: bool = False
     """True if the metric only grows, so that it is a counter."""
-
-
-class _Families(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 class Metrics:
@@ -166,13 +170,13 @@ class Metrics:
         self,
         worker_counts: Callable[[], Mapping[str, WorkerCounts]],
         failures: Mapping[str, int] | None = None,
-        others: Iterable[Collector] = (),
+        others: Iterable[Callable[[], Iterable[Reading]]] = (),
         dropped: Callable[[], int] = lambda: 0,
     ) -> None:
         """`worker_counts` returns the counts of each function by name, `dropped` how many log lines were dropped.
 
         Both are called when metrics are read. `failures` is the number of failures of each background task. `others`
-        are the metrics of other parts of the gateway.
+        return the metrics of other parts of the gateway.
         """
         self._counts_of = worker_counts
         self._dropped = dropped
@@ -181,6 +185,8 @@ class Metrics:
         self._others = list(others)
         self.readers: list[Callable[[], Awaitable[Iterable[Reading]]]] = []
         """The functions that are called when metrics are read. If a function fails, its metrics are left out."""
+        self._writing, self._callers = asyncio.Lock(), 0
+        self._text, self._text_s = b"", 0.0
 
     def ended(self, end: InvocationEnd) -> None:
         """Count an invocation that has ended.
@@ -225,95 +231,123 @@ class Metrics:
         self._functions.pop(function, None)
 
     async def read(self) -> bytes:
-        """Return the body of the response to GET /metrics, with the readings of `readers`."""
+        """Return the body of the response to GET /metrics, with the readings of `readers`.
+
+        Callers at the same time share a text.
+        """
+        asked_s = time.monotonic()
+        self._callers += 1
+        try:
+            async with self._writing:
+                if self._text_s < asked_s:
+                    self._text = await self._written()
+                    self._text_s = time.monotonic()
+                return self._text
+        finally:
+            self._callers -= 1
+            if not self._callers:
+                self._text = b""
+
+    async def _written(self) -> bytes:
         readings: list[Reading] = []
         for reader in self.readers:
             with contextlib.suppress(PilotflameError):
                 readings += await reader()
-        return self.text(readings)
+            await asyncio.sleep(0)
+        live, slices = self._counts_of(), list[bytes]()
+        await asyncio.sleep(0)
+        for slice_ in self._slices(live, readings):
+            slices.append(slice_)
+            await asyncio.sleep(0)
+        return b"".join(slices)
 
     def text(self, readings: Iterable[Reading] = ()) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
-        worker_counts = self._counts_of()
-        families = [*self._counters(), *self._histograms(), *_states(worker_counts), self._lost()]
-        families += [family for part in self._others for family in part.collect()]
-        return generate_latest(
-            _Families([*families, *(_read(reading, worker_counts) for reading in readings)])
+        """Return all metrics in the text format of Prometheus. Blocks, for milliseconds for each ten functions."""
+        return b"".join(self._slices(self._counts_of(), readings))
+
+    def _slices(self, live: Mapping[str, WorkerCounts], readings: Iterable[Reading]) -> Iterator[bytes]:
+        left_out = Counter[str]()
+        others = itertools.chain(*(other() for other in self._others), readings)
+        # The numbers of each metric are taken just before its first slice.
+        for family in itertools.chain(
+            map(_family, self._counters()), map(_family, _states(live)), self._distributions(),
+            (_family(reading, live) for reading in others),
+        ):  # fmt: skip
+            yield from family.limited(left_out).slices()
+        text = f"Series of a function that are left out, because a metric has at most {MOST_SERIES} of them."
+        yield from _family(_by_name("series_left_out", text, left_out)).slices()
+
+    def _counters(self) -> Iterator[Reading]:
+        codes: Numbers = {
+            (function, str(code), source): count
+            for function, of in self._functions.items()
+            for source, by_code in of.codes.items()
+            for code, count in by_code.items()
+        }
+        yield Reading("invocations", "Invocations ended.", codes, ("function", "code", "source"), total=True)
+        for name, text, label in (
+            ("refusals", "Requests refused, by error code.", "reason"),
+            ("failures", "Invocations that failed in a worker, by error code.", "error"),
+            ("activations", "Workers started, by outcome.", "outcome"),
+        ):
+            counts: Numbers = {
+                (function, key): count
+                for function, of in self._functions.items()
+                for key, count in getattr(of, name).items()
+            }
+            yield Reading(name, text, counts, ("function", label), total=True)
+        text = "Failures of the gateway's background tasks."
+        yield _by_name("background_failures", text, self._failures, "task", total=True)
+        yield Reading(
+            "log_lines_dropped", "Log lines that were not stored.", {(): self._dropped()}, (), total=True
         )
 
-    def _lost(self) -> Metric:
-        lost = CounterMetricFamily("pilotflame_log_lines_dropped", "Log lines that were not stored.")
-        lost.add_metric([], self._dropped())
-        return lost
-
-    def _counters(self) -> Iterator[Metric]:
-        codes = _family(CounterMetricFamily, "invocations", "Invocations ended.", "code", "source")
-        refusals = _family(CounterMetricFamily, "refusals", "Requests refused, by error code.", "reason")
-        failures = _family(
-            CounterMetricFamily, "failures", "Invocations that failed in a worker, by error code.", "error"
-        )
-        started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
-        for function, of in self._functions.items():
-            for family, counter in (
-                (refusals, of.refusals), (failures, of.failures), (started, of.activations),
-            ):  # fmt: skip
-                for label, count in counter.items():
-                    family.add_metric([function, str(label)], count)
-            for source, by_code in of.codes.items():
-                for code, count in by_code.items():
-                    codes.add_metric([function, str(code), source], count)
-        broken = CounterMetricFamily(
-            "pilotflame_background_failures", "Failures of the gateway's background tasks.", labels=["task"]
-        )
-        for task, count in self._failures.items():
-            broken.add_metric([task], count)
-        yield from (codes, refusals, failures, started, broken)
-
-    def _histograms(self) -> Iterator[Metric]:
-        took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to ended.")
-        batch = _family(HistogramMetricFamily, "batch_size", "Invocations that ran together.")
-        warm = _family(HistogramMetricFamily, "phase_seconds", _PHASES_HELP, "phase")
-        cold = _family(HistogramMetricFamily, "cold_start_phase_seconds", "Phases of cold starts.", "phase")
-        for function, of in self._functions.items():
-            took.add_metric([function], of.duration.buckets(), of.duration.sum)
-            batch.add_metric([function], of.batch.buckets(), of.batch.sum)
-            for family, phases in ((warm, of.phases), (cold, of.cold_phases)):
-                for phase, histogram in phases.items():
-                    family.add_metric([function, phase], histogram.buckets(), histogram.sum)
-        yield from (took, warm, cold, batch)
+    def _distributions(self) -> Iterator[Family]:
+        one, two, found = ("function",), ("function", "phase"), self._functions.items()
+        took = [((function,), of.duration) for function, of in found]
+        yield Family("histogram", "invocation_seconds", "From accepted to ended.", one, took)
+        warm = [((function, phase), each) for function, of in found for phase, each in of.phases.items()]
+        yield Family("histogram", "phase_seconds", _PHASES_HELP, two, warm)
+        cold = [((function, phase), each) for function, of in found for phase, each in of.cold_phases.items()]
+        yield Family("summary", "cold_start_phase_seconds", "Phases of cold starts.", two, cold)
+        batch = [((function,), of.batch) for function, of in found]
+        yield Family("summary", "batch_size", "Invocations that ran together.", one, batch)
 
 
-def _read(reading: Reading, live: Collection[str]) -> Metric:
-    kind = CounterMetricFamily if reading.total else GaugeMetricFamily
-    family = kind(f"pilotflame_{reading.name}", reading.text, labels=reading.labels)
-    of_function = reading.labels[:1] == ("function",)
-    for labels, number in reading.values.items():
-        if not of_function or labels[0] in live:
-            family.add_metric(list(labels), number)
-    return family
+def _family(reading: Reading, live: Collection[str] | None = None) -> Family:
+    """Return a metric. With `live`, if its first label is the function, it has only the numbers of these functions."""
+    rows = [
+        (labels, number)
+        for labels, number in reading.values.items()
+        if live is None or reading.labels[:1] != ("function",) or labels[0] in live
+    ]
+    kind = "counter" if reading.total else "gauge"
+    return Family(kind, reading.name, reading.text, reading.labels, rows)
 
 
-def _states(found: Mapping[str, WorkerCounts]) -> Iterator[Metric]:
-    workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
-    waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
-    running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
-    busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time with work, summed over all workers.")
-    ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
-    share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
-    deaths = _family(CounterMetricFamily, "worker_deaths", "Workers that ended without draining.")
-    for function, worker_counts in found.items():
-        for state in ("starting", "ready", "parked", "draining"):
-            workers.add_metric([function, state], getattr(worker_counts, state))
-        waiting.add_metric([function], worker_counts.queued)
-        running.add_metric([function], worker_counts.in_flight)
-        busy.add_metric([function], worker_counts.busy_s)
-        ready.add_metric([function], worker_counts.ready_s)
-        share.add_metric(
-            [function], worker_counts.busy_s / worker_counts.ready_s if worker_counts.ready_s else 0.0
-        )
-        deaths.add_metric([function], worker_counts.deaths)
-    yield from (workers, waiting, running, busy, ready, share, deaths)
+def _by_name(
+    name: str, text: str, numbers: Mapping[str, float], label: str = "function", *, total: bool = False
+) -> Reading:
+    return Reading(name, text, {(one,): number for one, number in numbers.items()}, (label,), total=total)
 
 
-def _family(kind: type[Family], name: str, text: str, *labels: str) -> Family:
-    return kind(f"pilotflame_{name}", text, labels=["function", *labels])
+_OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerCounts], float]], ...] = (
+    ("queued", "Invocations waiting.", lambda of: of.queued),
+    ("in_flight", "Invocations at workers.", lambda of: of.in_flight),
+    ("worker_busy_ratio", "Busy share of worker_ready_seconds.", lambda of: of.busy_s / (of.ready_s or 1.0)),
+)
+_OF_WORKERS_SO_FAR: tuple[tuple[str, str, Callable[[WorkerCounts], float]], ...] = (
+    ("worker_busy_seconds", "Time with work, summed over all workers.", lambda of: of.busy_s),
+    ("worker_ready_seconds", "Time ready, summed over all workers.", lambda of: of.ready_s),
+    ("worker_deaths", "Workers that ended without draining.", lambda of: of.deaths),
+)
+
+
+def _states(found: Mapping[str, WorkerCounts]) -> Iterator[Reading]:
+    states = ("starting", "ready", "parked", "draining")
+    workers: Numbers = {(name, state): getattr(of, state) for name, of in found.items() for state in states}
+    yield Reading("workers", "Workers by state.", workers, ("function", "state"))
+    for figures, total in ((_OF_WORKERS, False), (_OF_WORKERS_SO_FAR, True)):
+        for name, text, number in figures:
+            numbers: Numbers = {(function,): number(of) for function, of in found.items()}
+            yield Reading(name, text, numbers, total=total)

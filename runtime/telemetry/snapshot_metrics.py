@@ -1,4 +1,4 @@
-"""Counts what the node's fetcher does, and exports the counts and the state of its cache as Prometheus metrics.
+"""Counts what the node's fetcher does, and has the counts and the state of its cache as metrics.
 
 The fetcher is a process of its own. It reports the totals of its cache whenever a fetch or a hold ends. So these
 metrics change at the end of a fetch, not while it runs. If the fetcher is started again, its totals begin at
@@ -7,11 +7,10 @@ zero, as Prometheus expects of counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from .metrics import Numbers, Reading
 
 _TIER_NAMES = {"tmpfs": "memory", "disk": "disk"}
 _TIER_COUNTERS = {
@@ -30,7 +29,7 @@ _TIER_GAUGES = {
 }
 
 
-class SnapshotMetrics(Collector):
+class SnapshotMetrics:
     """The fetches of one gateway, and the tiers of its node's cache."""
 
     def __init__(self) -> None:
@@ -64,33 +63,19 @@ class SnapshotMetrics(Collector):
         self._tiers = [{**tier, "spare_bytes": 0} for tier in self._tiers]
         return spare_bytes
 
-    def collect(self) -> Iterable[Metric]:
-        """Return all metrics. The registry calls this when the metrics are read."""
-        under_way = GaugeMetricFamily(
-            "pilotflame_snapshot_fetches_under_way", "Snapshots that are being fetched."
-        )
-        under_way.add_metric([], self._under_way)
-        outcomes = CounterMetricFamily(
-            "pilotflame_snapshot_fetches", "Fetches of snapshots that ended, by outcome.", labels=["outcome"]
-        )
-        for outcome, count in self._outcomes.items():
-            outcomes.add_metric([outcome], count)
-        return [under_way, outcomes, *self._of_tiers(), *self._of_peers()]
-
-    def _of_peers(self) -> Iterable[Metric]:
-        for key, text in _PEER_COUNTERS.items() if self._shared is not None else ():
-            counter = CounterMetricFamily(f"pilotflame_snapshot_peer_{key}_bytes", text)
-            counter.add_metric([], self._shared[key] if self._shared is not None else 0)
-            yield counter
-
-    def _of_tiers(self) -> Iterable[Metric]:
+    def readings(self) -> Iterator[Reading]:
+        """Yield all metrics."""
+        under_way: Numbers = {(): self._under_way}
+        yield Reading("snapshot_fetches_under_way", "Snapshots that are being fetched.", under_way, ())
+        outcomes: Numbers = {(name,): count for name, count in self._outcomes.items()}
+        text = "Fetches of snapshots that ended, by outcome."
+        yield Reading("snapshot_fetches", text, outcomes, ("outcome",), total=True)
         for key, text in _TIER_COUNTERS.items():
-            counter = CounterMetricFamily(f"pilotflame_snapshot_{key}_bytes", text, labels=["tier"])
-            for tier in self._tiers:
-                counter.add_metric([_TIER_NAMES[tier["kind"]]], tier[f"{key}_bytes"])
-            yield counter
+            yield Reading(f"snapshot_{key}_bytes", text, self._of_tiers(key), ("tier",), total=True)
         for key, (name, text) in _TIER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"pilotflame_snapshot_{name}_bytes", text, labels=["tier"])
-            for tier in self._tiers:
-                gauge.add_metric([_TIER_NAMES[tier["kind"]]], tier[f"{key}_bytes"])
-            yield gauge
+            yield Reading(f"snapshot_{name}_bytes", text, self._of_tiers(key), ("tier",))
+        for key, count in (self._shared or {}).items():
+            yield Reading(f"snapshot_peer_{key}_bytes", _PEER_COUNTERS[key], {(): count}, (), total=True)
+
+    def _of_tiers(self, key: str) -> dict[tuple[str, ...], float]:
+        return {(_TIER_NAMES[tier["kind"]],): tier[f"{key}_bytes"] for tier in self._tiers}

@@ -1,5 +1,6 @@
 """Metrics: what is counted, read back as Prometheus would read it."""
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pilotflame.errors import (
     QueueFull,
     QuotaExceeded,
 )
+from pilotflame.runtime.telemetry.exposition import MOST_SERIES, SLICE_SAMPLES
 from pilotflame.runtime.telemetry.invocation_end import InvocationEnd
 from pilotflame.runtime.telemetry.metrics import Metrics, Reading, WorkerCounts
 from pilotflame.runtime.telemetry.snapshot_metrics import SnapshotMetrics
@@ -197,7 +199,7 @@ def snapshot_metrics() -> SnapshotMetrics:
 
 
 def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
-    metrics = Metrics(dict, others=[snapshot_metrics()])
+    metrics = Metrics(dict, others=[snapshot_metrics().readings])
     assert value(metrics, "pilotflame_snapshot_fetches_under_way") == 1
     assert value(metrics, "pilotflame_snapshot_fetches_total", outcome="failed") == 1
     assert value(metrics, "pilotflame_snapshot_received_bytes_total", tier="memory") == 5
@@ -233,6 +235,66 @@ async def test_readings_of_other_parts_are_exported_and_a_failing_one_is_left_ou
     assert len(scrapes) == 1
 
 
+async def test_a_text_leaves_the_event_loop_to_others_and_callers_share_it() -> None:
+    metrics, texts = Metrics(dict), 0
+    for number in range(40):
+        metrics.ended(ended(WARM, function=f"f{number}"))
+
+    async def counted() -> list[Reading]:
+        nonlocal texts
+        texts += 1
+        return []
+
+    metrics.readers.append(counted)
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    ticking = asyncio.create_task(tick())
+    found = await asyncio.gather(*(metrics.read() for _ in range(5)))
+    ticking.cancel()
+    assert (len(set(found)), texts) == (1, 1)
+    assert found[0] == metrics.text()
+    assert turns > len(found[0].splitlines()) / (2 * SLICE_SAMPLES)
+    await metrics.read()
+    assert texts == 2
+
+
+async def test_a_caller_who_goes_ends_no_other_caller_s_text() -> None:
+    metrics = Metrics(dict)
+    metrics.ended(ended(WARM))
+    gone, stays = (asyncio.create_task(metrics.read()) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert await stays == metrics.text()
+
+
+def test_a_function_has_a_limit_of_series() -> None:
+    metrics = Metrics(lambda: {"tone": WorkerCounts(), "other": WorkerCounts()})
+    chosen = {("tone", f"by a caller {number}"): 1.0 for number in range(MOST_SERIES + 7)}
+    found = metrics.text(
+        [Reading("values", "Values.", chosen | {("other", "one"): 2.0}, ("function", "field"))]
+    )
+    assert found.count(b"\npilotflame_values{") == MOST_SERIES + 1
+    assert b'pilotflame_values{field="one",function="other"} 2.0' in found
+    assert b'pilotflame_series_left_out{function="tone"} 7.0' in found
+
+
+def test_a_function_has_few_series() -> None:
+    def lines(functions: int) -> int:
+        metrics = Metrics(lambda: {f"f{number}": WorkerCounts() for number in range(functions)})
+        cold = Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
+        for number in range(functions):
+            metrics.ended(ended(cold, function=f"f{number}"))
+        return len(metrics.text().splitlines())
+
+    assert lines(11) - lines(1) <= 10 * 110
+
+
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 
 
@@ -241,7 +303,7 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 )
 def test_promtool_accepts_the_exposition() -> None:
     worker_counts = {"tone": WorkerCounts(1, 2, 3, 4, 5, 6.0, 7.0)}
-    metrics = Metrics(lambda: worker_counts, others=[snapshot_metrics()])
+    metrics = Metrics(lambda: worker_counts, others=[snapshot_metrics().readings])
     metrics.ended(ended(WARM))
     cold = Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
     metrics.ended(ended(cold))
