@@ -5,16 +5,17 @@ its security policy forbids everything else: other origins, scripts and styles i
 strings. The page holds no data. It sends the API key that a user enters in the header Authorization. There are no
 cookies, so a page of another origin cannot act for the user, and no token against forged requests is needed.
 
-`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. While no reader
-follows, the gateway does no work for the console.
+`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. All followers share the
+rows, which are computed once a second. While no reader follows, the gateway does no work for the console.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -120,6 +121,10 @@ class Console:
         self._files = {
             path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
         }
+        # The rows for followers as JSON, by function. A row that has not changed stays the same object.
+        self._rows: dict[str, bytes] = {}
+        self._stale_s = 0.0
+        self._refreshing = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         view = {JSON_TYPE: ConsoleView, "application/x-ndjson": str}
@@ -152,7 +157,7 @@ class Console:
         caller = caller_of(request)
         if FOLLOW.read(request):
             return await self._follow(request, caller)
-        rows = [row async for row in self._rows(caller)]
+        rows = [orjson.Fragment(row) for row in (await self._made(caller.allows)).values()]
         return json_response(self._view(caller, rows), no_store=True)
 
     async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
@@ -167,31 +172,45 @@ class Console:
         return response
 
     async def _send_changes(self, response: web.StreamResponse, caller: Caller) -> None:
-        known: dict[str, ConsoleFunction] = {}
+        known: dict[str, bytes] = {}
         while True:
-            now = {row["name"]: row async for row in self._rows(caller)}
-            changed = [row for name, row in now.items() if known.get(name) != row]
+            now = {name: row for name, row in (await self._latest()).items() if caller.allows(name)}
+            changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) is not row]
             view = self._view(caller, changed, sorted(known.keys() - now.keys()))
             await response.write(orjson.dumps(view) + b"\n")
             known = now
             await asyncio.sleep(EVERY_S)
 
+    async def _latest(self) -> dict[str, bytes]:
+        """Return the rows of all functions, which are at most EVERY_S old."""
+        async with self._refreshing:
+            if (now_s := time.monotonic()) >= self._stale_s:
+                made = await self._made(lambda _: True)
+                self._rows = {
+                    name: row if (old := self._rows.get(name)) != row else old for name, row in made.items()
+                }
+                self._stale_s = now_s + EVERY_S
+            return self._rows
+
+    async def _made(self, allows: Callable[[str], bool]) -> dict[str, bytes]:
+        """Return a row for each of the functions that `allows` accepts."""
+        rows: dict[str, bytes] = {}
+        for number, live in enumerate(self._functions.all(), 1):
+            if allows(live.record.function):
+                rows[live.record.function] = orjson.dumps(self._row(live))
+            if number % ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return rows
+
     def _view(
-        self, caller: Caller, rows: list[ConsoleFunction], removed: list[str] | None = None
-    ) -> ConsoleView:
+        self, caller: Caller, rows: list[orjson.Fragment], removed: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Return a ConsoleView that orjson can write."""
         gateway = ConsoleGateway(
             version=__version__, started_at=self._started_at, scopes=[one for one in Scope if caller.has(one)],
             keyed=bool(caller.owner), bounds_s=list(SECONDS),
         )  # fmt: skip
-        return ConsoleView(at=time.time(), gateway=gateway, functions=rows, removed=removed or [])
-
-    async def _rows(self, caller: Caller) -> AsyncIterator[ConsoleFunction]:
-        """Yield a row for each function that the caller may see."""
-        for number, live in enumerate(self._functions.all(), 1):
-            if caller.allows(live.record.function):
-                yield self._row(live)
-            if number % ROWS_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        return {"at": time.time(), "gateway": gateway, "functions": rows, "removed": removed or []}
 
     def _row(self, live: Live) -> ConsoleFunction:
         record, worker_counts, workers = live.record, live.workers.worker_counts(), live.workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from live import LIMIT_S, TRUSTED, Function, Gate, Gateway, failure, gateway_her
 from pilotflame._version import __version__
 from pilotflame.runtime.api import console
 from pilotflame.runtime.api.console import MEDIA_TYPES
+from pilotflame.runtime.functions.live import Live
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -123,6 +125,23 @@ async def test_a_follower_is_sent_what_has_changed(deploy, gateway: Gateway):
     while still.name not in (found := await anext(seen))["removed"]:
         assert still.name not in {one["name"] for one in found["functions"]}
     await seen.aclose()
+
+
+async def test_followers_share_the_rows(deploy, gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    function, made, row_of = await deploy(ECHO), list[str](), console.Console._row
+
+    def counted(self: console.Console, live: Live) -> console.ConsoleFunction:
+        made.append(live.record.function)
+        return row_of(self, live)
+
+    monkeypatch.setattr(console.Console, "_row", counted)
+    seen, began_s = [lines(gateway.client) for _ in range(5)], time.monotonic()
+    for _ in range(4):
+        for one in seen:
+            await anext(one)
+    for one in seen:
+        await one.aclose()
+    assert 2 <= made.count(function.name) <= 1 + (time.monotonic() - began_s) / console.EVERY_S
 
 
 async def test_nothing_goes_on_when_nobody_reads(gateway: Gateway):
