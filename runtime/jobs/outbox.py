@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from types import MappingProxyType
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -41,10 +43,11 @@ MAX_DELETED = 4
 MAX_PIECES = 1000
 """The most pieces of an unfinished output that `WebhookBodies` get."""
 MAX_HOSTS = 256
-"""The number of hosts that `due` examines. It takes the hosts whose deliveries are due earliest."""
-
+"""The number of hosts of an owner that `due` examines. It takes the hosts whose deliveries are due earliest."""
+MAX_KNOWN_HOSTS = 4096
+"""`due` looks for these hosts among the owner's first hosts by name, at most this number, so that the time has a limit."""
 MAX_OWNERS = 64
-"""The number of owners of a host that `due` examines."""
+"""The number of owners that `due` examines. It also examines the owners of so many deliveries that are due earliest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,27 +69,27 @@ _COLUMNS = ", ".join(
 _INSERT = """
 INSERT INTO deliveries (id, subject, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log, owner) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?, ?)"""
-# Lists the hosts with pending deliveries. Each step finds the next host in the index, so the time does not
+# Lists an owner's hosts with pending deliveries. Each step finds the next host in the index, so the time does not
 # depend on the number of deliveries of a host.
 _HOSTS = """
 WITH RECURSIVE hosts (host) AS (
-    SELECT min(host) FROM deliveries WHERE state = 'PENDING'
+    SELECT min(host) FROM deliveries WHERE state = 'PENDING' AND owner = ?1
     UNION ALL
-    SELECT (SELECT min(host) FROM deliveries WHERE state = 'PENDING' AND host > hosts.host) FROM hosts
-        WHERE hosts.host IS NOT NULL
-) SELECT host, (SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = hosts.host) AS first_s
-FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
+    SELECT (SELECT min(host) FROM deliveries WHERE state = 'PENDING' AND owner = ?1 AND host > hosts.host) FROM hosts
+        WHERE hosts.host IS NOT NULL LIMIT ?4
+) SELECT host, (SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND owner = ?1 AND host = hosts.host) AS first_s
+FROM hosts WHERE host IS NOT NULL AND first_s <= ?2 ORDER BY first_s LIMIT ?3"""
 # `next_s` is read from the index, and `subject` precedes `body` in the row. To reach a column after `body`,
 # SQLite would have to read the body.
 _DUE = """
-SELECT rowid, subject, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND owner = ? AND next_s <= ?
+SELECT rowid, subject, next_s FROM deliveries WHERE state = 'PENDING' AND owner = ? AND host = ? AND next_s <= ?
     ORDER BY next_s, rowid"""
-_OLDEST = "SELECT owner FROM deliveries WHERE state = 'PENDING' AND host = ? ORDER BY next_s LIMIT 1"
-_OWNER = "SELECT min(owner) FROM deliveries WHERE state = 'PENDING' AND host = ? AND owner > ?"
+_OLDEST = "SELECT owner FROM deliveries WHERE state = 'PENDING' AND next_s <= ? ORDER BY next_s LIMIT ?"
+_OWNER = "SELECT min(owner) FROM deliveries WHERE state = 'PENDING' AND owner > ?"
+_NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND next_s > ?"
 _DELETE_OLDEST = """
 DELETE FROM deliveries WHERE rowid IN (
     SELECT rowid FROM deliveries WHERE state <> 'PENDING' AND created_s < ? %s ORDER BY created_s LIMIT ?)"""
-_NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s > ?"
 
 
 def add(
@@ -167,33 +170,30 @@ def due(
     connection: sqlite3.Connection,
     now_s: float,
     *,
-    room: int,
-    room_per_host: int,
-    busy: Collection[tuple[str, str]] = (),
-    sending: Collection[str] = (),
+    most: int,
+    most_per_host: int,
+    sending: Collection[Delivery] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return up to `room` deliveries that may be sent now, and the time at which the next is due.
+    """Return deliveries that may be sent now, beside those in `sending`, and the time at which the next is due, if there is one.
 
-    Owners share the room fairly (`fair_queue.py`), and the longest due of an owner come first. `busy` holds (host, subject) of the
-    deliveries that are being sent, and `sending` their owners. At most one delivery of a subject is sent at a time. The second result
-    is None if no host with room has a delivery due later.
+    At most `most` are sent at a time, `most_per_host` to a host, and one of a subject. Owners share them fairly
+    (`fair_queue.py`), and the longest due of an owner come first. An owner begins another one only while it has fewer than are
+    free, in all and at the host. So whatever the receivers of an owner do, those of another owner need not wait for them.
     """
-    found: list[_Due] = []
-    left: dict[str, int] = {}
-    later_s: list[float] = []
-    # A busy host may be listed with nothing to send now, so the limit is raised by the size of `busy`.
-    for host, first_s in connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall():
-        subjects = {subject for busy_host, subject in busy if busy_host == host}
-        if len(subjects) >= room_per_host:
-            continue
-        if first_s > now_s:
-            later_s.append(first_s)
-            continue
-        left[host] = room_per_host - len(subjects)
-        found += _due_at(connection, host, now_s, subjects, min(room, left[host]))
-        later_s += [next_s for (next_s,) in connection.execute(_NEXT, (host, now_s)) if next_s is not None]
-    deliveries = [_read(connection, "rowid = ?", rowid) for rowid in _shared(found, left, room, sending)]
-    return [one for one in deliveries if one is not None], min(later_s, default=None)
+    subjects = {one.subject for one in sending}
+    shares = _Shares(most, most_per_host, sending)
+    # A busy host may be listed with nothing to send now.
+    most_hosts = MAX_HOSTS + len(sending)
+    found = [
+        candidate
+        for owner in _owners(connection, now_s)
+        for host, _ in connection.execute(_HOSTS, (owner, now_s, most_hosts, MAX_KNOWN_HOSTS)).fetchall()
+        if shares.takes(owner, host)
+        for candidate in islice(_due_at(connection, owner, host, now_s, subjects), most_per_host)
+    ]
+    deliveries = [_read(connection, "rowid = ?", rowid) for rowid in _shared(found, shares, sending)]
+    (next_s,) = connection.execute(_NEXT, (now_s,)).fetchone()
+    return [one for one in deliveries if one is not None], next_s
 
 
 def record(
@@ -309,45 +309,61 @@ def _take_superseded(connection: sqlite3.Connection, subject: str, event: str) -
     return row
 
 
-def _due_at(
-    connection: sqlite3.Connection, host: str, now_s: float, busy: Collection[str], room: int
-) -> Iterator[_Due]:
-    """Yield up to `room` due deliveries of each owner to a host, one per subject not in `busy`."""
-    # The longest due delivery is among them, so no owner waits for ever.
-    (oldest,) = connection.execute(_OLDEST, (host,)).fetchone()
-    for owner in {oldest, "", *_owners(connection, host)}:
-        subjects, left = set(busy), room
-        with closing(connection.execute(_DUE, (host, owner, now_s))) as rows:
-            for row in rows:
-                if row["subject"] not in subjects:
-                    subjects.add(row["subject"])
-                    yield _Due(owner, row["next_s"], row["rowid"], host)
-                    left -= 1
-                if not left:
-                    break
-
-
-def _owners(connection: sqlite3.Connection, host: str) -> Iterator[str]:
-    """Yield the first owners with pending deliveries to a host. Each step finds the next owner in the index."""
+def _owners(connection: sqlite3.Connection, now_s: float) -> set[str]:
+    """Return the owners that `due` examines. Each step finds the next owner in the index."""
+    # The longest due delivery is among theirs, so no owner waits for ever.
+    owners = {owner for (owner,) in connection.execute(_OLDEST, (now_s, MAX_OWNERS))}
     owner = ""
     for _ in range(MAX_OWNERS):
-        (owner,) = connection.execute(_OWNER, (host, owner)).fetchone()
+        owners.add(owner)
+        (owner,) = connection.execute(_OWNER, (owner,)).fetchone()
         if owner is None:
-            return
-        yield owner
+            break
+    return owners
 
 
-def _shared(found: list[_Due], left: dict[str, int], room: int, sending: Collection[str]) -> Iterator[int]:
-    """Yield the row numbers of up to `room` deliveries, in the order in which they are to be sent. `left` is the room of each host."""
+def _due_at(
+    connection: sqlite3.Connection, owner: str, host: str, now_s: float, busy: Collection[str]
+) -> Iterator[_Due]:
+    """Yield the due deliveries of an owner to a host, one per subject not in `busy`."""
+    subjects = set(busy)
+    with closing(connection.execute(_DUE, (owner, host, now_s))) as rows:
+        for row in rows:
+            if row["subject"] not in subjects:
+                subjects.add(row["subject"])
+                yield _Due(owner, row["next_s"], row["rowid"], host)
+
+
+class _Shares:
+    """The requests that may run at a time: in all, which the host "" stands for, and at each host."""
+
+    def __init__(self, most: int, most_per_host: int, sending: Collection[Delivery]) -> None:
+        self._most, self._most_per_host = most, most_per_host
+        self._used = Counter[str]()
+        self._of_owner = Counter[tuple[str, str]]()
+        for one in sending:
+            self.take(one.owner, one.host)
+
+    def takes(self, owner: str, host: str) -> bool:
+        """Return True if the owner has fewer requests than are free."""
+        free = self._most - self._used[""], self._most_per_host - self._used[host]
+        return self._of_owner[owner, ""] < free[0] and self._of_owner[owner, host] < free[1]
+
+    def take(self, owner: str, host: str) -> None:
+        self._used.update(("", host))
+        self._of_owner.update(((owner, ""), (owner, host)))
+
+
+def _shared(found: list[_Due], shares: _Shares, sending: Collection[Delivery]) -> Iterator[int]:
+    """Yield the row numbers of the deliveries that get a place, in the order in which they are to be sent."""
     queue: FairQueue[_Due] = FairQueue()
     for candidate in sorted(found, key=lambda one: (one.deadline_s, one.rowid)):
         queue.add(candidate)
-    for owner in sending:
-        queue.charge(owner, 1, 1.0)
-    while room and (one := queue.pop()) is not None:
-        if left[one.host]:
-            left[one.host] -= 1
-            room -= 1
+    for running in sending:
+        queue.charge(running.owner, 1, 1.0)
+    while (one := queue.pop()) is not None:
+        if shares.takes(one.tenant, one.host):
+            shares.take(one.tenant, one.host)
             yield one.rowid
         else:
             queue.charge(one.tenant, one.priority, -1.0)

@@ -185,6 +185,14 @@ CREATE INDEX results_large ON results (large) WHERE large <> '';
 # The owners of webhook deliveries share each host.
 _SHARES = "CREATE INDEX deliveries_shares ON deliveries (host, owner, next_s) WHERE state = 'PENDING';"
 
+# The owners of webhook deliveries come before their hosts, so that the hosts of one owner hide no other owner.
+_OWNERS_FIRST = """
+DROP INDEX deliveries_due;
+DROP INDEX deliveries_shares;
+CREATE INDEX deliveries_turns ON deliveries (owner, host, next_s) WHERE state = 'PENDING';
+CREATE INDEX deliveries_next ON deliveries (next_s, owner) WHERE state = 'PENDING';
+"""
+
 SCRIPTS = (
     _TABLES,
     _QUEUED_BYTES,
@@ -197,6 +205,7 @@ SCRIPTS = (
     _STORED,
     _LARGE,
     _SHARES,
+    _OWNERS_FIRST,
 )
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 

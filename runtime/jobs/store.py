@@ -201,12 +201,12 @@ class JobStore:
         return found
 
     async def due_deliveries(
-        self, *, room: int, room_per_host: int, busy: Collection[tuple[str, str]], sending: Collection[str]
+        self, *, most: int, most_per_host: int, sending: Collection[Delivery]
     ) -> tuple[list[Delivery], float | None]:
         """Run `outbox.due`."""
         return await self._database.read(
             lambda connection: outbox.due(
-                connection, time.time(), room=room, room_per_host=room_per_host, busy=busy, sending=sending
+                connection, time.time(), most=most, most_per_host=most_per_host, sending=sending
             )
         )
 

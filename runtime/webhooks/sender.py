@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 
 MAX_SLEEP_S = 300.0
 """The longest sleep before the wall clock is read again, since the clock may have been set forward."""
-MAX_REQUESTS = 64
-MAX_REQUESTS_PER_HOST = 8
+MAX_REQUESTS = 128
+MAX_REQUESTS_PER_HOST = 16
+"""An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
 TIMEOUT_S = 15.0
 PAUSE_S = 5.0
 """The pause after the store failed. An attempt that cannot be stored would be sent again and again."""
@@ -34,11 +35,11 @@ class Outbox(Protocol):
     """The stored deliveries. Its methods raise JobStoreFailed if they cannot be read or written."""
 
     async def due_deliveries(
-        self, *, room: int, room_per_host: int, busy: Collection[tuple[str, str]], sending: Collection[str]
+        self, *, most: int, most_per_host: int, sending: Collection[Delivery]
     ) -> tuple[list[Delivery], float | None]:
-        """Return up to `room` deliveries that may be sent now, and the time at which the next is due; None: never.
+        """Return deliveries that may be sent now, and the time at which the next is due; None: never.
 
-        `busy` holds (host, subject) of the deliveries that are being sent, and `sending` their owners, who share the room fairly.
+        With those that are being sent, they are at most `most`, and `most_per_host` to a host. Their owners share both limits.
         """
 
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
@@ -113,18 +114,12 @@ class WebhookSender:
 
         Return the seconds after which to call this again, unless the sender is woken before.
         """
-        room = MAX_REQUESTS - len(self._requests)
-        if room <= 0:
+        if len(self._requests) >= MAX_REQUESTS:
             # When a request ends, `_ended` wakes the loop.
             return MAX_SLEEP_S
-        sent = list(self._requests.values())
-        busy = [(delivery.host, delivery.subject) for delivery in sent]
         try:
             deliveries, next_s = await self._outbox.due_deliveries(
-                room=room,
-                room_per_host=MAX_REQUESTS_PER_HOST,
-                busy=busy,
-                sending=[delivery.owner for delivery in sent],
+                most=MAX_REQUESTS, most_per_host=MAX_REQUESTS_PER_HOST, sending=list(self._requests.values())
             )
         except JobStoreFailed as error:
             self._pause(error)

@@ -42,7 +42,27 @@ def connection() -> Iterator[sqlite3.Connection]:
 
 
 def due(connection: sqlite3.Connection, now_s: float, **how: object) -> list[Delivery]:
-    return outbox.due(connection, now_s, **{"room": 100, "room_per_host": 10, **how})[0]  # type: ignore[arg-type]
+    return outbox.due(connection, now_s, **{"most": 200, "most_per_host": 20, **how})[0]  # type: ignore[arg-type]
+
+
+def sent(host: str, job_id: str = "job-9", owner: str = "") -> Delivery:
+    """A delivery that is being sent."""
+    return Delivery(
+        "msg",
+        f"job:{job_id}",
+        "f",
+        "start",
+        f"{host}/",
+        host,
+        DeliveryState.PENDING,
+        0,
+        0.0,
+        0.0,
+        0,
+        "",
+        (),
+        owner,
+    )
 
 
 def events(found: list[Delivery]) -> list[str]:
@@ -76,7 +96,7 @@ def test_the_events_of_a_job_are_sent_one_by_one_in_order(connection: sqlite3.Co
     order = []
     while found := due(connection, 1.0):
         (delivery,) = found
-        assert due(connection, 1.0, busy=[(delivery.host, delivery.subject)]) == []
+        assert due(connection, 1.0, sending=[delivery]) == []
         order.append(delivery.event)
         record(connection, delivery.id, ACCEPTED, 1.0)
     assert order == ["start", "logs", "completed"]
@@ -108,25 +128,27 @@ def test_a_failed_event_holds_up_later_ones_of_its_job_for_three_tries(
 
 
 def test_the_time_of_the_next_delivery_is_returned(connection: sqlite3.Connection) -> None:
-    assert outbox.due(connection, 0.0, room=1, room_per_host=1) == ([], None)
+    def at(now_s: float, *sending: Delivery) -> tuple[list[str], float | None]:
+        found, next_s = outbox.due(connection, now_s, most=9, most_per_host=1, sending=sending)
+        return events(found), next_s
+
+    assert at(0.0) == ([], None)
     outbox.add(connection, job("http://a/"), "start", 7.0)
     outbox.add(connection, job("http://b/", id="job-2"), "start", 5.0)
-    assert outbox.due(connection, 4.0, room=1, room_per_host=1) == ([], 5.0)
-    (found,), later_s = outbox.due(connection, 5.0, room=1, room_per_host=1)
-    assert (found.job_id, later_s) == ("job-2", 7.0)
-    busy = [("http://a", "job-9")]
-    assert outbox.due(connection, 4.0, room=1, room_per_host=1, busy=busy) == ([], 5.0)
+    assert at(4.0) == ([], 5.0)
+    assert at(5.0) == (["job-2 start"], 7.0)
+    assert at(4.0, sent("http://a")) == ([], 5.0)
+    assert at(8.0, sent("http://a")) == (["job-2 start"], None)
 
 
 def test_a_host_with_many_deliveries_leaves_room_for_others(connection: sqlite3.Connection) -> None:
     for number in range(50):
         outbox.add(connection, job("http://A:80/x", id=f"job-{number}"), "start", 0.0)
     outbox.add(connection, job("http://b/", id="job-b"), "start", 1.0)
-    found = due(connection, 2.0, room_per_host=3)
+    found = due(connection, 2.0, most_per_host=6)
     assert events(found) == ["job-0 start", "job-1 start", "job-2 start", "job-b start"]
-    busy = [(delivery.host, delivery.subject) for delivery in found[:2]]
-    assert events(due(connection, 2.0, room_per_host=3, busy=busy)) == ["job-2 start", "job-b start"]
-    assert events(due(connection, 2.0, room=1, room_per_host=3)) == ["job-0 start"]
+    assert events(due(connection, 2.0, most_per_host=6, sending=found[:2])) == ["job-2 start", "job-b start"]
+    assert events(due(connection, 2.0, most=1, most_per_host=6)) == ["job-0 start"]
 
 
 def test_owners_share_hosts_and_requests(connection: sqlite3.Connection) -> None:
@@ -135,25 +157,61 @@ def test_owners_share_hosts_and_requests(connection: sqlite3.Connection) -> None
         outbox.add(connection, job(f"http://h{number}/", id=f"job-h{number}", owner="flood"), "start", 0.0)
     outbox.add(connection, job("http://a/", id="job-b", owner="b"), "start", 1.0)
     outbox.add(connection, job("http://c/", id="job-c", owner="c"), "start", 1.0)
-    found = due(connection, 2.0, room=6, room_per_host=3)
-    assert [delivery.owner for delivery in found] == ["flood", "b", "c", "flood", "flood", "flood"]
+    found = due(connection, 2.0, most=12, most_per_host=6)
+    assert [delivery.owner for delivery in found] == ["flood", "b", "c", "flood", "flood", "flood", "flood"]
     # What an owner has in flight counts.
-    (first, *_) = due(connection, 2.0, room=6, room_per_host=3, sending=["flood"] * 9)
+    (first, *_) = due(connection, 2.0, most=40, sending=[sent("http://d", owner="flood")] * 9)
     assert first.owner == "b"
 
 
-def test_hosts_are_found_through_the_index(connection: sqlite3.Connection) -> None:
+def test_receivers_that_do_not_answer_leave_places_to_other_owners(connection: sqlite3.Connection) -> None:
+    for number in range(50):
+        outbox.add(connection, job(f"http://h{number}/", id=f"job-{number}", owner="flood"), "start", 0.0)
+        outbox.add(connection, job("http://a/", id=f"job-a{number}", owner="flood"), "start", 0.0)
+    deaf: list[Delivery] = []
+    while more := due(connection, 1.0, most=16, most_per_host=4, sending=deaf):
+        deaf += more
+    assert len(deaf) == 8
+    assert len([one for one in deaf if one.host == "http://a"]) == 2
+    outbox.add(connection, job("http://a/", id="job-b", owner="b"), "start", 2.0)
+    outbox.add(connection, job("http://c/", id="job-c", owner="b"), "start", 2.0)
+    assert events(due(connection, 2.0, most=16, most_per_host=4, sending=deaf)) == [
+        "job-b start",
+        "job-c start",
+    ]
+
+
+def test_an_owner_with_many_hosts_hides_no_other_owner(
+    connection: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_HOSTS", 3)
+    monkeypatch.setattr(outbox, "MAX_OWNERS", 2)
+    for number in range(9):
+        outbox.add(connection, job(f"http://h{number}/", id=f"job-{number}", owner="flood"), "start", 0.0)
+    for owner in ("b", "c", "late"):
+        outbox.add(connection, job("http://c/", id=f"job-{owner}", owner=owner), "start", 1.0)
+    assert {delivery.owner for delivery in due(connection, 2.0)} >= {"flood", "b"}
+    for delivery in due(connection, 2.0, sending=due(connection, 2.0)):
+        record(connection, delivery.id, ACCEPTED, 2.0)
+    for _ in range(9):
+        for delivery in due(connection, 2.0):
+            record(connection, delivery.id, ACCEPTED, 2.0)
+    assert due(connection, 2.0) == []
+    assert outbox.pending(connection) == {}
+
+
+def test_deliveries_are_found_through_indexes(connection: sqlite3.Connection) -> None:
     for query, values in (
-        (outbox._HOSTS, (9,)),
-        (outbox._DUE, ("h", "", 1.0)),
-        (outbox._OWNER, ("h", "")),
-        (outbox._OLDEST, ("h",)),
-        (outbox._NEXT, ("h", 1.0)),
+        (outbox._HOSTS, ("", 1.0, 9, 9)),
+        (outbox._DUE, ("", "h", 1.0)),
+        (outbox._OWNER, ("",)),
+        (outbox._OLDEST, (1.0, 9)),
+        (outbox._NEXT, (1.0,)),
     ):
         plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", values)]
         looked = [line for line in plan if " deliveries" in line]
         assert looked
-        assert all("deliveries_due" in line or "deliveries_shares" in line for line in looked), plan
+        assert all("deliveries_turns (" in line or "deliveries_next (" in line for line in looked), plan
         sorts = [line for line in plan if "TEMP B-TREE" in line]
         # Sorting hosts is allowed, sorting deliveries is not.
         assert not sorts or query == outbox._HOSTS, plan
@@ -164,7 +222,7 @@ def test_only_bodies_to_send_are_read(connection: sqlite3.Connection) -> None:
         outbox.add(connection, job(f"http://h{number % 12}/", id=f"job-{number}"), "start", float(number))
     asked: list[str] = []
     connection.set_trace_callback(asked.append)
-    found = due(connection, 100.0, room=3)
+    found = due(connection, 100.0, most=6)
     connection.set_trace_callback(None)
     assert events(found) == ["job-0 start", "job-1 start", "job-2 start"]
     assert all(delivery.body for delivery in found)
@@ -178,12 +236,11 @@ def test_the_hosts_with_the_earliest_deliveries_go_first(
     for number in range(5):
         outbox.add(connection, job(f"http://h{number}/", id=f"job-{number}"), "start", 5.0 - number)
     assert events(due(connection, 9.0)) == ["job-4 start", "job-3 start"]
-    busy = [("http://h4", "job:job-4")]
-    assert events(due(connection, 9.0, busy=busy)) == ["job-3 start", "job-2 start"]
-    assert outbox.due(connection, 0.0, room=9, room_per_host=9) == ([], 1.0)
-    (first,), later_s = outbox.due(connection, 1.0, room=9, room_per_host=9)
-    assert (first.job_id, later_s) == ("job-4", 2.0)
-    assert outbox.due(connection, 1.0, room=9, room_per_host=1, busy=busy) == ([], 2.0)
+    assert events(due(connection, 9.0, sending=[sent("http://h4", "job-4")])) == [
+        "job-3 start",
+        "job-2 start",
+    ]
+    assert events(due(connection, 1.0)) == ["job-4 start"]
 
 
 def test_a_receiver_that_is_gone_gets_no_retry(connection: sqlite3.Connection) -> None:
@@ -260,7 +317,7 @@ def test_old_deliveries_are_deleted_as_new_ones_end(
     monkeypatch.setattr(outbox, "KEEP_ENDED_S", 95.0)
     for number in range(20):
         outbox.add(connection, job(id=f"job-{number}"), "completed", float(number))
-    for delivery in due(connection, 100.0, room_per_host=100):
+    for delivery in due(connection, 100.0, most_per_host=100):
         record(connection, delivery.id, ACCEPTED, 100.0)
     left = outbox.newest(connection, "f")
     assert [delivery.created_s for delivery in left] == [float(number) for number in range(19, 4, -1)]
@@ -295,7 +352,7 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
     for what, detail in steps:
         now_s += 4.0
         if what == "send":
-            for delivery in due(connection, now_s, room=1):
+            for delivery in due(connection, now_s, most=1):
                 attempt = DeliveryAttempt(now_s, int(str(detail)), "", 1)
                 if record(connection, delivery.id, attempt, now_s) is DeliveryState.DELIVERED:
                     delivered.append(delivery.id)

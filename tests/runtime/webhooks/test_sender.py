@@ -110,7 +110,7 @@ async def test_a_host_gets_a_limited_number_of_requests_at_a_time(
     receiver.responses = [*held]
     for number in range(5):
         await add(database, receiver, f"job-{number}")
-    monkeypatch.setattr(sender, "MAX_REQUESTS_PER_HOST", 2)
+    monkeypatch.setattr(sender, "MAX_REQUESTS_PER_HOST", 4)
     async with sending(database):
         await receiver.received(2)
         held[0].let_go.set()
