@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import orjson
 from aiohttp import web
 
 from ...addresses import is_loopback
@@ -56,6 +57,8 @@ BARE: Mapping[str, Any] = {"bare": True}
 """The `extra` of a call whose event is the input itself, not `{"input": ...}`."""
 MOST_CALLS = 256
 """How many calls of one request wait or run at the same time."""
+MOST_OUTPUT_BYTES = 64 << 20
+"""The most bytes of the outputs of all calls of one request."""
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
 
@@ -111,12 +114,17 @@ class ApiPlugin:
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
         reads `extra` as `context.extra`.
         """
+        return load_json(await self._json_of(request, function, event, number, extra))
+
+    async def _json_of(
+        self, request: web.Request, function: str, event: Any, number: int, extra: Mapping[str, Any] | None
+    ) -> bytes:
         output = await Gateway(self.backend).call(request, function, dump_json(event), number, extra)
         if output.content_type != JSON_TYPE:
             raise OutputInvalid(
                 f"The output of {function} is {output.content_type}, not JSON.", remedy=CALL_REMEDY
             )
-        return load_json(output.payload)
+        return output.payload
 
     def listening(self, entrance: Entrance) -> AbstractAsyncContextManager[None]:
         """Return a context in which the plugin serves its own protocol at an address of `plugin_ports`."""
@@ -132,26 +140,36 @@ class ApiPlugin:
         events: Sequence[Any],
         field: str,
         extra: Mapping[str, Any] = BARE,
-    ) -> list[Any]:
-        """Call a function with each of several JSON values, so that its calls form batches. Return the outputs in the same order.
+    ) -> list[orjson.Fragment]:
+        """Call a function with each of several JSON values, so that its calls form batches. Return the outputs in the same order,
+        as JSON.
 
         By default, each value is the whole input of a call, also if it has the form `{"input": ...}`. The handler reads `extra` as
         `context.extra`.
 
         If a call fails, cancel the others and raise its error, whose message begins with `field[number]`. Raise
-        DeadlineExceeded if all calls together take longer than a single call may take.
+        DeadlineExceeded if all calls together take longer than a single call may take, and OutputInvalid if their outputs
+        have more than MOST_OUTPUT_BYTES.
         """
         settings = self.backend.functions.get(function).record.settings
         count_calls(request, len(events))
-        outputs: list[Any] = [None] * len(events)
-        waiting = iter(enumerate(events))
+        # Parsed, an output may be twenty times as large.
+        outputs = [orjson.Fragment(b"null")] * len(events)
+        waiting, left_bytes = iter(enumerate(events)), MOST_OUTPUT_BYTES
 
         async def work() -> None:
+            nonlocal left_bytes
             for number, event in waiting:
                 try:
-                    outputs[number] = await self.call(request, function, event, number, extra)
+                    output = await self._json_of(request, function, event, number, extra)
+                    left_bytes -= len(output)
+                    if left_bytes < 0:
+                        message = f"The outputs have more than {MOST_OUTPUT_BYTES} bytes."
+                        raise OutputInvalid(message, remedy="Send fewer in one request.")
+                    load_json(output)
                 except PilotflameError as error:
                     raise error.about(f"{field}[{number}]") from None
+                outputs[number] = orjson.Fragment(output)
 
         try:
             async with (

@@ -310,9 +310,9 @@ class Consumer:
             self._news[message.id] = news
             async with asyncio.timeout(self.source.longest_s):
                 while True:
-                    job = await self._jobs.store.get(job.function, job.id)
+                    job = await self._jobs.store.glance(job.function, job.id)
                     if job.state.final:
-                        return job
+                        return await self._jobs.store.get(job.function, job.id)
                     if self._stopping and job.state is JobState.IN_QUEUE:
                         return await self._jobs.store.cancel(job.function, job.id)
                     await news.wait()

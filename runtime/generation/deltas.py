@@ -22,6 +22,10 @@ from ..telemetry.invocation_end import GenerationEnd
 
 MOST_UNREAD = 64
 """The pieces of an answer that wait for its caller."""
+MOST_BYTES = 128 << 20
+"""The most bytes of the pieces of all answers to one request. Many forms of answers keep all pieces until the end."""
+VALUE_BYTES = 100
+"""Is counted for each JSON value of a piece: as a Python object, it takes several times its text."""
 
 
 class Deltas:
@@ -42,7 +46,7 @@ class Deltas:
         """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
         # If the caller reads slowly, the function waits.
         self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
-        self._left = len(events)
+        self._left, self._left_bytes = len(events), MOST_BYTES
         # By the number of the prompt.
         self._calls = dict[int, tuple[Revision, Invocation]]()
         self._on_generated = on_generated
@@ -79,6 +83,7 @@ class Deltas:
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
+                    self._count(piece)
                     delta = delta_of(self._live.record.function, piece)
                     usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
                     first_s = first_s or last_s
@@ -96,6 +101,13 @@ class Deltas:
                         usage.prompt_tokens, usage.cached_tokens, made, failure,
                     )
                 )  # fmt: skip
+
+    def _count(self, piece: bytes) -> None:
+        """Raise OutputInvalid if the pieces are too large to be kept."""
+        self._left_bytes -= len(piece) + VALUE_BYTES * (1 + piece.count(b","))
+        if self._left_bytes < 0:
+            message = f"The answers of {self._live.record.function} are larger than {MOST_BYTES} bytes."
+            raise OutputInvalid(message, remedy="Ask for fewer tokens, answers or logprobs.")
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import enum
 import hashlib
 import secrets
@@ -154,6 +155,10 @@ class Job:
     large_input: str = ""
     large_output: str = ""
     """The names of the files that have a large input and output, until the store has read them; see large_bodies.py."""
+
+    def bare(self) -> Job:
+        """Return the job without its input and output, to keep it for long."""
+        return dataclasses.replace(self, input=b"", output=None, large_input="", large_output="")
 
     def status(self, now_s: float) -> dict[str, Any]:
         """Return the job's status with durations in milliseconds. Only orjson can serialise it."""

@@ -157,10 +157,9 @@ class Jobs:
         """Wait until the job is final, but not longer than `timeout_s`, and return the job."""
         with self.watch(job_id) as news, contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not (job := await self.store.get(function, job_id)).state.final:
+                while not (await self.store.glance(function, job_id)).state.final:
                     await news.wait()
                     news.clear()
-                return job
         return await self.store.get(function, job_id)
 
     async def follow(
@@ -168,17 +167,18 @@ class Jobs:
     ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
         """Yield the job and its new pieces, numbered above `after`, until the job is final.
 
-        Yields at each change of the job, and after `every_s` without a change.
+        Yields at each change of the job, and after `every_s` without a change. Only the last job has its input and result.
         """
         with self.watch(job_id) as news:
             while True:
                 news.clear()
-                job = await self.store.get(function, job_id)
+                job = await self.store.glance(function, job_id)
                 pieces = await self.store.pieces(job_id, after)
                 after = pieces[-1][0] if pieces else after
-                yield job, pieces
                 if job.state.final and not pieces:
+                    yield await self.store.get(function, job_id), pieces
                     return
+                yield job, pieces
                 if not pieces:
                     await wait(news, every_s)
 

@@ -29,6 +29,11 @@ def get(connection: sqlite3.Connection, function: str, job_id: str, owner: str =
     return job_of(row_of(connection, function, job_id, owner, SELECT_WHOLE))
 
 
+def glance(connection: sqlite3.Connection, function: str, job_id: str, owner: str = ALL) -> Job:
+    """Return what `get` returns, without input, output and logs."""
+    return job_of(row_of(connection, function, job_id, owner))
+
+
 def find(
     connection: sqlite3.Connection,
     job_id: str,

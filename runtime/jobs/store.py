@@ -114,6 +114,7 @@ class JobStore:
     _purge_slice = _transition(transitions.purge)
 
     get = _whole(_query(queries.get))
+    glance = _query(queries.glance)
     find = _whole(_query(queries.find))
     _due = _query(turns.due)
     next_due = _query(queries.next_due)

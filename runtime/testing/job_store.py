@@ -120,6 +120,7 @@ class JobStoreTests:
             done, output=b"\x01", output_type="image/png", logs="a line\n"
         )
         assert await store.newest("tone") == [dataclasses.replace(done, input=b"")]
+        assert await store.glance("tone", job.id) == dataclasses.replace(done, input=b"")
 
     async def test_lists_have_pages_and_states(self, store: JobStore) -> None:
         jobs = [(await store.submit(new_job()))[0] for _ in range(6)]
@@ -185,7 +186,7 @@ class JobStoreTests:
 
     async def test_the_jobs_of_another_owner_do_not_exist(self, store: JobStore) -> None:
         job, _ = await store.submit(new_job(owner="one"))
-        for ask in (store.get, store.cancel, store.retry):
+        for ask in (store.get, store.glance, store.cancel, store.retry):
             with pytest.raises(UnknownJob):
                 await ask("tone", job.id, "other")
         assert (await store.newest("tone", owner="other"), await store.purge("tone", "other")) == ([], 0)

@@ -143,6 +143,9 @@ class PredictionsApi(ApiPlugin):
         live = self._live(request, wanted.version)
         check_size(live, body)
         job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
+        # While the caller waits, the input is not kept, neither as bytes nor parsed.
+        job = job.bare()
+        del wanted, body, fields
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
         if wait_s is None:
@@ -162,6 +165,7 @@ class PredictionsApi(ApiPlugin):
     async def show(self, request: web.Request) -> web.StreamResponse:
         job = await find_prediction(request, self._backend)
         if accepts_events(request):
+            job = job.bare()
             return await send_job(request, self._jobs, job, _encoder())
         return await self._response(job)
 
@@ -214,10 +218,10 @@ class PredictionsApi(ApiPlugin):
         """Wait until a worker has the job, at most START_S, and return the job. Cog waits for this too."""
         with self._jobs.watch(job.id) as news, contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                while (job := await self._jobs.store.get(job.function, job.id)).state is JobState.IN_QUEUE:
+                while (await self._jobs.store.glance(job.function, job.id)).state is JobState.IN_QUEUE:
                     await news.wait()
                     news.clear()
-        return job
+        return await self._jobs.store.get(job.function, job.id)
 
     async def _response(
         self, job: Job, status: int = 200, changes: Mapping[str, str] = NOTHING, **headers: str

@@ -27,7 +27,7 @@ def usage_of(usage: TokenUsage) -> dict[str, Any]:
 
 @dataclass
 class CompletionAnswer:
-    """The answer to one request, which grows with each delta."""
+    """The answer to one request, which grows with each delta. A streamed answer keeps only counts of what it has sent."""
 
     id: str
     asked: ChatRequest | CompletionRequest
@@ -51,10 +51,14 @@ class CompletionAnswer:
 
     def add(self, prompt: int, delta: Delta) -> None:
         """Add a piece of an answer to prompt number `prompt`."""
+        self._count(prompt, delta).keep(delta)
+
+    def _count(self, prompt: int, delta: Delta) -> _Choice:
         choice = self._choices.setdefault(self._index(prompt, delta), _Choice())
-        choice.add(delta)
+        choice.count(delta)
         if delta.usage is not None:
             self._usages[prompt] = delta.usage
+        return choice
 
     def whole(self) -> dict[str, Any]:
         """Return the response to a request without `stream`."""
@@ -66,8 +70,8 @@ class CompletionAnswer:
         """Return the chunks of a stream for a delta. Each choice of a chat begins with its role."""
         index = self._index(prompt, delta)
         begins = index not in self._choices
-        offset = 0 if begins else len(self._choices[index].text)
-        self.add(prompt, delta)
+        offset = 0 if begins else self._choices[index].chars
+        self._count(prompt, delta)
         chunks: list[dict[str, Any]] = []
         if begins and self.chats:
             chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None))
@@ -106,7 +110,7 @@ class CompletionAnswer:
         if self.chats:
             said = _reasoning(delta.reasoning)
             if delta.tool_calls:
-                before = len(self._choices[index].calls) - len(delta.tool_calls)
+                before = self._choices[index].called - len(delta.tool_calls)
                 calls = enumerate(delta.tool_calls, before)
                 said["tool_calls"] = [{"index": number, **_call(call)} for number, call in calls]
             if delta.text or not said:
@@ -118,18 +122,18 @@ class CompletionAnswer:
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self.chats:
             calls = {"tool_calls": [_call(call) for call in choice.calls]} if choice.calls else {}
-            content = choice.text or (None if calls else "")
+            content = "".join(choice.texts) or (None if calls else "")
             message = {
                 "role": "assistant",
                 "content": content,
                 "refusal": None,
-                **_reasoning(choice.reasoning),
+                **_reasoning("".join(choice.reasonings)),
                 **calls,
             }
             return {"index": index, "message": message, "logprobs": chat_logprobs(choice.logprobs), **end}
         return {
             "index": index,
-            "text": choice.text,
+            "text": "".join(choice.texts),
             "logprobs": _completion_logprobs(choice.logprobs, 0),
             **end,
         }
@@ -137,23 +141,31 @@ class CompletionAnswer:
 
 @dataclass
 class _Choice:
-    """One answer so far."""
+    """One answer so far. If it is streamed, it has counts only."""
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    chars: int = 0
+    called: int = 0
     tokens: int = 0
+    # A list of the pieces, because text that grows by a piece is copied each time.
+    texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.reasoning += delta.reasoning
+    def keep(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.reasonings.append(delta.reasoning)
         self.calls += delta.tool_calls
-        self.tokens += len(delta.tokens)
         if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+
+    def count(self, delta: Delta) -> None:
+        self.chars += len(delta.text)
+        self.called += len(delta.tool_calls)
+        self.tokens += len(delta.tokens)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -30,6 +30,8 @@ class ResponseAnswer:
     asked: ResponseRequest
     created: int = field(default_factory=lambda: int(time.time()))
     _items: list[dict[str, Any]] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+    """The pieces of the text of the last item, until it ends."""
     _status: str = "in_progress"
     _usage: TokenUsage | None = None
     _tokens: int = 0
@@ -86,7 +88,7 @@ class ResponseAnswer:
         if not self._items or self._items[-1]["type"] != kind:
             events = [*self._finish_item(), *self._begin_item(kind)]
         part = self._items[-1]["content"][0]
-        part["text"] += text
+        self._texts.append(text)
         shown = {"logprobs": logprobs} if kind == "message" else {}
         if logprobs:
             part["logprobs"] += logprobs
@@ -114,13 +116,19 @@ class ResponseAnswer:
             return []
         item = self._items[-1]
         item["status"] = "incomplete" if self._status == "incomplete" else "completed"
-        part = item["content"][0]
+        part = self._part()
         shown = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
         return [
             self._event(f"response.{part['type']}.done", text=part["text"], **shown, content_index=0),
             self._event("response.content_part.done", part=part, content_index=0),
             self._event("response.output_item.done", item=item),
         ]
+
+    def _part(self) -> dict[str, Any]:
+        """Return the part of the last item, with its text so far."""
+        part: dict[str, Any] = self._items[-1]["content"][0]
+        part["text"], self._texts = "".join([part["text"], *self._texts]), []
+        return part
 
     def _call(self, call: ToolCall) -> list[Event]:
         """Add a call, which arrives as a whole."""
@@ -162,6 +170,8 @@ class ResponseAnswer:
     def _response(self) -> dict[str, Any]:
         asked = self.asked
         plain = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if self._texts:
+            self._part()
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": self._status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,

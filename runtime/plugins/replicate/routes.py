@@ -120,6 +120,9 @@ class ReplicateApi(ApiPlugin):
             fields["extra"]["prediction"]["files"] = files
         job, replayed = await self._backend.submit(request, live, dump_json(given), **fields)
         if wait_s:
+            # While the caller waits, the input is not kept, neither as bytes nor parsed.
+            job = job.bare()
+            del wanted, body, given, fields
             job = await self._jobs.wait(job.function, job.id, wait_s)
         found = await self._shown(request, job)
         if wait_s and not job.state.final:

@@ -54,6 +54,7 @@ class StreamApi:
         sent = request.query.get(SIGNATURE.name, "")
         if not hmac.compare_digest(sent.encode(errors="replace"), self._signature(job).encode()):
             raise queries.unknown(job_id)
+        job = job.bare()
         return await send_job(request, self._jobs, job, _encoder())
 
     def _signature(self, job: Job) -> str:

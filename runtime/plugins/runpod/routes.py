@@ -201,7 +201,7 @@ class QueueApi(ApiPlugin):
 
     async def status_sync(self, request: web.Request) -> web.StreamResponse:
         """Respond with a job when it has ended, or when the time in `?wait=` is over."""
-        wait_s, job = _wait_s(request), await self._job(request)
+        wait_s, job = _wait_s(request), await self._jobs.store.glance(*_named(request))
         return await job_response(await self._jobs.wait(job.function, job.id, wait_s))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
@@ -242,9 +242,9 @@ class QueueApi(ApiPlugin):
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Return the pieces after `?after=`, or without it the pieces since the last poll, or send all as events."""
-        job = await self._job(request)
         if accepts_events(request):
-            return await self._send(request, job)
+            return await self._send(request, await self._jobs.store.glance(*_named(request)))
+        job = await self._job(request)
         polls, poller = "after" not in request.query, (job.id, owner_of(request))
         after = self._polled.get(poller, 0) if polls else AFTER.read(request)
         # A poll at the same time gets an output of its own.
@@ -283,6 +283,12 @@ class QueueApi(ApiPlugin):
     async def _submit(
         self, request: web.Request, most: int | None = None, wait_s: float | None = None
     ) -> Submitted:
+        live, body, fields = await self._asked(request, most)
+        job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **fields)
+        return job, replayed | {"X-Request-Id": job.id}
+
+    async def _asked(self, request: web.Request, most: int | None) -> tuple[Live, bytes, dict[str, Any]]:
+        """Return the function, the event of the job, and its other fields. While the caller waits, nothing parsed is kept."""
         live, body = await self._backend.read_body(request, request.match_info["function"], most)
         found, remedy = load_json(body), 'Send {"input": …}.'
         if not isinstance(found, dict) or "input" not in found:
@@ -293,8 +299,7 @@ class QueueApi(ApiPlugin):
             event, fields["extra"] = openai_jobs.event_of(self._backend, request, live, event)
             if (webhook := fields.get("webhook")) is not None:
                 fields["webhook"] = replace(webhook, form=openai_jobs.FORM)
-        job, replayed = await self._backend.submit(request, live, dump_json(event), wait_s=wait_s, **fields)
-        return job, replayed | {"X-Request-Id": job.id}
+        return live, dump_json(event), fields
 
 
 def _throttled(live: Live, queued: int) -> int:

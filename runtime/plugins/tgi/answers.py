@@ -24,7 +24,7 @@ class GeneratedText:
     seed: int | None
     listed: bool = False
     """True if the whole answer is in a list, as at TGI's root."""
-    _text: str = ""
+    _texts: list[str] = field(default_factory=list)
     _tokens: list[_Token] = field(default_factory=list)
     _made: int = 0
     _prompt_tokens: int = 0
@@ -74,7 +74,7 @@ class GeneratedText:
         return _event(error_body(error))
 
     def _note(self, delta: Delta) -> None:
-        self._text += delta.text
+        self._texts.append(delta.text)
         self._made += len(delta.tokens)
         if delta.usage is not None:
             self._prompt_tokens = delta.usage.prompt_tokens
@@ -83,7 +83,7 @@ class GeneratedText:
 
     @property
     def _full_text(self) -> str:
-        return self.asked.inputs + self._text if self.asked.parameters.return_full_text else self._text
+        return "".join([self.asked.inputs * self.asked.parameters.return_full_text, *self._texts])
 
     def _end(self) -> dict[str, Any]:
         return {"finish_reason": self._finish_reason, "generated_tokens": self._made, "seed": self.seed}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from live import Gate, Gateway
-from pilotflame.runtime.generation import answering
+from pilotflame.runtime.generation import answering, deltas
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,3 +55,29 @@ async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
         assert ahead == str(number)
         assert f": waiting for a worker, {number} ahead\n\n" in text
         assert text.endswith("data: [DONE]\n\n")
+
+
+ENDLESS = """
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    while True:
+        yield Delta(text="word ", tokens=[1])
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/tgi/{name}/generate"])
+async def test_an_answer_has_a_limit_of_bytes(
+    gateway: Gateway, deploy: Any, monkeypatch: pytest.MonkeyPatch, path: str, *, stream: bool
+) -> None:
+    monkeypatch.setattr(deltas, "MOST_BYTES", 100_000)
+    function = await deploy(ENDLESS)
+    body = {"model": function.name, "prompt": "a", "stream": stream}
+    if "responses" in path:
+        body = {"model": function.name, "input": "a", "stream": stream}
+    elif "tgi" in path:
+        body, path = {"inputs": "a"}, path.format(name=function.name) + "_stream" * stream
+    found = await gateway.client.post(path, json=body)
+    assert "are larger than 100000 bytes" in found.text
+    assert found.status_code == (200 if stream else 500)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ async def handler(event):
     finally:
         gate.say("stopped")
 """
+EVENTS = {"Accept": "text/event-stream"}
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event\n"
 
 
@@ -173,3 +175,37 @@ async def test_a_job_is_freed_at_its_end_without_the_garbage_collector(gateway: 
         await until(freed, "the attempt is freed")
     finally:
         gc.enable()
+
+
+INPUT_BYTES, CALLERS = 1 << 20, 12
+
+
+async def test_callers_who_wait_for_a_job_keep_no_copies_of_its_input(
+    deploy, gate: Gate, gateway: Gateway, jobs: Jobs
+):
+    source = "import gate\ndef handler(event):\n    gate.wait()\n"
+    function = await deploy(source, {"scale.max": 1}, gate=gate)
+    body = {"input": "x" * INPUT_BYTES}
+    job = (await gateway.client.post(f"/v2/{function.name}/run", json=body)).json()["id"]
+    begun = await gate.next()
+    paths = {f"/v2/{function.name}/status-sync/{job}": {}, f"/v2/{function.name}/stream/{job}": EVENTS}
+    tracemalloc.start()
+    try:
+        asked = [
+            asyncio.create_task(gateway.client.get(path, headers=headers))
+            for path, headers in paths.items()
+            for _ in range(CALLERS)
+        ]
+
+        async def watched() -> bool:
+            return len(jobs._watchers.get(job, ())) >= 2 * CALLERS
+
+        await until(watched, "callers who wait")
+        # Each of them has read the job once.
+        await jobs.store.pieces(job, 0)
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    begun.go()
+    assert {response.status_code for response in await asyncio.gather(*asked)} == {200}
+    assert kept < 4 * INPUT_BYTES

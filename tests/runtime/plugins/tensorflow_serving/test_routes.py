@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from live import Gate, Gateway, gateway_here
+from pilotflame.runtime.api import plugin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODELS = "/tensorflow-serving/v1/models"
@@ -28,6 +29,7 @@ import pilotflame
 def handler(events):
     return [len(events)] * len(events)
 """
+LONG = "def handler(event):\n    return 'x' * event\n"
 PICKY = "def handler(event):\n    return 6 // event\n"
 PIECES = "def handler(event):\n    yield event\n    yield event + 1\n"
 
@@ -78,6 +80,18 @@ async def test_the_pieces_of_a_stream_are_a_list(deploy: Any, gateway: Gateway) 
         200,
         {"predictions": [[1, 2], [5, 6]]},
     )
+
+
+async def test_the_outputs_of_a_request_have_a_limit_of_bytes(
+    deploy: Any, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "MOST_OUTPUT_BYTES", 1000)
+    function = await deploy(LONG)
+    status, found = await post(gateway, f"{function.name}:predict", {"instances": [300] * 3})
+    assert (status, len(found["predictions"])) == (200, 3)
+    status, found = await post(gateway, f"{function.name}:predict", {"instances": [300] * 4})
+    assert status == 500
+    assert "more than 1000 bytes" in found["error"]
 
 
 async def test_versions_and_labels(deploy: Any, gateway: Gateway) -> None:
