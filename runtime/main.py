@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import gc
 import logging
@@ -28,6 +29,11 @@ LOG = logging.getLogger(__name__)
 # A garbage collection starts after this number of new objects. A request creates about twenty objects that the
 # collector counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
+# Each block of this size or more gets a mapping of its own, which goes back to the kernel when the block is freed. By default,
+# glibc raises this size to that of the largest block that was freed, at most 32 MiB. Then bodies lie in the heap, where a small
+# block behind them keeps their memory: after a burst of 60 bodies of 8 MiB, the gateway kept 400 MB.
+MAPPED_BYTES = 128 << 10
+_M_MMAP_THRESHOLD = -3
 
 
 class Stop(asyncio.Event):
@@ -78,6 +84,10 @@ def run(
     alone: FunctionSettings | None = None
     if folder is not None and standalone:
         alone = read_settings(folder, overrides=overrides, standalone=True)
+
+    # Not every C library has it.
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
 
     async def run_until_signal() -> None:
         # `dev` ends with its terminal.

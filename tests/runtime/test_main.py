@@ -285,3 +285,31 @@ async def test_a_folder_that_does_not_exist_is_an_error(state):
     with pytest.raises(GatewayError, match="nowhere is not a folder"):
         run(settings, on_listening=lambda _url: None, folder=state.parent / "nowhere")
     assert not state.exists()
+
+
+UPLOADS, UPLOAD_BYTES, PART_BYTES = 60, 4 << 20, 64 << 10
+
+
+async def test_a_burst_of_large_bodies_leaves_no_memory_behind(state):
+    """All bodies are in the gateway at the same time, and arrive in small parts that take turns."""
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event\n")
+        assert gateway.process is not None
+        process = psutil.Process(gateway.process.pid)
+        before_bytes, url = process.memory_info().rss, httpx.URL(gateway.url)
+        opened = [await asyncio.open_connection(url.host, url.port) for _ in range(UPLOADS)]
+        head = f"POST /v2/{function.name}/run HTTP/1.1\r\nHost: {url.netloc.decode()}\r\nContent-Length: {UPLOAD_BYTES}\r\n\r\n"
+        for _, writer in opened:
+            writer.write(head.encode())
+        for sent in range(0, UPLOAD_BYTES, PART_BYTES):
+            for _, writer in opened:
+                # The last byte is missing.
+                writer.write(b"x" * (PART_BYTES - (sent + PART_BYTES == UPLOAD_BYTES)))
+                await writer.drain()
+        for reader, writer in opened:
+            writer.write(b"x")
+            # Nothing but JSON is a job, which the gateway notices when it has read the whole body.
+            assert b" 400 " in await reader.readline()
+            writer.close()
+        kept_bytes = process.memory_info().rss - before_bytes
+        assert kept_bytes < 40 << 20
