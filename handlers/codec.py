@@ -22,6 +22,7 @@ from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from .contract import NOTHING
 from .first_errors import failing_fast, first_errors
+from .json_limits import check_json
 from .negotiation import preferred
 
 JSON_TYPE = "application/json"
@@ -67,8 +68,8 @@ class InputCodec(_Codec):
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
 
-        Raise BadInput if the body does not have the format of its content type (by default JSON), and InputInvalid
-        if the event does not fit the annotation.
+        Raise BadInput if the body does not have the format of its content type (by default JSON), InputTooLarge if its
+        JSON has too many values, and InputInvalid if the event does not fit the annotation.
         """
         if self._raw:
             return body
@@ -78,6 +79,7 @@ class InputCodec(_Codec):
                 return arrays.from_npy(body)
             event = _decode_other(body, kind, content_type)
             return event if self._validator is None else _validated(self._validator.validate_python, event)
+        check_json(body)
         return _validated(self._validator.validate_json if self._validator else orjson.loads, body or b"null")
 
 

@@ -19,6 +19,7 @@ import orjson
 from ..errors import BadInput, HandlerSignatureError, OutputInvalid
 from . import arrays
 from .arrays import TENSORS_TYPE
+from .json_limits import check_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -181,7 +182,8 @@ def decode(body: bytes, header: str) -> dict[str, SentTensor]:
     if not 0 <= header_bytes <= len(body):
         raise _malformed(f"The JSON header has {header[:20]!r} bytes, the body {len(body)}.")
     try:
-        found_header = orjson.loads(memoryview(body)[:header_bytes])
+        check_json(head := body[:header_bytes])
+        found_header = orjson.loads(head)
     except orjson.JSONDecodeError as error:
         raise _malformed(f"The header is no JSON: {error}.") from None
     inputs = found_header.get("inputs") if isinstance(found_header, dict) else None

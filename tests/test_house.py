@@ -308,6 +308,48 @@ def test_no_caller_makes_the_gateway_describe_every_error() -> None:
     assert found == OWN_INPUT
 
 
+# What these parse is the gateway's own, short, counted (`json_limits`), or in the process of the function.
+PARSED = {
+    # Bodies and outputs, which are counted.
+    "handlers.codec", "handlers.tensors", "runtime.http.requests", "runtime.events.consumer", "runtime.generation.deltas",
+    "runtime.generation.token_counts", "runtime.plugins.runpod.openai_jobs", "runtime.plugins.torchserve.handler",
+    "runtime.plugins.aws_lambda.handler",
+    # A text in quotation marks.
+    "runtime.plugins.amazon.event_stream", "runtime.plugins.replicate.stream", "runtime.plugins.torchserve.routes",
+    # A header, and a text of at most 16 KiB.
+    "runtime.plugins.aws_lambda.routes", "runtime.plugins.oip.repository",
+    # What the request log keeps of a call, in a thread.
+    "runtime.plugins.request_log.records",
+    # Outputs of a handler, in its own process.
+    "handlers.adapter", "runtime.plugins.asgi.event_call", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
+    "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
+    # Files and answers of the gateway, and files of a deploy with a limit of size.
+    "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",
+    "handlers.language_model.prefixes", "handlers.source_file", "runtime.api.openapi", "runtime.plugins.predictions.prediction",
+    "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
+    "runtime.plugins.replicate.problem", "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
+    # Commands.
+    "runtime.plugins.bulk.journal", "runtime.plugins.bulk.submitter", "runtime.plugins.images.image_engine",
+}  # fmt: skip
+
+
+def test_no_request_is_parsed_before_its_values_are_counted() -> None:
+    """20 MB of `[[],[],...]` hold the interpreter for 2 s: `load_json` and `load_output` count the values first."""
+    parses = re.compile(r"\bjson\.loads?\b|validate_json\b|from_json\(|\.json\(loads")
+    rooms = (
+        "handlers.",
+        "runtime.http.",
+        "runtime.api.",
+        "runtime.generation.",
+        "runtime.events.",
+        "runtime.plugins.",
+    )
+    texts = {
+        name: path.read_text(encoding="utf-8") for name, path in modules().items() if name.startswith(rooms)
+    }
+    assert {name for name, text in texts.items() if parses.search(text.replace("orjson", "json"))} == PARSED
+
+
 def test_errors_of_invocations_are_raised_as_copies() -> None:
     """An error that is raised from the future itself keeps the invocation and its body: `Invocation.wait` copies it."""
     awaited = re.compile(r"await [a-z_.]*invocation\.output\b")

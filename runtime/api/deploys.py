@@ -28,6 +28,7 @@ from ..functions.progress import DeployNote, DeployStep, DeployTarget, Progress
 from ..functions.registry import Functions
 from ..http.audit import note
 from ..http.event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, accepts_events, event
+from ..http.parsed_bodies import parsed
 from ..http.requests import caller_of, load_json, media_type_of, read_body, validate
 from ..http.responses import json_response
 from ..http.routes import Flag, Parameter, Route
@@ -102,7 +103,9 @@ class Deploys:
 
     async def lacking(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, MAX_DIGESTS_BYTES, UPLOAD_TIMEOUT_S)
-        wanted = validate(FileDigests, load_json(body), DIGESTS_REMEDY)
+        wanted = await parsed(
+            request, body, lambda body: validate(FileDigests, load_json(body), DIGESTS_REMEDY)
+        )
         revision, lacking = await self._functions.lacking(request.match_info["function"], wanted)
         return json_response({"revision": revision, "lacking": lacking})
 
@@ -166,7 +169,9 @@ class Deploys:
         if kind != JSON_TYPE:
             raise UnsupportedMedia(f"A deploy cannot be of type {kind[:64]!r}.", remedy=DEPLOY_REMEDY)
         body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
-        wanted = validate(DeployRequest, load_json(body), DEPLOY_REMEDY)
+        wanted = await parsed(
+            request, body, lambda body: validate(DeployRequest, load_json(body), DEPLOY_REMEDY)
+        )
         if wanted.seen_as and not (self._local and await _sees(wanted)):
             message = f"This gateway does not see the folder that its client sees at {wanted.path}."
             raise FolderUnseen(message, remedy="Upload the folder: pilotflame deploy --upload.")

@@ -15,6 +15,7 @@ from ...errors import DeadlineExceeded, OutputInvalid, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..http.event_stream import EVENTS, LAST_EVENT_S, EventStream
+from ..http.parsed_bodies import parsed
 from ..http.requests import (
     Headers,
     accept_of,
@@ -235,7 +236,7 @@ class Gateway:
         # A body without a Content-Type is not checked: only the handler knows its format.
         kind, content_type = media_type_of(request.headers), content_type_of(request.headers)
         if kind == JSON_TYPE or kind.endswith("+json"):
-            load_json(body)
+            await parsed(request, body, load_json)
         job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
         headers = replayed | {"X-Request-Id": job.id, "Preference-Applied": "respond-async"}
         headers["Location"] = f"/v2/{job.function}/status/{job.id}"

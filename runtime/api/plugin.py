@@ -17,7 +17,8 @@ from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
 from ..http.audit import Audit
 from ..http.event_stream import LAST_EVENT_S
-from ..http.requests import Headers, dump_json, load_json, timeout_of
+from ..http.parsed_bodies import parsed
+from ..http.requests import Headers, dump_json, load_json, load_output, timeout_of
 from ..http.routes import Route, based
 from ..http.tls import Certificate
 from ..jobs.outbox import WebhookBodies
@@ -99,7 +100,7 @@ class ApiPlugin:
     async def read_json(self, request: web.Request) -> Any:
         """Return the body of a request for the function in the path. Raise UnknownFunction, or an error of the body."""
         _, body = await self.backend.read_body(request, request.match_info["function"])
-        return load_json(body)
+        return await parsed(request, body, load_json)
 
     async def call(
         self,
@@ -114,7 +115,8 @@ class ApiPlugin:
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
         reads `extra` as `context.extra`.
         """
-        return load_json(await self._json_of(request, function, event, number, extra))
+        output = await self._json_of(request, function, event, number, extra)
+        return await parsed(request, output, load_output)
 
     async def _json_of(
         self, request: web.Request, function: str, event: Any, number: int, extra: Mapping[str, Any] | None
@@ -166,7 +168,7 @@ class ApiPlugin:
                     if left_bytes < 0:
                         message = f"The outputs have more than {MOST_OUTPUT_BYTES} bytes."
                         raise OutputInvalid(message, remedy="Send fewer in one request.")
-                    load_json(output)
+                    await parsed(request, output, load_output)
                 except PilotflameError as error:
                     raise error.about(f"{field}[{number}]") from None
                 outputs[number] = orjson.Fragment(output)

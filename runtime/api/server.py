@@ -20,6 +20,7 @@ from ..http.connection import ClientConnection, FastConnection, discard_unread_b
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING, IncomingBodies
 from ..http.open_connections import ConnectionPlace, OpenConnections
+from ..http.parsed_bodies import PARSED_BODIES, ParsedBodies
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
 from ..http.self_check import why_not_fast
@@ -110,7 +111,7 @@ async def http_server(
         client_max_size=MAX_ARCHIVE_BYTES,
         middlewares=[callers_leave, discard_unread_body, fast_path.answers.middleware, *middlewares],
     )
-    app[INCOMING] = IncomingBodies()
+    app[INCOMING], app[PARSED_BODIES] = IncomingBodies(), ParsedBodies()
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     http = HttpServer(runner, fast_path)
@@ -133,3 +134,4 @@ async def http_server(
         for acceptor in acceptors:
             acceptor.close()
         await runner.cleanup()
+        app[PARSED_BODIES].close()

@@ -23,6 +23,7 @@ from typing import Literal
 import orjson
 
 from ...errors import BusFailed, PilotflameError
+from ...handlers.json_limits import excess
 from ...snapshot.sources.access import ANY, Access
 from ..functions.live import SourceStatus
 from ..jobs.job import Job, JobState, NewJob
@@ -344,7 +345,8 @@ class Consumer:
 def _job_input(body: bytes) -> bytes:
     """Return the body unchanged if it is JSON, else encoded as a JSON string."""
     try:
-        orjson.loads(body)
+        # The worker refuses a message with too many values.
+        _ = excess(body) or orjson.loads(body)
     except orjson.JSONDecodeError:
         return orjson.dumps(body.decode("utf-8", "replace"))
     return body

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 from ...errors import Forbidden, GatewayError, PilotflameError, RevisionsDraining, UnknownFunction
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import Deployer, DeployPolicies
+from ..access.fair_threads import FairThreads
 from ..access.host_claims import HostClaims
 from ..access.keys import Caller, Scope
 from ..access.secrets import Secrets
@@ -35,7 +36,6 @@ from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .deploy import Deployment, prepare, stored_outside
-from .deploy_threads import DeployThreads
 from .function_events import FunctionEvents
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of
 from .progress import Progress
@@ -45,6 +45,8 @@ from .store import RevisionRecord, Store
 from .stored_faults import UNREAD, StoredFaults
 
 LOG = logging.getLogger(__name__)
+DEPLOY_THREADS = 4
+"""The deploys that work on files at a time, such as the installation of requirements, which takes minutes."""
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
 # While this number of replaced revisions of a function run calls, no other revision of it is replaced: each holds its
@@ -89,7 +91,7 @@ class Functions:
     _untidy: bool = field(default=True, init=False)
     # The replaced and the deleted revisions that still finish their invocations, by the task that ends them.
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
-    _threads: DeployThreads = field(default_factory=DeployThreads, init=False)
+    _threads: FairThreads = field(default_factory=lambda: FairThreads(DEPLOY_THREADS, "deploy"), init=False)
 
     def __post_init__(self) -> None:
         self.hosts = HostClaims(
@@ -222,7 +224,9 @@ class Functions:
             self.policies,
         )
         try:
-            staged, fields = await self._threads.run(prepared, undo=lambda made: _remove(made[0]))
+            staged, fields = await self._threads.run(
+                prepared, owner=request.owner, undo=lambda made: _remove(made[0])
+            )
         except PilotflameError as error:
             self._untidy = True
             LOG.warning("a deploy was refused: %s", error)

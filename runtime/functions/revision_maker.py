@@ -9,6 +9,7 @@ from pathlib import Path
 from ...errors import PilotflameError
 from ...handlers.recognise import Dialects
 from ..access.deploy_policy import DeployPolicies
+from ..access.fair_threads import FairThreads
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
@@ -25,7 +26,6 @@ from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogChannel
 from .deploy import requirements_of, worker_spec
-from .deploy_threads import DeployThreads
 from .function_events import FunctionEvents
 from .live import Live, policy_of
 from .store import RevisionRecord, Store
@@ -46,7 +46,7 @@ class RevisionMaker:
     reconciler: Reconciler
     tasks: BackgroundTasks
     events: FunctionEvents
-    threads: DeployThreads
+    threads: FairThreads
     call_observers: list[str] = field(default_factory=list, init=False)
     """Names the `CallObserver`s of workers, as `WorkerSpec.observers` does."""
 

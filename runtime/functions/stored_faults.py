@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ...errors import GatewayError, SnapshotError
 from ..access.deploy_policy import DeployPolicies
+from ..access.fair_threads import FairThreads
 from ..packaging.snapshots import check_signatures
 from ..telemetry.logs import LogChannel
 from .deploy import stored_outside
-from .deploy_threads import DeployThreads
 from .function_events import FunctionEvents
 from .live import Live
 from .store import RevisionRecord, Store
@@ -27,7 +27,7 @@ class StoredFaults:
     store: Store
     policies: DeployPolicies
     events: FunctionEvents
-    threads: DeployThreads
+    threads: FairThreads
     check_open: Callable[[], None]
 
     async def of(self, record: RevisionRecord, logs: LogChannel, *, read: bool) -> str:

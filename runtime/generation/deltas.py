@@ -11,6 +11,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ...errors import OutputInvalid, PilotflameError
+from ...handlers.json_limits import excess
 from ...handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
 from ..api.invoke import Gateway
 from ..functions.live import Live
@@ -135,7 +136,9 @@ class Deltas:
 def delta_of(name: str, piece: bytes) -> Delta:
     """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta."""
     try:
-        return Delta.model_validate_json(piece)
+        if not excess(piece):
+            return Delta.model_validate_json(piece)
+        message = f"{name} yields a Delta with too many values."
     except ValidationError:
         message = f"{name} is no language model: its handler yields something else than Delta."
-        raise OutputInvalid(message, remedy="Yield pilotflame's Delta, or call it at /invoke.") from None
+    raise OutputInvalid(message, remedy="Yield pilotflame's Delta, or call it at /invoke.")

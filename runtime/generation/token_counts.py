@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from ...handlers.json_limits import excess
 from ...handlers.language_model.contract import (
     MOST_ANSWERS,
     EmbeddingRequest,
@@ -169,6 +170,8 @@ class AnswerTokens:
 
     def note(self, piece: bytes) -> None:
         """Count the tokens of a piece. A piece that is no `Delta` has none: its reader raises the error."""
+        if excess(piece):
+            return
         try:
             found = orjson.loads(piece)
         except orjson.JSONDecodeError:

@@ -16,11 +16,12 @@ from multidict import istr
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 
-from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
+from ...errors import BadInput, InputTimeout, InputTooLarge, OutputInvalid, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ...handlers.caller import NORMAL
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...handlers.first_errors import failing_fast, first_errors
+from ...handlers.json_limits import check_json, excess
 from ..access.keys import ANYBODY, Caller
 from ..jobs.job import ALL
 from ..telemetry.timeline import TRACEPARENT
@@ -177,12 +178,26 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
     return InputTooLarge(f"The body is larger than {limit} bytes.", remedy=remedy)
 
 
-def load_json(body: bytes) -> Any:
-    """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON."""
+def load_json(body: bytes | str) -> Any:
+    """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON, and the error of `check_json`.
+
+    Call this for a body of any size within `large_bodies.parsed`.
+    """
+    check_json(body)
     try:
         return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as error:
         raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON.") from None
+
+
+def load_output(payload: bytes) -> Any:
+    """Return a parsed output of a function, or a piece of it. Raises OutputInvalid if it is not JSON, or has too many values."""
+    if why := excess(payload):
+        raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        raise OutputInvalid(f"The output is not JSON: {error}.", remedy="Return JSON.") from None
 
 
 def dump_json(value: Any) -> bytes:

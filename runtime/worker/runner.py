@@ -25,6 +25,7 @@ from ...errors import (
     EngineStopped,
     HandlerFailed,
     InputInvalid,
+    InputTooLarge,
     NoSuchSnapshot,
     OutputInvalid,
     Overloaded,
@@ -330,7 +331,7 @@ class Runner(ABC):
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""
         self.suspicious = self.suspicious or may_be_of_device(error) or isinstance(error, SnapshotChanged)
-        if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid, Overloaded)):
+        if isinstance(error, (BadInput, HandlerFailed, InputInvalid, InputTooLarge, OutputInvalid, Overloaded)):  # fmt: skip
             return error
         if isinstance(error, SnapshotError) and not isinstance(error, OF_HANDLERS):
             return not_whole(error)

@@ -25,6 +25,7 @@ from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER, collected
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import LAST_EVENT_S
+from ...http.parsed_bodies import parsed
 from ...http.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, trace_of
 from ...http.responses import ErrorBody
 from ...http.routes import Route, header
@@ -103,7 +104,7 @@ class LambdaApi(ApiPlugin):
         _, body = await self._backend.read_body(request, function, ASYNC_BODY_BYTES)
         # The qualifier may no longer match if the function was deployed anew while the body arrived.
         live, qualifier = self._live(request)
-        load_json(body)
+        await parsed(request, body, load_json)
         extra |= {"qualifier": qualifier} if qualifier else {}
         job, replayed = await self._backend.submit(request, live, body, extra=extra)
         headers = _headers(job.id, live, qualifier)

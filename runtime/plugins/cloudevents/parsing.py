@@ -14,9 +14,9 @@ from aiohttp import hdrs
 from multidict import istr
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
+from ....errors import BadInput, EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...http.requests import Headers, media_type_of, problems
+from ...http.requests import Headers, load_json, media_type_of, problems
 
 FAMILY = "application/cloudevents"
 STRUCTURED = "application/cloudevents+json"
@@ -27,6 +27,7 @@ MAX_EVENTS = 1000
 MAX_ATTRIBUTES = 100
 MAX_CONTEXT_BYTES = 64 << 10
 """Limit for the names and values of all attributes of an event: 64 KiB, the specification's event size."""
+_MOST_REMEDY = f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data."
 
 _SPECVERSION, _TYPE = istr("ce-specversion"), istr("ce-type")
 _NAME = re.compile(r"[a-z0-9]{1,64}")
@@ -114,9 +115,9 @@ def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
     if charset is not None and charset[1].lower() not in ("utf-8", "us-ascii"):
         raise UnsupportedMedia(f"The charset is {charset[1][:40]!r}.", remedy="Send JSON as UTF-8.")
     try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise EventInvalid(f"The body is not JSON: {error}.", remedy=f"{media} is JSON.") from None
+        found = load_json(body)
+    except BadInput as error:
+        raise EventInvalid(error.message, remedy=f"{media} is JSON.") from None
     if media == STRUCTURED:
         return [structured_event(found)]
     if not isinstance(found, list):
@@ -189,10 +190,10 @@ def _normalize(data: bytes, where: str) -> bytes:
     same bytes.
     """
     try:
-        return _dump(orjson.loads(data), where) if data else b""
-    except orjson.JSONDecodeError as error:
+        return _dump(load_json(data), where) if data else b""
+    except BadInput as error:
         remedy = "Name its type in Content-Type or datacontenttype."
-        raise EventInvalid(f"{where}The data is not JSON: {error}.", remedy=remedy) from None
+        raise EventInvalid(f"{where}{error.message}", remedy=remedy) from None
 
 
 def _dump(data: Any, where: str) -> bytes:
@@ -212,6 +213,8 @@ def _kind(content_type: str) -> str:
 
 def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
     """Return `attributes` unchanged. Raises EventInvalid if one is wrong, InputTooLarge if they exceed a limit."""
+    if len(attributes) > MAX_ATTRIBUTES:
+        raise InputTooLarge(f"{where}The event has {len(attributes)} attributes.", remedy=_MOST_REMEDY)
     try:
         CloudEvent.model_validate(attributes)
     except ValidationError as error:
@@ -222,8 +225,6 @@ def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
         remedy = "Use 1 to 64 of a-z and 0-9."
         raise EventInvalid(f"{where}{wrong[:64]!r} is not the name of an attribute.", remedy=remedy)
     size = sum(len(name) + len(str(value).encode()) for name, value in attributes.items())
-    if len(attributes) > MAX_ATTRIBUTES or size > MAX_CONTEXT_BYTES:
-        message = f"{where}The event has {len(attributes)} attributes with {size} bytes."
-        remedy = f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data."
-        raise InputTooLarge(message, remedy=remedy)
+    if size > MAX_CONTEXT_BYTES:
+        raise InputTooLarge(f"{where}The event's attributes have {size} bytes.", remedy=_MOST_REMEDY)
     return attributes

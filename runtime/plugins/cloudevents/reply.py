@@ -17,7 +17,7 @@ from aiohttp import web
 
 from ....errors import EventInvalid, OutputInvalid
 from ....handlers.codec import JSON_TYPE
-from ...http.requests import preferences_of
+from ...http.requests import load_output, preferences_of
 from .parsing import PREFIX, STRUCTURED, ReceivedEvent, structured_event
 
 DEFAULT_TYPE = "pilotflame.output"
@@ -56,7 +56,7 @@ def _event(
         "causationid": cause.attributes["id"],
     }  # fmt: skip
     # Most outputs are not events. So parse only an output that contains "specversion".
-    found = orjson.loads(body) if kind == JSON_TYPE and b'"specversion"' in body else None
+    found = load_output(body) if kind == JSON_TYPE and b'"specversion"' in body else None
     if not isinstance(found, dict) or "specversion" not in found:
         return ReceivedEvent(attributes, body, kind)
     try:

@@ -20,6 +20,7 @@ from ...api.guard import count_calls
 from ...api.invoke import Gateway
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
+from ...http.parsed_bodies import parsed
 from ...http.requests import caller_of, preferences_of, request_id_of, traceparent_of
 from ...http.responses import error_reply, json_response
 from ...http.routes import INVOKE_PATH, Route, header
@@ -90,7 +91,7 @@ class EventsApi(ApiPlugin):
         self._backend.functions.live(name)
         try:
             _, body = await self._backend.read_body(request, name)
-            event = _single(parse(request.headers, body))
+            event = _single(await self._events(request, body))
             revision, invocation = gateway.begin(
                 name, request.headers, request_id, event.data, received_s, caller_of(request),
                 content_type=event.content_type, extra={"bare": True, "event": dict(event.attributes)},
@@ -113,12 +114,15 @@ class EventsApi(ApiPlugin):
         """
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
-        events = parse(request.headers, body)
+        events = await self._events(request, body)
         count_calls(request, len(events))
         found = list[Submitted]()
         for first in range(0, len(events), EVENTS_AT_ONCE):
             found += await self._submit_events(request, live, events[first : first + EVENTS_AT_ONCE])
         return _accepted(request, found)
+
+    async def _events(self, request: web.Request, body: bytes) -> list[ReceivedEvent]:
+        return await parsed(request, body, lambda body: parse(request.headers, body))
 
     async def _submit_events(
         self, request: web.Request, live: Live, events: list[ReceivedEvent]

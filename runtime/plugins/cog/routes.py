@@ -53,7 +53,7 @@ MAX_WAIT_S = 300.0
 # If the caller does not wait for the end, the response is sent once a worker has the prediction, or after this time.
 START_S = 0.1
 # If a prediction fails with one of these codes, a caller who waits without a limit gets an error response.
-ERRORS = frozenset({"bad_json", "input_invalid", "output_invalid"})
+ERRORS = frozenset({"bad_json", "input_invalid", "input_too_large", "output_invalid"})
 REMEDY = 'Send for example {"input": {"text": "hello"}}.'
 FUNCTION = header("X-Pilotflame-Function")
 FUNCTION_QUERY = Parameter("function")

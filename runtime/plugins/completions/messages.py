@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from ....errors import BadInput
+from ...http.requests import load_json
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The kinds of parts that are texts, and the fields with these texts."""
@@ -48,9 +47,9 @@ def _plain_call(call: Any, field: str) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function.get("arguments") or "{}"
-        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = load_json(arguments) if isinstance(arguments, str) else arguments
         plain = {**call, "function": {**function, "arguments": arguments}}
-    except (TypeError, KeyError, AttributeError, orjson.JSONDecodeError):
+    except (TypeError, KeyError, AttributeError, BadInput):
         message = f"The body is invalid: {field}: a call of a tool has no function, or no arguments in JSON."
         raise BadInput(
             message, remedy="Send calls as the model made them.", details={"field": field}

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from ....errors import BadInput
 from ....handlers.tensors import MOST_AXES, with_lengths
+from ...http.requests import load_output
 from ...serving.invocation import Output
 from .grpc_messages import message, parameters_of
 from .infer_call import tensors_header
@@ -78,7 +79,7 @@ def infer_response(output: Output, **fields: Any) -> Message:
     """Return the ModelInferResponse with a worker's outputs and other `fields`."""
     header_bytes = tensors_header(output)
     data, raw, tensors = memoryview(output.payload)[header_bytes:], [], []
-    for one in orjson.loads(memoryview(output.payload)[:header_bytes])["outputs"]:
+    for one in load_output(output.payload[:header_bytes])["outputs"]:
         size = one["parameters"]["binary_data_size"]
         raw.append(bytes(data[:size]))
         data = data[size:]

@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ....errors import BadInput
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.tensors import DATATYPES
-from ...http.requests import PRIORITY, TIMEOUT, Headers, validate
+from ...http.requests import PRIORITY, TIMEOUT, Headers, load_json, validate
 from ...serving.response_cache import MAX_INPUT_BYTES
 from .model import TensorModel
 
 HEADER_LENGTH = istr("Inference-Header-Content-Length")
 REMEDY = "docs/how-to/oip.md lists the fields and parameters."
 _LOWEST = 5
+_MOST_TENSORS = 1000
 _DIGITS = 12
 _UNSUPPORTED = (
     "classification", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_offset",
@@ -93,8 +94,8 @@ class InferenceRequest(_Part):
     """The JSON of a request."""
 
     id: str = ""
-    inputs: list[AskedInput]
-    outputs: list[AskedOutput] = Field(default_factory=list)
+    inputs: list[AskedInput] = Field(max_length=_MOST_TENSORS)
+    outputs: list[AskedOutput] = Field(default_factory=list, max_length=_MOST_TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,7 @@ class InferRequest:
         if not header_bytes and body:
             header = _header_of_raw(body, model)
             header_bytes, body = len(header), header + body
-        try:
-            found = orjson.loads(memoryview(body)[:header_bytes])
-        except orjson.JSONDecodeError as error:
-            raise BadInput(f"The request is no JSON: {error}.", remedy=REMEDY) from None
+        found = load_json(body[:header_bytes])
         asked = cls.of(found, body, header_bytes)
         return asked.of_inputs(found["inputs"], header_bytes) if model.has_cache else asked
 

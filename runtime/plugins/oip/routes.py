@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,6 +16,7 @@ from ...access.keys import Scope
 from ...api.backend import Backend
 from ...api.fast_path import FastCall, FastRequest
 from ...api.plugin import ApiPlugin, Entrance
+from ...http.parsed_bodies import parsed
 from ...http.requests import CALLS, caller_of, load_json, read_body, request_id_of
 from ...http.responses import MAX_ON_LOOP_BYTES, json_response
 from ...http.routes import Route
@@ -139,10 +139,8 @@ class OipApi(ApiPlugin):
         return await call.finish(request, call.function, revision, invocation)
 
     async def _read(self, request: web.Request, body: bytes, model: TensorModel) -> InferRequest:
-        """Return the request in a body. Much JSON is read in a thread."""
-        if json_bytes(request.headers, len(body)) <= MAX_ON_LOOP_BYTES:
-            return InferRequest.read(request.headers, body, model)
-        return await asyncio.to_thread(InferRequest.read, request.headers, body, model)
+        header = body[: json_bytes(request.headers, len(body))]
+        return await parsed(request, header, lambda _: InferRequest.read(request.headers, body, model))
 
     def _model(self, request: web.Request) -> TensorModel:
         """Return the model in the path. Raise UnknownFunction or BadInput."""

@@ -6,7 +6,7 @@ it answers them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypeVar
 
 from aiohttp import web
@@ -27,6 +27,7 @@ from ...generation.answering import respond
 from ...generation.models import Generator, adapters, generator, model, models
 from ...generation.targets import PARAMETERS as TARGETS
 from ...http.event_stream import EVENTS
+from ...http.parsed_bodies import parsed
 from ...http.requests import load_json, read_body, request_id_of, validate
 from ...http.responses import json_response
 from ...http.routes import Route
@@ -44,6 +45,7 @@ _STATUSES = (400, 404, 408, 413, 422, 429, 500, 503, 504)
 CONTRACTS = (GenerationRequest, EmbeddingRequest, RerankRequest)
 """The events of the functions that are models."""
 T = TypeVar("T", bound=BaseModel)
+R = TypeVar("R")
 
 
 class OpenAiModel(TypedDict):
@@ -133,42 +135,51 @@ class OpenAiApi(ApiPlugin):
     async def _answer(
         self, request: web.Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> web.StreamResponse:
-        asked = await self._asked(request, kind)
-        asked.check()
+        def events_of(asked: ChatRequest | CompletionRequest) -> list[GenerationRequest]:
+            asked.check()
+            return asked.events()
+
+        asked, given = await self._asked(request, kind, events_of)
         writes = self._writer(request, asked.model)
         prefix = "chatcmpl" if kind is ChatRequest else "cmpl"
         answer = CompletionAnswer(f"{prefix}-{request_id_of(request.headers)}", asked)
-        events = [writes.event(event) for event in asked.events()]
+        events = [writes.event(event) for event in given]
         return await respond(self.backend, request, writes.live, events, answer, stream=asked.stream)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._asked(request, ResponseRequest)
+        asked, event = await self._asked(request, ResponseRequest, ResponseRequest.event)
         writes = self._writer(request, asked.model)
         answer = ResponseAnswer(f"resp_{request_id_of(request.headers)}", asked)
-        events = [writes.event(asked.event())]
+        events = [writes.event(event)]
         return await respond(self.backend, request, writes.live, events, answer, stream=asked.stream)
 
     async def embed(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._asked(request, EmbeddingsRequest)
+        asked, texts = await self._asked(request, EmbeddingsRequest, lambda asked: asked.texts)
         live = self._named(request, asked.model, EmbeddingRequest)
         found = output_of(
-            await self.call(request, live.record.function, {"text": asked.texts}), EmbeddingOutput, live
+            await self.call(request, live.record.function, {"text": texts}), EmbeddingOutput, live
         )
         return json_response(asked.answer(found))
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._asked(request, RankingRequest)
+        asked, texts = await self._asked(request, RankingRequest, lambda asked: asked.texts)
         live = self._named(request, asked.model, RerankRequest)
-        event = {"query": asked.query, "documents": asked.texts}
+        event = {"query": asked.query, "documents": texts}
         found = output_of(await self.call(request, live.record.function, event), RerankOutput, live)
         return json_response(asked.answer(found, request_id_of(request.headers)))
 
-    async def _asked(self, request: web.Request, kind: type[T]) -> T:
-        """Return the body of a request. Raise BadInput, which names the field."""
-        body = load_json(await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s))
-        if isinstance(body, dict) and (name := request.match_info.get("function")) is not None:
-            body = {"model": name, **body}
-        return validate(kind, supported(body), REMEDY)
+    async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
+        """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""
+        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+
+        def read(body: bytes) -> tuple[T, R]:
+            found = load_json(body)
+            if isinstance(found, dict) and (name := request.match_info.get("function")) is not None:
+                found = {"model": name, **found}
+            asked = validate(kind, supported(found), REMEDY)
+            return asked, then(asked)
+
+        return await parsed(request, body, read)
 
     def _models(self, request: web.Request) -> list[Live]:
         """Return the models that the caller may use: if the path has the name of a function, this function only."""

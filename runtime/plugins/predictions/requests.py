@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from ....errors import InputInvalid, PilotflameError, UnknownJob
 from ...api.backend import Backend
 from ...functions.live import Live
+from ...http.parsed_bodies import parsed
 from ...http.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
 from ...http.responses import ErrorFields, Response, Timestamp, error_reply
 from ...jobs.job import EVENTS, Job, Webhook
@@ -121,7 +122,12 @@ async def read_prediction(
     Raises InputInvalid, with `remedy`, if the body is no PredictionRequest. Raises the errors of `requests.read_body`.
     """
     body = await read_body(request, most, backend.body_timeout_s, remedy=backend.too_large_remedy(most))
-    return validate(PredictionRequest, load_json(body or b"{}"), remedy, InputInvalid), body
+    wanted = await parsed(
+        request,
+        body or b"{}",
+        lambda body: validate(PredictionRequest, load_json(body), remedy, InputInvalid),
+    )
+    return wanted, body
 
 
 def trace_of(headers: Headers) -> dict[str, str]:

@@ -93,5 +93,4 @@ def _event(name: str, text: str, number: int) -> bytes:
 
 def _text(piece: bytes) -> str:
     """Return a piece of an output as text: a string without its JSON quotes, any other value as JSON."""
-    found = orjson.loads(piece)
-    return found if isinstance(found, str) else piece.decode()
+    return str(orjson.loads(piece)) if piece.startswith(b'"') else piece.decode()

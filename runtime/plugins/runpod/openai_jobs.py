@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from ....errors import BadInput, InputInvalid, OutputInvalid, UnknownFunction
+from ....handlers.json_limits import excess
 from ....handlers.language_model.contract import GenerationRequest
 from ...api.backend import Backend
 from ...functions.live import Live
@@ -128,7 +129,7 @@ def in_form(job: Job) -> Job:
 
     An output that has no deltas stays as it is.
     """
-    if not job.output or job.output_type or (found := output_of(job)) is None:
+    if not job.output or job.output_type or excess(job.output) or (found := output_of(job)) is None:
         return job
     stored = orjson.loads(job.output)
     pieces = [orjson.dumps(piece) for piece in (stored if isinstance(stored, list) else [stored])]

@@ -23,6 +23,7 @@ from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS,
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, last_event_id, send_job
+from ...http.parsed_bodies import parsed
 from ...http.requests import Headers, dump_json, load_json, owner_of, validate
 from ...http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
 from ...http.routes import Choices, Number, Parameter, Route, header
@@ -283,13 +284,18 @@ class QueueApi(ApiPlugin):
     async def _submit(
         self, request: web.Request, most: int | None = None, wait_s: float | None = None
     ) -> Submitted:
-        live, body, fields = await self._asked(request, most)
-        job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **fields)
+        live, event, fields = await self._asked(request, most)
+        job, replayed = await self._backend.submit(request, live, event, wait_s=wait_s, **fields)
         return job, replayed | {"X-Request-Id": job.id}
 
     async def _asked(self, request: web.Request, most: int | None) -> tuple[Live, bytes, dict[str, Any]]:
         """Return the function, the event of the job, and its other fields. While the caller waits, nothing parsed is kept."""
         live, body = await self._backend.read_body(request, request.match_info["function"], most)
+        event, fields = await parsed(request, body, lambda body: self._read(request, live, body))
+        return live, event, fields
+
+    def _read(self, request: web.Request, live: Live, body: bytes) -> tuple[bytes, dict[str, Any]]:
+        """Return the input of a job, and the fields of NewJob that its request sets."""
         found, remedy = load_json(body), 'Send {"input": …}.'
         if not isinstance(found, dict) or "input" not in found:
             raise BadInput("The body has no input.", remedy=remedy)
@@ -299,7 +305,7 @@ class QueueApi(ApiPlugin):
             event, fields["extra"] = openai_jobs.event_of(self._backend, request, live, event)
             if (webhook := fields.get("webhook")) is not None:
                 fields["webhook"] = replace(webhook, form=openai_jobs.FORM)
-        return live, dump_json(event), fields
+        return dump_json(event), fields
 
 
 def _throttled(live: Live, queued: int) -> int:

@@ -21,6 +21,7 @@ from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import LAST_EVENT_S, EventStream
+from ...http.parsed_bodies import parsed
 from ...http.requests import caller_of, content_type_of, id_of, load_json
 from ...http.responses import json_response
 from ...http.routes import Route
@@ -135,7 +136,7 @@ class SageMakerApi(ApiPlugin):
             found = await self._objects.read(live, location, most)
             body, kind = found.body, kind or found.content_type
         if kind in ("", JSON_TYPE):
-            load_json(body)
+            await parsed(request, body, load_json)
             return body, ""
         return body, kind
 
@@ -162,7 +163,7 @@ class SageMakerApi(ApiPlugin):
         live, body = await self.backend.read_body(request, function)
         check_target(request.headers, live)
         if not (kind := content_type_of(request.headers)):
-            load_json(body)
+            await parsed(request, body, load_json)
         return body, kind
 
 

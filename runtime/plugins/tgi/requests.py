@@ -8,12 +8,11 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal, Self
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....errors import BadInput
 from ....handlers.language_model.contract import MOST_TOP, GenerationRequest, OutputFormat
-from ...http.requests import validate
+from ...http.requests import load_json, validate
 
 MOST_STOPS = 16
 REMEDY = "docs/language-models.md lists the parameters."
@@ -51,8 +50,8 @@ class GrammarType(BaseModel):
         if self.type == "json_schema":
             return self.value.get("schema") if isinstance(self.value, dict) else None
         try:
-            return orjson.loads(self.value) if isinstance(self.value, str) else self.value
-        except orjson.JSONDecodeError:
+            return load_json(self.value) if isinstance(self.value, str) else self.value
+        except BadInput:
             return None
 
 

@@ -21,6 +21,7 @@ from ...generation.answering import respond
 from ...generation.models import model, models
 from ...generation.targets import PARAMETERS as TARGETS
 from ...http.event_stream import EVENTS
+from ...http.parsed_bodies import parsed
 from ...http.requests import load_json, read_body, validate
 from ...http.responses import json_response
 from ...http.routes import Route
@@ -103,7 +104,9 @@ class TgiApi(ApiPlugin):
     async def _asked(self, request: web.Request) -> GenerateRequest:
         """Return the body of a request. Raise BadInput, which names the field."""
         body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
-        return validate(GenerateRequest, supported(load_json(body)), REMEDY)
+        return await parsed(
+            request, body, lambda body: validate(GenerateRequest, supported(load_json(body)), REMEDY)
+        )
 
     def _live(self, request: web.Request) -> Live:
         """Return the function in the path, or else the only language model that the caller may see."""

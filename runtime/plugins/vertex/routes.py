@@ -26,6 +26,7 @@ from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.invoke import Gateway
 from ...api.plugin import BARE, ApiPlugin
+from ...http.parsed_bodies import parsed
 from ...http.requests import content_type_of, id_of, load_json
 from ...http.responses import Response, error_reply, json_response
 from ...http.routes import Parameter, Route
@@ -140,7 +141,7 @@ class VertexApi(ApiPlugin):
         name, kind = request.match_info["function"], content_type_of(request.headers)
         live, body = await self.backend.read_body(request, name)
         if not kind:
-            load_json(body)
+            await parsed(request, body, load_json)
         payload, kind = await Gateway(self.backend).call(request, name, body, extra=BARE, content_type=kind)
         headers = {
             "X-Request-Id": id_of(request), "X-Vertex-AI-Endpoint-Id": name, "X-Vertex-AI-Deployed-Model-Id": live.record.revision,
@@ -162,7 +163,7 @@ class VertexApi(ApiPlugin):
     async def _predictions(self, request: web.Request, function: str) -> list[Any]:
         """Call the function for each instance of the body, which may have parameters for all. Return the outputs."""
         _, body = await self.backend.read_body(request, function)
-        instances, extra = _asked(load_json(body))
+        instances, extra = await parsed(request, body, lambda body: _asked(load_json(body)))
         return await self.call_each(request, function, instances, "instances", extra)
 
 

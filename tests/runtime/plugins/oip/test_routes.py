@@ -75,7 +75,7 @@ async def test_a_body_that_is_one_input(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        (b"{", "no JSON"),
+        (b"{", "not JSON"),
         (b"[]", "dictionary"),
         (orjson.dumps({"inputs": [], "model": 1}), "model"),
         (orjson.dumps(request(parameters={"timeout": "soon"})), "timeout"),
