@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aiohttp import BodyPartReader, MultipartReader, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, UnknownFile, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
+from ....handlers.forms import FormField, FormParser
 from ...access.keys import Scope
 from ...http.content_coding import CODINGS
 from ...http.origins import Origins
@@ -29,6 +29,8 @@ from .upload import MAX_FILE_BYTES, StoredFile, Upload
 BLOCK_BYTES = 1 << 20
 MAX_METADATA_BYTES = 64 << 10
 MAX_NAME_CHARS = 255
+MAX_FIELDS = 20
+"""The most fields of a form. The event loop parses the headers of each."""
 UPLOAD_TIMEOUT_S = 600.0
 SWEEP_S = 3600.0
 CONTENT, METADATA = "content", "metadata"
@@ -84,11 +86,11 @@ class FilesApi:
         await continue_body(request)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                about = await self._receive(request, await request.multipart())
+                about = await self._receive(request)
         except TimeoutError:
             raise InputTimeout(f"The upload took longer than {UPLOAD_TIMEOUT_S:.0f} s.") from None
-        except (ValueError, HttpProcessingError, web.RequestPayloadError) as error:
-            raise BadInput(f"The form is malformed: {type(error).__name__}.") from None
+        except web.RequestPayloadError as error:
+            raise BadInput(f"The body broke off or is malformed: {error}.") from None
         return json_response(self._shown(about, request), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
@@ -145,30 +147,37 @@ class FilesApi:
         except UnknownFile as error:
             raise InputInvalid(f"The input names a file that is not there. {error}") from None
 
-    async def _receive(self, request: web.Request, form: MultipartReader) -> StoredFile:
-        upload, kind, metadata = None, "", {}
+    async def _receive(self, request: web.Request) -> StoredFile:
+        form = FormParser(request.headers.get("Content-Type", ""), MAX_FIELDS)
+        upload, kind, metadata, field = None, "", b"", ""
         await asyncio.to_thread(self._store.check_disk)
         await asyncio.to_thread(self._store.load)
         try:
-            async for part in form:
-                if not isinstance(part, BodyPartReader):
-                    continue
-                if part.name == METADATA:
-                    metadata = _metadata(await _text(part))
-                elif part.name == CONTENT and upload is None:
-                    name = (part.filename or "file")[:MAX_NAME_CHARS]
-                    kind = part.headers.get("Content-Type", BYTES_TYPE)[:MAX_NAME_CHARS]
-                    # The form is larger than the file in it, so the form's length limits the file. A form without a
-                    # length may hold a file of the maximum size.
-                    most = MAX_FILE_BYTES if request.content_length is None else request.content_length
-                    upload = self._store.begin(caller_of(request).owner, name, most)
-                    await _copy(part, upload)
+            async for piece in request.content.iter_chunked(BLOCK_BYTES):
+                for found in form.feed(piece):
+                    if isinstance(found, FormField):
+                        # A second file is ignored.
+                        field = found.name if found.name != CONTENT or upload is None else ""
+                        if field == CONTENT:
+                            kind = found.content_type or BYTES_TYPE
+                            upload = self._begin(request, found)
+                    elif field == CONTENT and upload is not None:
+                        await asyncio.to_thread(upload.write, found)
+                    elif field == METADATA:
+                        metadata = _longer(metadata, found)
+            form.end()
             if upload is None:
                 raise BadInput("The form has no file.", remedy=f"Send it as the field {CONTENT}.")
-            return await asyncio.to_thread(self._store.finish, upload, kind, metadata)
+            return await asyncio.to_thread(self._store.finish, upload, kind, _metadata(metadata))
         finally:
             if upload is not None:
                 await asyncio.to_thread(self._store.discard, upload)
+
+    def _begin(self, request: web.Request, field: FormField) -> Upload:
+        # The form is larger than the file in it, so the form's length limits the file. A form without a
+        # length may hold a file of the maximum size.
+        most = MAX_FILE_BYTES if request.content_length is None else request.content_length
+        return self._store.begin(caller_of(request).owner, (field.file or "file")[:MAX_NAME_CHARS], most)
 
     def _shown(self, about: StoredFile, request: web.Request) -> UploadedFile:
         return UploadedFile(
@@ -179,19 +188,10 @@ class FilesApi:
         )  # fmt: skip
 
 
-async def _copy(part: BodyPartReader, upload: Upload) -> None:
-    while block := await part.read_chunk(BLOCK_BYTES):
-        await asyncio.to_thread(upload.write, bytes(block))
-
-
-async def _text(part: BodyPartReader) -> bytes:
-    """Return the whole content of a short field."""
-    found = b""
-    while block := await part.read_chunk(BLOCK_BYTES):
-        found += block
-        if len(found) > MAX_METADATA_BYTES:
-            raise BadInput(f"The field {METADATA} is larger than {MAX_METADATA_BYTES} bytes.")
-    return found
+def _longer(metadata: bytes, piece: bytes) -> bytes:
+    if len(metadata) + len(piece) > MAX_METADATA_BYTES:
+        raise BadInput(f"The field {METADATA} is larger than {MAX_METADATA_BYTES} bytes.")
+    return metadata + piece
 
 
 def _metadata(text: bytes) -> dict[str, Any]:

@@ -6,9 +6,6 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from email.message import Message
-from email.parser import HeaderParser
-from email.utils import collapse_rfc2231_value
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,7 +18,9 @@ from ....handlers.adapter import LenientOutput, awaited
 from ....handlers.codec import FORM_TYPE, JSON_TYPE, InputCodec
 from ....handlers.contract import NOTHING, BatchSpec, Context
 from ....handlers.dialect import Entry
+from ....handlers.forms import MAX_FIELDS, FormField, FormParser, too_many_fields
 from ....handlers.handler import Handler, HandlerKind
+from ....handlers.json_limits import check_json
 from ....handlers.loading import import_file
 from ....handlers.stand_in import is_installed
 from .dialect import manifest_in
@@ -31,8 +30,6 @@ ABOUT = "torchserve"
 """The key of `context.extra` with the gateway's facts about a request: content_type, query and headers."""
 CONFIG = "model-config.yaml"
 MULTIPART = "multipart/form-data"
-MAX_FIELDS, MAX_HEAD_BYTES = 1000, 2048
-"""The most fields of a form, and the most bytes of the headers of a field."""
 
 
 def resolve_torchserve(root: Path, entry: Entry, function: str = "") -> Handler:
@@ -146,6 +143,7 @@ def fields_of(event: Any, about: Mapping[str, Any]) -> dict[str, Any]:
 
 def _url_encoded(body: bytes) -> dict[str, Any]:
     """Return the fields of a form, or its body if it is JSON, because `curl -d` sends JSON with the type of a form."""
+    check_json(body)
     try:
         return {"body": orjson.loads(body)}
     except orjson.JSONDecodeError:
@@ -153,46 +151,26 @@ def _url_encoded(body: bytes) -> dict[str, Any]:
     try:
         return dict(parse_qsl(body.decode(errors="replace"), max_num_fields=MAX_FIELDS))
     except ValueError:
-        raise _too_many_fields() from None
+        raise too_many_fields() from None
 
 
 def _multipart(body: bytes, content_type: str) -> dict[str, Any]:
-    """Return the fields of a form (RFC 7578). The time is linear in its size."""
-    header = Message()
-    header["Content-Type"] = content_type
-    boundary = header.get_boundary("").encode(errors="surrogateescape")
-    # The first boundary need not have a line break before it.
-    _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_FIELDS + 2)
-    if len(parts) > MAX_FIELDS + 1:
-        raise _too_many_fields()
-    # The boundary after the last field ends with two more dashes.
-    if not boundary or not parts or not parts[-1].startswith(b"--"):
-        raise _malformed()
-    return dict(map(_field, parts[:-1]))
-
-
-def _field(part: bytes) -> tuple[str, Any]:
-    """Return the name and the value of a part of a form, which begins with the rest of the boundary's line."""
-    end = part.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
-    blank, _, head = part[: max(end, 0)].partition(b"\r\n")
-    if end < 0 or blank.strip(b" \t"):
-        raise _malformed()
-    headers = HeaderParser().parsestr(head.decode(errors="replace"))
-    name = headers.get_param("name", "body", header="Content-Disposition")
-    kind = headers.get_content_type() if headers["Content-Type"] else ""
-    return collapse_rfc2231_value(name), _value(part[end + 4 :], kind)
-
-
-def _malformed() -> BadInput:
-    return BadInput("The form is malformed.", remedy="Send multipart/form-data with its boundary.")
-
-
-def _too_many_fields() -> BadInput:
-    return BadInput(f"The form has more than {MAX_FIELDS} fields.", remedy="Send fewer, or send JSON.")
+    """Return the fields of a form. A field without a name is the `body`."""
+    form, fields = FormParser(content_type), dict[str, tuple[FormField, list[bytes]]]()
+    content = list[bytes]()
+    for found in form.feed(body):
+        if isinstance(found, FormField):
+            content = []
+            fields[found.name or "body"] = found, content
+        else:
+            content.append(found)
+    form.end()
+    return {name: _value(b"".join(content), field.content_type) for name, (field, content) in fields.items()}
 
 
 def _value(value: bytes, kind: str) -> Any:
     if kind == JSON_TYPE:
+        check_json(value)
         try:
             return json.loads(value)
         except (ValueError, RecursionError):

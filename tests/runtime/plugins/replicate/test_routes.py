@@ -214,6 +214,8 @@ async def test_forms_that_are_refused(gateway: Gateway, caller: Callable[..., An
         b"--x\r\n\r\n",
         b'--x\r\nContent-Disposition: form-data; name="a\x7f"\r\n\r\n\r\n--x--\r\n',
         b"--y--",
+        b"--x\r\n" + b"\r\n" * (1 << 20),
+        b"--x\r\nContent-Disposition: form-data; name=content\r\n\r\n\r\n" * 40_000,
     ):
         response = await gateway.client.post("/replicate/v1/files", content=body, headers=form)
         assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_json"), response.text
