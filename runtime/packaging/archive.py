@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import posixpath
 import shutil
 import tarfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Self, cast
 
 from ...errors import CodeError
 from .code import MAX_CODE_BYTES, MAX_FILES, make_empty, utf8
@@ -26,9 +28,25 @@ _PACK_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf
 _WEIGHTS_REMEDY = "Put weights in a snapshot folder."
 # The limit of the decompressed stream. For the headers and the padding of a member, 4096 bytes suffice.
 _MAX_STREAM_BYTES = MAX_CODE_BYTES + MAX_FILES * 4096
+# The most bytes of the headers of a member, of an extending header, and of all extending headers. Extending headers
+# have long names, times and attributes. Python before 3.11.10 and 3.12.6 needs n**2 steps for n digits in one of them.
+_MAX_READ_BYTES, _MAX_EXTENDING_BYTES, _MAX_ALL_BYTES = 128 << 10, 4 << 10, 4 << 20
+# tarfile copies the fields of global headers for each member.
+_GLOBAL_WEIGHT = 2048
+_EXTENDING = frozenset(
+    (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+)
 # The exceptions that gzip and tarfile raise for a broken archive. ValueError and LookupError mean malformed PAX
-# headers.
-_BROKEN = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, OverflowError, LookupError)
+# headers, RecursionError a long chain of them.
+_BROKEN = (
+    tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, OverflowError, LookupError, RecursionError,
+)  # fmt: skip
 
 
 def unpack(archive: bytes, into: Path) -> None:
@@ -49,11 +67,35 @@ def unpack(archive: bytes, into: Path) -> None:
 class _Bounded(gzip.GzipFile):
     """Decompresses a gzip stream. Raises CodeError if there are more bytes than an archive may have."""
 
+    header_bytes: float = _MAX_READ_BYTES
+    """How many bytes the next reads may have in all."""
+
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
+        self.header_bytes -= len(data)
         if self.tell() > _MAX_STREAM_BYTES:
             raise CodeError(f"The archive exceeds {MAX_CODE_BYTES / 2**20:.0f} MiB.", remedy=_WEIGHTS_REMEDY)
+        if self.header_bytes < 0:
+            raise _large_headers()
         return data
+
+
+def _counted_headers() -> type[tarfile.TarInfo]:
+    """Return a class of headers. It raises CodeError if an extending header, or all such headers together, have too many bytes."""
+    left_bytes = _MAX_ALL_BYTES
+
+    class Header(tarfile.TarInfo):
+        @classmethod
+        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+            nonlocal left_bytes
+            found = super().frombuf(buf, encoding, errors)
+            if found.type in _EXTENDING:
+                left_bytes -= found.size * (_GLOBAL_WEIGHT if found.type == tarfile.XGLTYPE else 1)
+                if left_bytes < 0 or found.size > _MAX_EXTENDING_BYTES:
+                    raise _large_headers()
+            return found
+
+    return Header
 
 
 class _Unpacker:
@@ -65,8 +107,11 @@ class _Unpacker:
         self._bytes = 0
 
     def run(self, archive: bytes) -> None:
-        with _Bounded(fileobj=io.BytesIO(archive)) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
-            for count, member in enumerate(tar, 1):
+        with (
+            _Bounded(fileobj=io.BytesIO(archive)) as stream,
+            tarfile.open(fileobj=stream, mode="r|", tarinfo=_counted_headers()) as tar,
+        ):
+            for count, member in enumerate(_members(stream, tar), 1):
                 if count > MAX_FILES:
                     raise _refused(member.name, f"exceeds the limit of {MAX_FILES} members")
                 self._take(tar, member)
@@ -124,6 +169,18 @@ class _Unpacker:
             raise CodeError(f"The archive's files exceed {limit} at {member.name!r}.", remedy=_WEIGHTS_REMEDY)
 
 
+def _members(stream: _Bounded, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the members. tarfile keeps all of them, here without the fields of their headers."""
+    while True:
+        stream.header_bytes = _MAX_READ_BYTES
+        member = tar.next()
+        stream.header_bytes = math.inf
+        if member is None:
+            return
+        member.pax_headers = {}
+        yield member
+
+
 def checked_path(path: str, member: str) -> str:
     """Return `path` relative to the archive's root, without `./`. The root itself is "".
 
@@ -136,6 +193,10 @@ def checked_path(path: str, member: str) -> str:
     if sum(lengths) > MAX_PATH_BYTES or max(lengths, default=0) > MAX_SEGMENT_BYTES + 1:
         raise _refused(member, f"is longer than {MAX_PATH_BYTES} bytes")
     return "/".join(segments)
+
+
+def _large_headers() -> CodeError:
+    return CodeError("The archive's headers have too many bytes.", remedy=_PACK_REMEDY)
 
 
 def _refused(name: str, reason: str) -> CodeError:

@@ -16,10 +16,8 @@ COG_YAML = "cog.yaml"
 REQUIREMENTS_FILE = "requirements.txt"
 # The variable in which Cog's own images pass `concurrency.max` to the predictor.
 CONCURRENCY = "COG_MAX_CONCURRENCY"
-
-
-# Aliases of YAML could make a small file as large as the memory.
 MAX_BYTES, MAX_PACKAGES = 64 << 10, 1000
+_MERGE = "tag:yaml.org,2002:merge"
 ShortText = Annotated[str, Field(max_length=1000)]
 
 
@@ -55,7 +53,7 @@ class CogYaml(_Section):
         try:
             if file.stat().st_size > MAX_BYTES:
                 raise _malformed(f"it has more than {MAX_BYTES} bytes")
-            found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+            found = yaml.load(file.read_text(encoding="utf-8"), Loader=_loader(yaml.SafeLoader))  # noqa: S506
             return cls.model_validate(found or {})
         except ValidationError as error:
             wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -76,10 +74,26 @@ class CogYaml(_Section):
             raise _malformed(f"build.python_requirements is {named!r}, which is not in the folder")
         if file != (folder / REQUIREMENTS_FILE).resolve():
             try:
+                if file.stat().st_size > MAX_BYTES:
+                    raise _malformed(
+                        f"build.python_requirements is {named!r}, which has more than {MAX_BYTES} bytes"
+                    )
                 lines.append(file.read_text(encoding="utf-8"))
             except (OSError, UnicodeError) as error:
                 raise _malformed(f"build.python_requirements is {named!r}: {error}") from None
         return "\n".join(lines)
+
+
+def _loader(safe: Any) -> Any:
+    """Return a loader of YAML that refuses merged mappings, which would make a small file as large as the memory."""
+
+    class Loader(safe):  # type: ignore[misc]
+        def flatten_mapping(self, node: Any) -> None:
+            if any(key.tag == _MERGE for key, _ in node.value):
+                raise _malformed("it merges mappings (<<)")
+            super().flatten_mapping(node)
+
+    return Loader
 
 
 def _malformed(why: str) -> SettingsError:

@@ -142,8 +142,56 @@ def test_a_bomb_in_a_header_is_stopped(into: Path, monkeypatch: pytest.MonkeyPat
     header = tarfile.TarInfo("bomb")
     header.type, header.size = tarfile.XHDTYPE, 2**33
     bomb = gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(2**22))
-    with pytest.raises(CodeError, match="The archive exceeds"):
+    with pytest.raises(CodeError, match="headers have too many bytes"):
         unpack(bomb, into)
+
+
+def block(kind: bytes, content: bytes = b"", name: str = "x") -> bytes:
+    """The header and the content of a member of this kind."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, len(content)
+    return info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512)
+
+
+def field(size: int) -> bytes:
+    """A field of a PAX header, with this many bytes."""
+    length = b"%d x=" % size
+    return length + b"a" * (size - len(length) - 1) + b"\n"
+
+
+def endless_map() -> bytes:
+    """The header of a sparse file whose map goes on in each further block, and many such blocks."""
+    plain = bytearray(block(tarfile.GNUTYPE_SPARSE))
+    plain[482] = 1
+    plain[148:156] = b"%06o\0 " % (256 + sum(plain[:148]) + sum(plain[156:512]))
+    return bytes(plain) + (bytes(504) + b"\1" + bytes(7)) * 8000
+
+
+PAX, FILE = tarfile.XHDTYPE, tarfile.REGTYPE
+TOO_LARGE = {
+    "a large header": [block(PAX, field(4 << 20))],
+    "a long name": [block(tarfile.GNUTYPE_LONGNAME, b"a" * (4 << 20))],
+    "a long list of headers": [block(PAX, field(4 << 10)) + block(FILE, name=str(one)) for one in range(1100)],
+    "global headers": [block(tarfile.XGLTYPE, field(600)) + block(FILE, name=str(one)) for one in range(20)],
+    "a sparse file": [endless_map()],
+    "a chain": [block(PAX, field(40)) * 2000],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_headers_that_would_fill_the_memory_are_refused(into: Path, name: str) -> None:
+    packed = gzip.compress(b"".join(TOO_LARGE[name]) + block(FILE, name="end"), 1)
+    with pytest.raises(CodeError, match="headers have too many bytes"):
+        unpack(packed, into)
+    assert not into.exists()
+
+
+def test_headers_of_usual_archives_are_read(into: Path) -> None:
+    """git writes a global header; macOS and posix archives have attributes and times."""
+    commit = block(tarfile.XGLTYPE, b"52 comment=" + b"0" * 40 + b"\n")
+    files = [block(PAX, field(2000)) + block(FILE, b"x", name=str(one)) for one in range(1000)]
+    unpack(gzip.compress(commit + b"".join(files) + bytes(1024), 1), into)
+    assert len(list(into.iterdir())) == 1000
 
 
 @pytest.mark.parametrize(

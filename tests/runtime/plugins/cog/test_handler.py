@@ -202,15 +202,17 @@ class Predictor(BasePredictor):
         ("build:\n  python_packages: [no-such-package==1.0]", "requirements_unmet", "cog.yaml is not met: line 1: no-such-package==1.0"),
         ("build:\n  python_requirements: more.txt", "requirements_unmet", "cog.yaml is not met: line 1: no-such-other"),
         ("build:\n  python_requirements: ../more.txt", "settings_invalid", "not in the folder"),
+        ("build:\n  python_requirements: large.txt", "settings_invalid", "more than 65536 bytes"),
         ("concurrency:\n  max: many", "settings_invalid", "concurrency.max"),
         ("build: [", "settings_invalid", "cog.yaml cannot be used"),
         ("#" * 70_000, "settings_invalid", "more than 65536 bytes"),
+        ("a: &a {x: 1}\nb: &b {<<: [*a, *a]}\nc: {<<: [*b, *b]}", "settings_invalid", "it merges mappings (<<)"),
         ("a: &a " + "x" * 60_000 + "\nbuild:\n  python_packages: [" + "*a, " * 900 + "]", "settings_invalid", "python_packages"),
     ],
 )  # fmt: skip
 async def test_what_cog_yaml_needs_is_checked(gateway: Gateway, config: str, fault: str, word: str) -> None:
     source = "from cog import BasePredictor\nclass Predictor(BasePredictor):\n    def predict(self) -> int:\n        return 1\n"
-    files = {"predict.py": source, "cog.yaml": config, "more.txt": "no-such-other"}
+    files = {"predict.py": source, "cog.yaml": config, "more.txt": "no-such-other", "large.txt": "#" * 70_000}
     response = await gateway.send(None, files=files)
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (422, fault)
