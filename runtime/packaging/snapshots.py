@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ VERSIONS_FILE = "versions.json"
 SNAPSHOTS_FOLDER = "snapshots"
 # Has the state of a local snapshot's files when they were last compared with signed digests.
 COMPARED_FILE = "compared"
+DESCRIBE_S = 300.0
+"""A deploy reads the manifest and the assets of a remote snapshot for at most this time, because it holds a thread."""
 
 # The functions below import parts of the snapshot engine, so that deploys without weights do not wait for them.
 
@@ -150,7 +153,8 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
     """Fetch a remote snapshot's manifest and assets into `folder`. The zygote needs them before the weights.
 
     Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
-    branch's present commit. Raises SignatureInvalid if a signature is required and missing.
+    branch's present commit. Raises SignatureInvalid if a signature is required and missing, and SourceError if a web
+    server needs more than DESCRIBE_S.
     """
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
@@ -160,7 +164,8 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules:
     from ...snapshot.sources.source import Pinnable  # noqa: PLC0415
 
     log(f"reading the manifest of {shown(url)}")
-    secrets, access = rules.secrets, rules.policies.access(url, rules.key_id)
+    secrets = rules.secrets
+    access = replace(rules.policies.access(url, rules.key_id), until_s=time.monotonic() + DESCRIBE_S)
     source, file = open_source(url, secrets, access), weights_file(url)
     if isinstance(source, Pinnable):
         url = source.pinned()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +23,8 @@ class Access:
     """True if the source uses only the function's own secrets, and no credentials and settings of this process."""
     addresses: Addresses | None = None
     """The addresses to which the source may connect; None if it may connect to all, also through a proxy."""
+    until_s: float = math.inf
+    """The monotonic time at which all reading ends, also of a server that sends byte by byte. It stays in this process."""
 
     def to_wire(self) -> dict[str, Any]:
         """Return the rule as JSON has it, for `from_wire`."""

@@ -180,8 +180,9 @@ class WebSource(ABC):
     def _wire(self) -> Wire:
         # The addresses to which a proxy connects cannot be checked.
         return Wire(
-            self._trust, self._dialer, timeout_s=self.silent_s, direct=self.access.addresses is not None
-        )
+            self._trust, self._dialer, timeout_s=self.silent_s, direct=self.access.addresses is not None,
+            until_s=self.access.until_s,
+        )  # fmt: skip
 
     def _trust(self) -> ssl.SSLContext:
         return self._own_trust or system_trust(self._ca_bundle())
@@ -444,6 +445,8 @@ class HttpConnection:
             remedy = "Check the user and the password in HTTPS_PROXY, or name the server in NO_PROXY."
             return SourceDenied(f"{request.url} may not be read: {error}.", remedy=remedy)
         if isinstance(error, TimeoutError):
+            if time.monotonic() > self._source.access.until_s:
+                return SourceError(f"{request.url} is read too slowly.", remedy="Choose a faster server.")
             return unavailable(request, "timed out")
         return unavailable(request, str(getattr(error, "strerror", None) or error).rstrip("."))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -36,8 +37,10 @@ class Wire:
         connect_timeout_s: float | None = None,
         timeout_s: float | None = None,
         direct: bool = False,
+        until_s: float = math.inf,
     ) -> None:
-        """A server may be silent for `timeout_s`, by default TIMEOUT_S. Connecting may take `connect_timeout_s`.
+        """A server may be silent for `timeout_s`, by default TIMEOUT_S. Connecting may take `connect_timeout_s`. No use
+        begins after the monotonic time `until_s`.
 
         With `direct`, no proxy is used.
         """
@@ -47,7 +50,7 @@ class Wire:
         self._trust = trust
         self._dialer = dialer
         self._connect_timeout_s = connect_timeout_s or CONNECT_TIMEOUT_S
-        self._timeout_s, self._direct = timeout_s or TIMEOUT_S, direct
+        self._timeout_s, self._direct, self._until_s = timeout_s or TIMEOUT_S, direct, until_s
         self._lock = threading.Lock()
         # The connected socket. While `connect` runs, all sockets that it tries.
         self._sockets: list[socket.socket] = []
@@ -173,6 +176,8 @@ class Wire:
         if self._closed:
             self._discard_all()
             raise ConnectionAbortedError("closed")
+        if time.monotonic() > self._until_s:
+            raise TimeoutError("timed out")
 
     def _discard_all(self) -> None:
         for one in self._sockets:

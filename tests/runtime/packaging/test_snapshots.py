@@ -18,8 +18,11 @@ import pytest_asyncio
 import torch
 from fault_server import Faults, FaultServer, Request
 from live import LIMIT_S, Gateway, failure, gateway_here, short_folder
-from pilotflame.errors import GatewayError, PackageMissing, SettingsError
+from pilotflame.errors import GatewayError, PackageMissing, SettingsError, SourceError
+from pilotflame.runtime.access.deploy_policy import ALL_ALLOWED
 from pilotflame.runtime.packaging.code import pack
+from pilotflame.runtime.packaging.snapshots import SourceRules, describe_remote
+from pilotflame.runtime.settings.function_settings import SnapshotPart
 from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
@@ -277,3 +280,17 @@ async def test_a_signer_is_a_public_key() -> None:
     assert settings.snapshot_signers == (key, key)
     with pytest.raises(SettingsError, match=r"snapshot_signers has 'key\.pem', which is no public key"):
         read_gateway_settings({"PILOTFLAME_SNAPSHOT_SIGNERS": "key.pem"})
+
+
+async def test_a_slow_server_does_not_hold_a_deploy(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pilotflame.runtime.packaging.snapshots.DESCRIBE_S", 0.3)
+    rules = SourceRules({}, ALL_ALLOWED, "")
+    with FaultServer(weights, Faults(bytes_per_s=500)) as slow:
+        described = functools.partial(
+            describe_remote, slow.url, tmp_path / "folder", SnapshotPart(), lambda _: None, rules
+        )
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(SourceError, match="is read too slowly"):
+            await asyncio.to_thread(described)

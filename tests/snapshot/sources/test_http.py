@@ -6,6 +6,7 @@ import gc
 import random
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +27,10 @@ from pilotflame.errors import (
 from pilotflame.runtime.testing.source import OBJECTS, SourceTests, connected
 from pilotflame.runtime.testing.source import read_range as read
 from pilotflame.snapshot.sources import wire
+from pilotflame.snapshot.sources.access import Access
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 from pilotflame.snapshot.sources.locate import open_source
+from pilotflame.snapshot.sources.source import read_all
 
 DATA = random.Random(3).randbytes(1 << 20)
 NAME = "model.safetensors"
@@ -269,6 +272,21 @@ def test_what_has_come_is_handed_over_while_the_rest_is_late(server: FaultServer
         while done < 50_000:
             done += connection.read_into(buffer[done:])
     assert bytes(buffer[:done]) == DATA[:50_000]
+
+
+def test_all_reading_ends_at_the_time_that_the_access_has(tmp_path: Path) -> None:
+    """Also of a server that is never silent, and without further attempts."""
+    (tmp_path / "large").write_bytes(bytes(1 << 20))
+    with FaultServer(tmp_path, Faults(bytes_per_s=2000)) as slow:
+        begun_s = time.monotonic()
+        source = HttpSource(slow.url, access=Access(until_s=begun_s + 0.5))
+        assert source.stat("large").size_bytes == 1 << 20
+        with pytest.raises(SourceError, match="is read too slowly") as caught:
+            read_all(source, "large", 1 << 20)
+        assert not isinstance(caught.value, SourceUnavailable)
+        with pytest.raises(SourceError, match="is read too slowly"):
+            source.connect().begin("large", 0, 9)
+        assert time.monotonic() - begun_s < 20
 
 
 def test_a_timeout_is_unavailable(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
