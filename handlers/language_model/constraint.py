@@ -16,8 +16,9 @@ class Constraint:
     """The state of one answer in its grammar."""
 
     def __init__(self, matcher: Any) -> None:
-        """The matcher is an LLMatcher of llguidance."""
+        """The matcher is an LLMatcher of llguidance. Raise InputInvalid if its grammar cannot be used."""
         self._matcher = matcher
+        self._check()
         self.complete = False
         """True if no token may follow, except one that ends the answer."""
 
@@ -28,6 +29,7 @@ class Constraint:
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits (vocabulary,), with -inf for each token that may not follow."""
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._check()
         permitted = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
         refused = torch.ones(len(logits), dtype=torch.bool)
         known = min(len(logits), len(permitted))
@@ -37,8 +39,18 @@ class Constraint:
     def accept(self, token: int) -> None:
         """Learn which token follows."""
         if not self._matcher.consume_token(token):
+            self._check()
             raise RuntimeError(f"the grammar refuses token {token}: {self._matcher.get_error()}")
         self.complete = self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        """Raise InputInvalid if the grammar is not valid, or needs more than the limits of llguidance, which may show late."""
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip().partition("\n")[0]
+            raise InputInvalid(
+                f"The output format or the schema of a tool cannot be used: {reason}",
+                remedy="Change the schema, the pattern or the grammar.",
+            )
 
 
 class Constraints:
@@ -54,11 +66,4 @@ class Constraints:
 
     def new(self, grammar: str) -> Constraint:
         """Return the constraint of an answer. Raise InputInvalid if the grammar is not valid."""
-        made = self._matcher(self._tokens, self._matcher.grammar_from_lark(grammar), log_level=0)
-        if made.is_error():
-            reason = made.get_error().strip().partition("\n")[0]
-            raise InputInvalid(
-                f"The output format or the schema of a tool cannot be used: {reason}",
-                remedy="Change the schema, the pattern or the grammar.",
-            )
-        return Constraint(made)
+        return Constraint(self._matcher(self._tokens, self._matcher.grammar_from_lark(grammar), log_level=0))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...errors import EngineStopped, OutputNotFinite, Overloaded
+from ...errors import EngineStopped, InputInvalid, OutputNotFinite, Overloaded
 from ..failure import is_out_of_memory
 from .admission import Admission, EngineLoad, Targets
 from .causal_model import CausalModel
@@ -378,7 +378,7 @@ def _choose(runs: Sequence[_Run], logits: Tensor) -> list[_Made]:
                 run.sampler.note(token)
             else:
                 token, logprobs = run.sampler.choose(logits[row])
-        except OutputNotFinite as error:
+        except (InputInvalid, OutputNotFinite) as error:
             made.append((run, error))
         except Exception as error:
             # Only the request that asks for this choice fails.

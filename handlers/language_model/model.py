@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import os
 import time
 from collections.abc import AsyncGenerator, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +41,10 @@ from .text import TextStream
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
     from ...snapshot.handle import Snapshot
+
+
+PLANNERS = 2
+"""How many requests are turned into tokens at a time."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class LanguageModel:
         vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._prompts = Prompts(self.tokenizer, vocabulary)
+        # Its threads begin in the worker.
+        self._planners = ThreadPoolExecutor(PLANNERS, "planner")
         self._adapters = ModelAdapters(module, adapters, most_adapters, pinned) if adapters else None
         causal = CausalModel(module, config, self._adapters)
         self.causal = causal
@@ -112,7 +121,7 @@ class LanguageModel:
 
         Raises InputInvalid if the request does not fit the model.
         """
-        plan = await asyncio.to_thread(self._plan, request)
+        plan = await self._planned(request)
         if self._adapters is not None and request.adapter is not None:
             await self._adapters.arrive(request.adapter)
         answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
@@ -120,9 +129,14 @@ class LanguageModel:
             async for delta in answers:
                 yield delta
 
+    async def _planned(self, request: GenerationRequest) -> _Plan:
+        """Run `_plan` in one of a few threads, because each may hold the tokens of a long text."""
+        plan = partial(contextvars.copy_context().run, self._plan, request)
+        return await asyncio.get_running_loop().run_in_executor(self._planners, plan)
+
     def _plan(self, request: GenerationRequest) -> _Plan:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
-        prompt = self._prompts.prompt(request)
+        prompt = self._prompts.prompt(request, self.most_tokens)
         most_new = most_new_tokens(request, len(prompt.ids), self.most_tokens)
         first = self._forms.constraint(request, prompt)
         constraints = [first.copy() if first is not None else None for _ in range(request.n)]

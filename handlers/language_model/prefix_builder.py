@@ -117,7 +117,7 @@ class PrefixBuilder:
             ]
         except ValidationError as error:
             raise InputInvalid(f"{error.errors()[0]['msg']}.", remedy="Change the prefix.") from None
-        first, second = (self._prompts.prompt(chat).ids for chat in chats)
+        first, second = (self._prompts.prompt(chat, self._most_tokens).ids for chat in chats)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
         return tuple(token for token, _ in same)
 

@@ -9,6 +9,9 @@ from ...errors import InputInvalid
 from .chat_form import THOUGHT
 from .contract import Effort, GenerationRequest
 
+CHARS_A_TOKEN = 8
+"""A text with more characters for each token of the longest prompt is read in parts, until they have too many tokens."""
+
 
 class Prompt(NamedTuple):
     """`text` is what the chat template has made; "" if the request has a prompt of its own."""
@@ -22,15 +25,26 @@ class Prompts:
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        """The characters of the longest token."""
 
-    def prompt(self, request: GenerationRequest) -> Prompt:
-        """Return the prompt of a request. Raise InputInvalid if it does not fit the model."""
+    def prompt(self, request: GenerationRequest, most: int) -> Prompt:
+        """Return the prompt of a request. Raise InputInvalid if it does not fit the model, which takes `most` tokens.
+
+        The time depends on `most`, and not on the length of the request.
+        """
+        self._check_bias(request)
         text, ids = "", request.prompt
         if request.messages is not None:
+            # Each message has a token at least.
+            if len(request.messages) > most:
+                raise _too_long(most)
             text = self._templated(request)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self._encoded(text, most, add_special_tokens=False)
         elif isinstance(ids, str):
-            ids = self._tokenizer.encode(ids)
+            ids = self._encoded(ids, most, add_special_tokens=True)
+        elif ids is not None and len(ids) > most:
+            raise _too_long(most)
         found: list[int] = list(ids or ()) or self._first()
         if not found or not all(0 <= token < self._vocabulary for token in found):
             raise InputInvalid(
@@ -38,6 +52,30 @@ class Prompts:
                 remedy="Send another text.",
             )
         return Prompt(found, text)
+
+    def _encoded(self, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text. Raise InputInvalid if they are clearly more than `most`."""
+        if len(text) > most * self._longest:
+            raise _too_long(most)
+        part, tokens = most * CHARS_A_TOKEN, 0
+        for begin in range(0, len(text), part) if len(text) > part else ():
+            tokens += len(self._tokenizer.encode(text[begin : begin + part], add_special_tokens=False))
+            # The cut between two parts may be within a token.
+            tokens -= self._longest
+            if tokens > most:
+                raise _too_long(most)
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return found
+
+    def _check_bias(self, request: GenerationRequest) -> None:
+        """Raise InputInvalid, as vLLM does, if logit_bias names a token that the model does not have."""
+        wrong = [token for token in request.logit_bias if not 0 <= token < self._vocabulary]
+        if wrong:
+            raise InputInvalid(
+                f"logit_bias names the token {wrong[0]}, which is none of the model's {self._vocabulary}.",
+                remedy="Name tokens of the model.",
+                details={"field": "logit_bias"},
+            )
 
     def single_tokens(self, texts: Collection[str]) -> set[str]:
         """Return which of these texts are one token of the model."""
@@ -85,6 +123,12 @@ class Prompts:
             "reasoning_effort has no effect on this model: its chat template does not read it.",
             remedy="Leave reasoning_effort out.",
         )
+
+
+def _too_long(most: int) -> InputInvalid:
+    return InputInvalid(
+        f"The prompt has more tokens than the model takes in all, {most}.", remedy="Shorten the prompt."
+    )
 
 
 def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:

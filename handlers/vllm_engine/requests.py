@@ -48,7 +48,7 @@ class VllmRequests:
     def make(self, request: GenerationRequest, most_tokens: int) -> VllmRequest:
         """Make a request for vLLM, for which a sequence has at most `most_tokens`. Raise InputInvalid if it does not fit the model."""
         refuse_missing(request)
-        prompt = self._prompts.prompt(request)
+        prompt = self._prompts.prompt(request, most_tokens)
         most_new = most_new_tokens(request, len(prompt.ids), most_tokens)
         parts = [self._forms.parts(request, prompt) for _ in range(request.n)]
         sampling = self._defaults.sampling(request.sampling)

@@ -176,6 +176,9 @@ class ChatRequest(_Request):
     def check(self) -> None:
         super().check()
         check_choice(self.tool_choice, self.tools)
+        if self.top_logprobs and not self.logprobs:
+            message = "The body is invalid: top_logprobs: only with logprobs."
+            raise BadInput(message, remedy="Set logprobs to true.", details={"field": "top_logprobs"})
 
     def events(self) -> list[GenerationRequest]:
         """Return the event that the function gets."""

@@ -24,7 +24,7 @@ def has_constraint(template: str, *, marks: tuple[str, ...] = MARKS, **fields: A
     prompts = Prompts(tokenizer, len(tokenizer))
     request = GenerationRequest.model_validate({"messages": CHAT, **fields})
     forms = AnswerForms(tokenizer, prompts, [tokenizer.eos_token_id])
-    return forms.constraint(request, prompts.prompt(request)) is not None
+    return forms.constraint(request, prompts.prompt(request, 1000)) is not None
 
 
 def test_only_what_must_hold_has_a_grammar() -> None:
@@ -64,13 +64,13 @@ def test_a_tokenizer_that_llguidance_cannot_use() -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0}
 
-        def encode(self, _text: str) -> list[int]:
+        def encode(self, _text: str, *, add_special_tokens: bool) -> list[int]:
             return [0]
 
     prompts = Prompts(Slow(), 1)
     forms = AnswerForms(Slow(), prompts, [0])
     plain = GenerationRequest(prompt="a")
-    assert forms.constraint(plain, prompts.prompt(plain)) is None
+    assert forms.constraint(plain, prompts.prompt(plain, 1000)) is None
     formed = GenerationRequest.model_validate({"prompt": "a", "output": {"choice": ["a"]}})
     with pytest.raises(InputInvalid, match="Only fast tokenizers"):
-        forms.constraint(formed, prompts.prompt(formed))
+        forms.constraint(formed, prompts.prompt(formed, 1000))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import llguidance
+import llguidance.hf
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import InputInvalid
 from pilotflame.handlers.language_model.chat_form import HERMES, LLAMA3, PLAIN, THINK, THOUGHT, ToolForm
-from pilotflame.handlers.language_model.constraint import Constraints
+from pilotflame.handlers.language_model.constraint import Constraint, Constraints
 from pilotflame.handlers.language_model.contract import OutputFormat, Sampling, ToolFunction
 from pilotflame.handlers.language_model.grammar import call_rules, output_rules, with_reasoning
 from pilotflame.handlers.language_model.sampling import Sampler
@@ -176,3 +178,29 @@ def test_a_model_without_an_end_token() -> None:
         constraint.accept(token)
     assert constraint.complete
     assert not constraint.copy().mask(torch.zeros(len(tokenizer)))[tokenizer.encode("a")[0]].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ({"max_items_in_row": 10}, "Current row has"),
+        ({"step_max_items": 20}, "Too many items"),
+        ({"max_lexer_states": 3}, "too many states"),
+    ],
+)
+def test_a_limit_of_llguidance_that_shows_late_is_the_requests_fault(
+    limit: dict[str, Any], reason: str
+) -> None:
+    tokens = llguidance.hf.from_tokenizer(PLAIN_TOKENS)
+    grammar = llguidance.LLMatcher.grammar_from_lark('start: s\ns: s s | "a" | s "b" s')
+    limits = llguidance.LLParserLimits(**limit)
+    constraint = Constraint(llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits))
+    (a,) = PLAIN_TOKENS.encode("a")
+
+    def write() -> None:
+        for _ in range(20):
+            constraint.mask(torch.zeros(len(PLAIN_TOKENS)))
+            constraint.accept(a)
+
+    with pytest.raises(InputInvalid, match=f"cannot be used: .*{reason}"):
+        write()

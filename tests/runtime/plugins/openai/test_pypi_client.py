@@ -215,6 +215,21 @@ async def test_echo_and_the_limits_of_completions(client: Any) -> None:
             await client.completions.create(**{**ASKED, "prompt": "A", **fields})
 
 
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+        ({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, "more tokens than the model takes"),
+    ],
+)  # fmt: skip
+async def test_requests_that_vllm_refuses_too(client: Any, fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=word):
+        await client.chat.completions.create(**CHAT | fields)
+    # vLLM ignores these.
+    ignored = {"stop_token_ids": [1_000_000]}
+    assert (await client.chat.completions.create(**CHAT, top_logprobs=0, extra_body=ignored)).choices
+
+
 async def test_the_largest_seed_and_usage_from_the_first_chunk(client: Any) -> None:
     stream = await client.chat.completions.create(
         **CHAT, n=2, seed=(1 << 63) - 1, max_tokens=3, stream=True,

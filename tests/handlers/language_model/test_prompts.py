@@ -1,0 +1,98 @@
+"""A prompt that is too long is refused before all of it is turned into tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.errors import InputInvalid
+from pilotflame.handlers.language_model.contract import GenerationRequest
+from pilotflame.handlers.language_model.prompts import CHARS_A_TOKEN, Prompts
+from tiny_tokenizer import WITHOUT_TOOLS, byte_tokenizer
+from tokenizers import AddedToken
+
+MOST = 100
+LONG = "a long token of the model" * 4
+
+
+class Counting:
+    """A tokenizer that counts the characters that it has read. It has one token of 100 characters."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = byte_tokenizer(WITHOUT_TOOLS)
+        self._tokenizer.add_tokens([AddedToken(LONG, special=False)])
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.read += len(text)
+        found: list[int] = self._tokenizer.encode(text, **options)
+        return found
+
+
+@pytest.fixture
+def tokenizer() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def prompts(tokenizer: Counting) -> Prompts:
+    return Prompts(tokenizer, len(tokenizer))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "x" * 9_000, LONG * 60 + "x" * 3_000])
+def test_a_long_prompt_is_refused_by_its_beginning(
+    prompts: Prompts, tokenizer: Counting, text: str, chat: bool
+) -> None:
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    with pytest.raises(InputInvalid, match=f"more tokens than the model takes in all, {MOST}"):
+        prompts.prompt(GenerationRequest(**given), MOST)
+    assert tokenizer.read <= len(LONG) * MOST
+
+
+def test_a_prompt_of_long_tokens_fits(prompts: Prompts) -> None:
+    assert len(prompts.prompt(GenerationRequest(prompt=LONG * MOST), MOST).ids) == MOST
+
+
+@given(
+    st.lists(st.sampled_from(["x", "ä", " ", LONG, LONG[:50]]), min_size=1, max_size=60), st.integers(1, 80)
+)
+def test_no_prompt_that_fits_is_refused(parts: list[str], most: int) -> None:
+    tokenizer = byte_tokenizer(WITHOUT_TOOLS)
+    tokenizer.add_tokens([AddedToken(LONG, special=False)])
+    text = "".join(parts)
+    ids = tokenizer.encode(text)
+    if len(ids) <= most:
+        assert Prompts(tokenizer, len(tokenizer)).prompt(GenerationRequest(prompt=text), most).ids == ids
+
+
+def test_tokens_and_messages_are_counted(prompts: Prompts, tokenizer: Counting) -> None:
+    assert len(prompts.prompt(GenerationRequest(prompt=[1] * MOST), MOST).ids) == MOST
+    messages: list[dict[str, Any]] = [{"role": "user", "content": ""}] * (MOST + 1)
+    for asked in (GenerationRequest(prompt=[1] * (MOST + 1)), GenerationRequest(messages=messages)):
+        with pytest.raises(InputInvalid, match="more tokens"):
+            prompts.prompt(asked, MOST)
+    assert tokenizer.read == 0
+
+
+@pytest.mark.parametrize("token", [-1, 10_000])
+def test_a_bias_of_no_token_is_refused(prompts: Prompts, token: int) -> None:
+    """As in vLLM, which ignores such tokens in stop_token_ids."""
+    with pytest.raises(InputInvalid, match=f"logit_bias names the token {token}") as caught:
+        prompts.prompt(GenerationRequest(prompt="a", logit_bias={1: 1.0, token: 1.0}), MOST)
+    assert caught.value.details == {"field": "logit_bias"}
+    assert prompts.prompt(GenerationRequest(prompt="a", stop_token_ids=(10_000,)), MOST).ids
+
+
+def test_the_parts_of_a_text_are_as_long_as_the_longest_prompt(prompts: Prompts, tokenizer: Counting) -> None:
+    text = LONG * (2 * CHARS_A_TOKEN)
+    assert prompts.prompt(GenerationRequest(prompt=text), MOST).ids
+    assert tokenizer.read == 2 * len(text)
