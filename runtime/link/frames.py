@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ...errors import LinkError, OutputTooLarge
+from ...handlers.json_limits import excess
 
 HEADER = struct.Struct("<IIBI")
 TIMING = struct.Struct("<ddHd")
@@ -115,9 +116,9 @@ class Frame(NamedTuple):
     payload: bytes
 
     def json(self) -> dict[str, Any]:
-        """Return the head as JSON. Raise LinkError if it is not a JSON object."""
+        """Return the head as JSON. Raise LinkError if it is not a JSON object, or has too many values for one."""
         try:
-            head = orjson.loads(self.head) if self.head else {}
+            head = {} if not self.head else None if excess(self.head) else orjson.loads(self.head)
         except orjson.JSONDecodeError:
             head = None
         if not isinstance(head, dict):

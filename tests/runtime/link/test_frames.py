@@ -75,7 +75,7 @@ def test_a_head_is_json_or_an_error() -> None:
     (frame,) = FrameReader().feed(encode_json(FrameKind.READY, 0, {"window": 3}, b"rest"))
     assert (frame.json(), frame.payload) == ({"window": 3}, b"rest")
     assert Frame(FrameKind.READY, 0, b"", b"").json() == {}
-    for head in (b"{", b"[1]", b"\xff", b"3"):
+    for head in (b"{", b"[1]", b"\xff", b"3", b'{"a":[' + b"[]," * 700_000 + b"3]}"):
         with pytest.raises(LinkError, match="READY frame's head is not a JSON object"):
             Frame(FrameKind.READY, 0, head, b"").json()
     with pytest.raises(LinkError, match="200"):
