@@ -313,10 +313,10 @@ PARSED = {
     # Bodies and outputs, which are counted.
     "handlers.codec", "handlers.tensors", "runtime.http.requests", "runtime.events.consumer", "runtime.generation.deltas",
     "runtime.generation.token_counts", "runtime.plugins.runpod.openai_jobs", "runtime.plugins.torchserve.handler",
-    "runtime.plugins.aws_lambda.handler", "runtime.link.frames",
+    "runtime.plugins.aws_lambda.handler", "runtime.link.frames", "runtime.packaging.reuse",
     # A text in quotation marks.
     "runtime.plugins.amazon.event_stream", "runtime.plugins.replicate.stream", "runtime.plugins.torchserve.routes",
-    # A header, and a text of at most 16 KiB.
+    # A header, and a text of at most 64 KiB.
     "runtime.plugins.aws_lambda.routes", "runtime.plugins.oip.repository",
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
@@ -327,7 +327,7 @@ PARSED = {
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",
     "handlers.language_model.prefixes", "handlers.source_file", "runtime.api.openapi", "runtime.plugins.predictions.prediction",
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
-    "runtime.serving.latency_curve_store", "runtime.plugins.replicate.problem", "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
+    "runtime.serving.latency_curve_store", "runtime.packaging.snapshots", "runtime.plugins.replicate.problem", "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
     # Commands.
     "runtime.plugins.bulk.journal", "runtime.plugins.bulk.submitter", "runtime.plugins.images.image_engine",
 }  # fmt: skip
@@ -338,7 +338,7 @@ def test_no_request_is_parsed_before_its_values_are_counted() -> None:
     parses = re.compile(r"\bjson\.loads?\b|validate_json\b|from_json\(")
     rooms = (
         "handlers.", "runtime.http.", "runtime.api.", "runtime.generation.", "runtime.events.", "runtime.plugins.",
-        "runtime.link.", "runtime.serving.",
+        "runtime.link.", "runtime.serving.", "runtime.packaging.",
     )  # fmt: skip
     texts = {
         name: path.read_text(encoding="utf-8") for name, path in modules().items() if name.startswith(rooms)

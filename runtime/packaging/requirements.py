@@ -23,7 +23,8 @@ from packaging.version import InvalidVersion, Version
 from ...errors import RequirementsError
 
 FILE = "requirements.txt"
-MAX_CHARS = 256 << 10
+MAX_CHARS, MAX_LINE_CHARS = 256 << 10, 1000
+"""The most characters of a file, and of a line without its hashes: the parser of a line is recursive, and takes 0.1 ms a word."""
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
 # Patterns of refused lines, and the reasons. They are matched after the hashes are removed. The first match counts.
 _REFUSED = (
@@ -169,12 +170,16 @@ def _parsed(number: int, line: str) -> RequirementLine:
     text = _HASH.sub("", line)
     if reason := next((reason for pattern, reason in _REFUSED if re.match(pattern, text)), None):
         raise InvalidRequirement(reason)
-    requirement = Requirement(text)
+    if len(text) > MAX_LINE_CHARS:
+        raise InvalidRequirement(f"it has more than {MAX_LINE_CHARS} characters")
     try:
+        requirement = Requirement(text)
         if requirement.marker:
             requirement.marker.evaluate()
     except (UndefinedComparison, UndefinedEnvironmentName) as error:
         raise InvalidRequirement(f"its marker has no meaning: {error}") from error
+    except RecursionError:
+        raise InvalidRequirement("its marker has too many parentheses") from None
     return RequirementLine(number, requirement, tuple(sorted(item.lower() for item in _HASH.findall(line))))
 
 

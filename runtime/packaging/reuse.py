@@ -18,6 +18,8 @@ from typing import IO, NamedTuple
 from pydantic import BaseModel, Field, ValidationError
 
 from ...errors import BadInput, BaseChanged, CodeError
+from ...handlers.first_errors import first_errors
+from ...handlers.json_limits import excess
 from .archive import checked_path
 from .code import KEPT_FILE, MAX_FILES
 
@@ -83,11 +85,20 @@ def take(code: Path, staged: Path) -> None:
 def _listed(staged: Path) -> FileDigests:
     listed = staged / KEPT_FILE
     try:
-        found = FileDigests.model_validate_json(listed.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CodeError(f"The upload has no valid {KEPT_FILE}: {error}.", remedy=_FULL_REMEDY) from None
+        text = listed.read_bytes()
+        if why := excess(text):
+            raise _invalid(f"it has {why}")
+        found = FileDigests.model_validate_json(text)
+    except OSError as error:
+        raise _invalid(error) from None
+    except ValidationError as error:
+        raise _invalid(first_errors(error, 1)[0]["msg"]) from None
     listed.unlink()
     return found
+
+
+def _invalid(why: object) -> CodeError:
+    return CodeError(f"The upload has no valid {KEPT_FILE}: {why}.", remedy=_FULL_REMEDY)
 
 
 def _has(code: Path, file: CodeFileDigest) -> bool:

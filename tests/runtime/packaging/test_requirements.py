@@ -101,6 +101,9 @@ def test_markers_are_of_this_interpreter() -> None:
         ("numpy==", "line 2"),
         ("numpy; sys_platform ~= 'l'", "its marker has no meaning"),
         ("numpy; 'x' in extras", "marker"),
+        ("numpy; " + "(" * 900, "too many parentheses"),
+        ("numpy; python_version > '" + "1" * 5000 + "'", "more than 1000 characters"),
+        ("numpy" + ",".join(["==1"] * 60_000), "more than 1000 characters"),
     ],
 )
 def test_refused(line: str, reason: str) -> None:

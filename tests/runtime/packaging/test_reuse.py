@@ -112,6 +112,13 @@ def test_a_list_that_is_missing_or_malformed_is_refused(tmp_path: Path, text: st
         take(tmp_path, tmp_path / "staged")
 
 
+def test_the_values_of_a_list_are_counted_before_it_is_parsed(tmp_path: Path):
+    (tmp_path / "staged").mkdir()
+    (tmp_path / "staged" / KEPT_FILE).write_text('{"files": [' + "[]," * 700_000 + "[]]}")
+    with pytest.raises(CodeError, match="marks of values"):
+        take(tmp_path, tmp_path / "staged")
+
+
 def test_a_base_names_function_and_revision():
     assert ReusedRevision.parse("alpha/r4-1a2b3c4d") == ReusedRevision("alpha", "r4-1a2b3c4d")
     with pytest.raises(BadInput, match="FUNCTION/REVISION"):
