@@ -23,6 +23,7 @@ from ...machine import free_memory_bytes, processors
 from ..access.keyring import KeysFile, keys_path
 from ..access.private_files import load
 from ..client import display, exit_codes, options
+from ..http.tls import examine_hosts
 from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_engine import find_engine
 from ..launching.gpus import AMD_MODULE, NVIDIA_MODULE, find_driver
@@ -95,6 +96,7 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield _limits()
     yield private_files(landlock_version())
     yield containers(settings, settings.engine or find_engine())
+    yield from (_noted(*found) for found in examine_hosts(settings))
     if settings.peers and settings.peers_token is not None:
         yield peers_answer(settings.peers, settings.peers_token.get_secret_value())
 
@@ -257,11 +259,9 @@ def _limits() -> Check:
     held = [setting for name, setting in CONTROLLERS.items() if name in {one.name for one in found}]
     versions = " and ".join(sorted({f"version {2 if one.unified else 1}" for one in found}))
     text = f"{', '.join(held)} (cgroups, {versions})" if held else "none"
-    if len(held) == len(CONTROLLERS):
-        return Check("limits of processes", "ok", text)
     missing = ", ".join(setting for setting in CONTROLLERS.values() if setting not in held)
     remedy = f"For {missing} without an image: run the gateway as root or with systemd's Delegate=yes."
-    return Check("limits of processes", "note", text, remedy)
+    return _noted("limits of processes", text, remedy if missing else "")
 
 
 def private_files(version: int) -> Check:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import ssl
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 from ...errors import GatewayError
+from ..settings.gateway_settings import GatewaySettings
 
 LOG = logging.getLogger(__name__)
 CHECK_S = 1.0
 PROTOCOLS = ("http/1.1",)
+HOST_MISMATCH = 62
+"""OpenSSL's code of a certificate for another host name."""
 Seen: TypeAlias = tuple[tuple[int, int, int], ...]
 """The inode, the size and the time of the last change of each file. These numbers tell whether the files have changed.
 """
@@ -47,6 +52,24 @@ class Certificate:
             LOG.warning("the old TLS certificate stays in use: %s", error)
             return
         LOG.info("the TLS certificate was read again from %s", self._chain)
+
+    def covers(self, host: str) -> bool:
+        """Return True if the certificate is for this host name. A client in memory decides, as other clients do."""
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        client.load_verify_locations(self._chain)
+        sent, received = ssl.MemoryBIO(), ssl.MemoryBIO()
+        asking = client.wrap_bio(received, sent, server_hostname=host)
+        answering = self._current.wrap_bio(sent, received, server_side=True)
+        for side in (asking, answering, asking):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                # Clients may also lack the issuer's certificate, or the certificate may have expired.
+                return error.verify_code != HOST_MISMATCH
+        return True
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Give a new connection the current certificate."""
@@ -113,6 +136,33 @@ class Certificate:
             LOG.warning(
                 "every user of this machine can read the TLS key %s: chmod o-r %s", self._key, self._key
             )
+
+
+def examine_hosts(settings: GatewaySettings) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, found, what to do) for each pattern of `app_hosts`: whether such names have an address, and are in the
+    certificate, if the gateway has one.
+    """
+    for pattern in settings.app_hosts:
+        yield f"host {pattern}", *_examine_host(pattern, settings.tls_cert, settings.tls_key)
+
+
+def _examine_host(pattern: str, chain: Path | None, key: Path | None) -> tuple[str, str]:
+    host = pattern.replace("*", "pilotflame-doctor")
+    try:
+        found = ", ".join(sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)}))
+        if chain is not None and key is not None and not Certificate(chain, key).covers(host):
+            return (
+                f"the certificate in {chain} is not for {host}",
+                f"Get a certificate that has {pattern}, too.",
+            )
+    except OSError as error:
+        return (
+            f"{host}: {error.strerror}",
+            f"Add a DNS record {pattern} with the address of the gateway or its proxy.",
+        )
+    except GatewayError as error:
+        return error.message, error.remedy
+    return found, ""
 
 
 def _status(file: Path, setting: str) -> os.stat_result:

@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import shutil
+import socket
 import ssl
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +21,7 @@ from pilotflame.errors import GatewayError, SettingsError
 from pilotflame.runtime.api.fast_path import FastPath
 from pilotflame.runtime.http import tls
 from pilotflame.runtime.http.tls import Certificate
-from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings, read_gateway_settings
 
 ECHO = "def handler(event):\n    return event"
 STREAM = "def handler(event):\n    yield from range(event)"
@@ -40,9 +42,9 @@ class Files:
         self.trust = ssl.create_default_context(cafile=self.authority)
         self.renew()
 
-    def renew(self) -> None:
+    def renew(self, *names: str) -> None:
         """Replace the files, each by a rename, as tools for renewing certificates do."""
-        issued = self._ca.issue_cert("localhost", "127.0.0.1")
+        issued = self._ca.issue_cert("localhost", "127.0.0.1", *names)
         for path, pem in (
             (self.chain, b"".join(blob.bytes() for blob in issued.cert_chain_pems)),
             (self.key, issued.private_key_pem.bytes()),
@@ -69,6 +71,29 @@ async def served(url: str, trust: ssl.SSLContext) -> bytes:
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
     return bytes(shown)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fault"), [("localhost.localdomain", "Add a DNS record"), ("*.apps.test", "Get a certificate that has *.apps.test")]
+)  # fmt: skip
+def test_doctor_examines_the_host_names_of_functions(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch, pattern: str, fault: str
+) -> None:
+    def resolve(host: str, _port: None) -> list[Any]:
+        if host != pattern.replace("*", "pilotflame-doctor") or fault.startswith("Add"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, 0, 0, "", ("192.0.2.1", 0))]
+
+    monkeypatch.setattr(tls.socket, "getaddrinfo", resolve)
+    settings = GatewaySettings(state_dir=tmp_path, app_hosts=pattern, **files.settings)
+    [(name, found, remedy)] = tls.examine_hosts(settings)
+    assert (name, remedy.startswith(fault)) == (f"host {pattern}", True), found
+    if "*" in pattern:
+        files.renew("*.apps.test")
+        assert list(tls.examine_hosts(settings)) == [(name, "192.0.2.1", "")]
+        files.key.unlink()
+        [(_, found, remedy)] = tls.examine_hosts(settings)
+        assert "tls_key" in found
 
 
 def first_in(chain: Path) -> bytes:
