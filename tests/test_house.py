@@ -428,6 +428,7 @@ TOGETHER = {
     "clients",
     "compiled",
     "console_browser",
+    "page_isolation_browser",
     "container_limits",
     "cog_cases",
     "corruptions",

@@ -28,6 +28,7 @@ from ..access.keys import Caller, Scope
 from ..functions.live import Live
 from ..functions.registry import Functions
 from ..http.endless_answers import EndlessAnswers
+from ..http.page_isolation import OwnPage
 from ..http.requests import caller_of
 from ..http.responses import Timestamp, json_response, timestamp
 from ..http.routes import Flag, Parameter, Route
@@ -151,7 +152,7 @@ class Console:
             raise UnknownRoute(f"The console has no file {name[:64]!r}.", remedy="/console is the page.")
         headers = {**HEADERS, "Content-Security-Policy": POLICY}
         kind = MEDIA_TYPES[Path(name).suffix]
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+        return OwnPage(body=body, content_type=kind, charset="utf-8", headers=headers)
 
     async def view(self, request: web.Request) -> web.StreamResponse:
         caller = caller_of(request)

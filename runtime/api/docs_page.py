@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from ..._version import __version__
+from ..http.page_isolation import OwnPage
 from ..http.responses import json_response
 from ..http.routes import Route
 
@@ -32,6 +33,8 @@ LINKS = {
 }
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": POLICY,
+    # A page that has opened this one cannot reach its window.
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
@@ -77,6 +80,6 @@ def _file(suffix: str, media_type: str) -> Any:
     body = Path(__file__).with_suffix(f".{suffix}").read_bytes()
 
     async def send(_request: web.Request) -> web.StreamResponse:
-        return web.Response(body=body, content_type=media_type, charset="utf-8", headers=HEADERS)
+        return OwnPage(body=body, content_type=media_type, charset="utf-8", headers=HEADERS)
 
     return send

@@ -1,10 +1,10 @@
 """Identifies the caller before every route, and checks the caller's rights.
 
 A gateway is open if only this machine can reach the gateway, its setting `auth` is not "always", and no API key was
-ever created. An open gateway admits every request, except requests that a web page of another origin has caused. Any
-other gateway requires an API key on all routes that are not public, except in requests with the key of the control
-socket. A gateway that serves one function alone requires an API key only if a key exists. If no key exists, its callers
-may use only a few routes.
+ever created. An open gateway admits every request. Any other gateway requires an API key on all routes that are not
+public, except in requests with the key of the control socket. A gateway that serves one function alone requires an API
+key only if a key exists. If no key exists, its callers may use only a few routes. `CrossOrigin` refuses requests of web
+pages of other origins, with and without a key.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
-from multidict import istr
 
-from ...addresses import is_loopback
 from ...errors import (
     Forbidden,
     GatewayError,
@@ -57,7 +54,6 @@ KEY_HEADERS = frozenset(name.lower() for name in ("Authorization", SESSION_TOKEN
 """The headers in which a request may hold a key of this gateway, in lower case. Handlers do not get them."""
 RETRY_S = 1.0
 _JSON_WEB_TOKEN = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
-_FETCH_SITE = istr("Sec-Fetch-Site")
 
 
 @dataclass(slots=True)
@@ -97,32 +93,6 @@ def counted(request: web.Request) -> bool:
     return admitted is not None and admitted.count > 1
 
 
-def check_origin(
-    headers: Headers, allows: Callable[[str], bool] = lambda _origin: False, *, own_pages: bool = False
-) -> None:
-    """Raise Forbidden if a web page that this machine does not serve has caused the request, unless `allows(origin)`.
-
-    With `own_pages`, also raise it for pages of this machine that the gateway does not serve itself.
-
-    Any page can send requests to 127.0.0.1, also under the page's own host name, if this name resolves to 127.0.0.1.
-    But the browser itself sets the headers Host, Origin and Sec-Fetch-Site, and no page can forge them.
-    """
-    host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
-    if host is not None and not _names_loopback(f"//{host}"):
-        raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
-    if origin is not None and allows(origin):
-        return
-    if origin is not None and not _names_loopback(origin):
-        raise _forbidden(f"answers no web page of {origin[:80]!a}")
-    site = headers.get(_FETCH_SITE)
-    if site == "cross-site":
-        raise _forbidden("answers no web page of another origin")
-    if own_pages and (
-        site == "same-site" or (site is None and origin is not None and not _same(origin, host))
-    ):
-        raise _forbidden("lets pages of other programs only call functions")
-
-
 class Guard:
     """The guard of a gateway, with the scope that each route requires."""
 
@@ -147,7 +117,6 @@ class Guard:
         }
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_route(routes)
-        self._invoking = {route for route, scope in self._scopes.items() if scope is Scope.INVOKE}
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._unverified = UnverifiedBodies()
         self._issuers: Issuers | None = None
@@ -215,14 +184,14 @@ class Guard:
         self, headers: Headers, route: tuple[str, str], function: str | None,
         transport: asyncio.BaseTransport | None, signer: Held | None,
     ) -> Admitted:  # fmt: skip
-        if not self.closed:
-            try:
-                if self._local:
-                    check_origin(headers, own_pages=route not in self._invoking)
-            except Forbidden:
-                if not self._control.admits(headers, transport):
-                    allows = functools.partial(self._cors.allows, path=route[1], function=function)
-                    check_origin(headers, allows, own_pages=route not in self._invoking)
+        closed = self.closed
+        try:
+            if closed or self._local:
+                self._cors.check(headers, route[1], function)
+        except Forbidden:
+            if not self._control.admits(headers, transport):
+                raise
+        if not closed:
             return self._admit_anybody(headers, route, transport)
         held = signer or self._find_key(headers, transport)
         if held is None:
@@ -409,27 +378,3 @@ def token_in(header: str) -> str:
     """
     scheme, space, rest = header.strip().partition(" ")
     return rest.strip() if space and scheme.lower() in ("bearer", "token") else header.strip()
-
-
-def _forbidden(what: str) -> Forbidden:
-    remedy = (
-        "Call http://localhost:PORT, send an API key (pilotflame keys create NAME --scope admin), or let pages of this"
-        " origin call a function: [cors] in pilotflame.toml."
-    )
-    return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
-
-
-def _same(origin: str, host: str | None) -> bool:
-    """Return True if an Origin names the address in Host. A proxy may have changed the scheme."""
-    return origin.partition("://")[2] == host
-
-
-# Cached because most requests have the same Host.
-@functools.lru_cache(maxsize=16)
-def _names_loopback(address: str) -> bool:
-    """Return True if the host of an address such as //localhost:8600 or http://[::1] is this machine."""
-    try:
-        parts = urlsplit(address)
-        return parts.username is None and is_loopback(parts.hostname or "")
-    except ValueError:
-        return False

@@ -15,15 +15,15 @@ class HostNames:
     """The host names of functions. A request for one of them gets the path below which a plugin serves the function."""
 
     def __init__(self, find: Find, prefix: str) -> None:
-        """`find` returns the function of a host name in lower case, or None. `prefix` has the place "{function}" for its
-        name; "" if no plugin serves host names.
+        """`find` returns the function whose host name a Host header has, or None. `prefix` has the place "{function}" for
+        its name; "" if no plugin serves host names.
         """
         self._find, self._prefix = find, prefix
 
     def function_of(self, headers: Mapping[str, str]) -> str | None:
         """Return the function whose host name a request names; None for the gateway's own names."""
         host = headers.get(hdrs.HOST) if self._prefix else None
-        return None if host is None else self._find(host_name(host))
+        return None if host is None else self._find(host)
 
     def claims(self, headers: Mapping[str, str]) -> bool:
         return self.function_of(headers) is not None
@@ -44,9 +44,3 @@ class HostNames:
         path = self._prefix.format(function=function) + message.url.raw_path
         url = message.url.with_path(path, encoded=True, keep_query=True)
         return message._replace(path=url.raw_path_qs, url=url)
-
-
-def host_name(host: str) -> str:
-    """Return the name in a Host header, in lower case and without the port."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdecimal() else host).lower().rstrip(".")

@@ -413,7 +413,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     hosts: Annotated[tuple[HostName, ...], Strict(False), BeforeValidator(split_text)] = Field(
         (),
         max_length=16,
-        description="Host names whose requests all go to the function's web app, as api.example.com. The gateway's app_hosts"
+        description="More host names whose requests all go to the function's web app, as api.example.com. The gateway's app_hosts"
         " must allow them.",
     )
     source: Annotated[tuple[AnySource, ...], Strict(False)] = Field(

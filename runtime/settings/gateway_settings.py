@@ -148,8 +148,8 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     )
     app_hosts: tuple[HostPattern, ...] = Field(
         (),
-        description="Host names that functions may have by their setting hosts, as *.apps.example.com; by default none. Never"
-        " list the gateway's own name: its callers would send their API keys to a function.",
+        description="Host names of functions beside NAME.localhost: *.apps.example.com gives each function NAME.apps.example.com;"
+        " others are for its setting hosts. Never list the gateway's own name: its callers would send their keys to a function.",
     )
     trusted_proxies: tuple[NetworkText, ...] = Field(
         (),

@@ -39,6 +39,7 @@ from ..http.host_names import HostNames
 from ..http.large_answers import LargeAnswers
 from ..http.open_connections import OpenConnections, most_connections
 from ..http.origins import Origins
+from ..http.page_isolation import PageIsolation
 from ..http.responses import ErrorResponses, compressed
 from ..http.routes import Route, error_formats, joined
 from ..serving.response_cache import ResponseCache
@@ -101,11 +102,14 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
         [*rows, *(standalone.routes if standalone is not None else [])], admin.statuses, plugins.all
     ).routes
     control = stack.enter_context(control_socket(parts.state.folder))
+    # Without a plugin that serves apps, host names of functions are names like all others.
+    prefix = next((one.host_prefix for one in plugins.all if one.host_prefix), "")
+    hosts = HostNames(node.functions.hosts.find, prefix)
     connections = OpenConnections(backend.origins, most_connections())
-    guard, cors = _guard(parts, routes, control, connections, standalone)
+    guard, cors = _guard(parts, routes, control, connections, standalone, hosts)
     audit = _open_audit(routes, parts.state.logs, stack)
     http = await stack.enter_async_context(
-        _server(parts, gateway, plugins, routes, control, connections, guard, cors, audit, standalone)
+        _server(parts, gateway, plugins, routes, control, connections, guard, cors, audit, standalone, hosts)
     )
     await stack.enter_async_context(
         plugins.listening(settings.plugin_ports, guard, audit, parts.address.certificate)
@@ -151,11 +155,11 @@ def _standalone(
 
 def _guard(
     parts: FrontParts, routes: Sequence[Route], control: ControlSocket, connections: OpenConnections,
-    standalone: Standalone | None,
+    standalone: Standalone | None, hosts: HostNames,
 ) -> tuple[Guard, CrossOrigin]:  # fmt: skip
     """Return the checks of each request: of its API key and quotas, and of the page that a browser sends it from."""
     settings, functions, local = parts.settings, parts.node.functions, parts.address.local
-    cors = CrossOrigin(functions, routes, settings.cors_origins, lambda: local and not guard.closed)
+    cors = CrossOrigin(functions, routes, settings.cors_origins, hosts, lambda: local and not guard.closed)
     guard = Guard(
         parts.state.keyring, control, functions.tasks, routes, cors, connections, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
@@ -186,12 +190,13 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 def _server(
     parts: FrontParts, gateway: Gateway, plugins: Plugins, routes: Sequence[Route], control: ControlSocket,
     connections: OpenConnections, guard: Guard, cors: CrossOrigin, audit: Audit, standalone: Standalone | None,
+    hosts: HostNames,
 ) -> contextlib.AbstractAsyncContextManager[HttpServer]:  # fmt: skip
     """Return the HTTP server. A request passes the middlewares in their order, or the fast path alone."""
     settings, functions, certificate = parts.settings, parts.node.functions, parts.address.certificate
     requests = AccessLog(parts.state.logs.channel(ACCESS)) if settings.access_log else None
-    prefix = next((one.host_prefix for one in plugins.all if one.host_prefix), "")
-    hosts = HostNames(functions.hosts.find, prefix if settings.app_hosts else "")
+    # Where one function is served alone, its code and the gateway have the same owner.
+    on_prepare = [cors.on_prepare, *([PageIsolation(hosts).on_prepare] if standalone is None else [])]
     middlewares = [
         *([standalone.name_function] if standalone is not None else []),
         *([requests.middleware] if requests is not None else []),
@@ -204,5 +209,5 @@ def _server(
     )  # fmt: skip
     return http_server(
         [parts.address.socket, control.sock], routes, middlewares, fast, settings.header_timeout_s,
-        connections, functions.tasks, [cors.on_prepare], certificate.context if certificate is not None else None, hosts,
+        connections, functions.tasks, on_prepare, certificate.context if certificate is not None else None, hosts,
     )  # fmt: skip

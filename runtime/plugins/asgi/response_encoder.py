@@ -11,6 +11,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDict
 
 from ....errors import OutputInvalid
+from ...http.page_isolation import ORIGIN_WIDE
 from .incoming_request import HOP_BY_HOP
 from .messages import ResponsePiece, check_head
 
@@ -19,8 +20,9 @@ _STATUS_LINES = {
 }
 _BODILESS = (204, 304)
 _LENGTH = b"content-length"
-# The gateway adds to these headers, unless the app has set them.
-_SERVER, _CROSS_ORIGIN = (b"server",), (b"server", b"vary", b"access-control-allow-origin")
+# The gateway adds to these headers, unless the app has set them, or may remove them.
+_SEEN = frozenset((b"server", b"set-cookie", *(name.lower().encode() for name in ORIGIN_WIDE)))
+_CROSS_ORIGIN = _SEEN | {b"vary", b"access-control-allow-origin"}
 
 
 class ResponseEncoder:
@@ -39,7 +41,7 @@ class ResponseEncoder:
         self.status = 0
         self.started = self.complete = False
         self._bodiless, self._may_chunk, self._chunked = head, chunks, False
-        self._shared = _CROSS_ORIGIN if shared else _SERVER
+        self._shared = _CROSS_ORIGIN if shared else _SEEN
         self._lines: list[bytes] = []
         # The bytes of the body that are missing by the app's Content-Length.
         self._missing: int | None = None
@@ -72,7 +74,7 @@ class ResponseEncoder:
                 raise OutputInvalid(f"The app sent the Content-Length {text[:40]!r}.")
             self._missing = int(text)
         elif name in self._shared:
-            self.headers.add(name.decode(), value.decode("utf-8", "replace").strip())
+            self.headers.add(name.decode(), value.decode("utf-8", "surrogateescape").strip())
         elif name not in HOP_BY_HOP:
             self._lines.append(line)
         return name
@@ -94,9 +96,10 @@ class ResponseEncoder:
             self.headers[hdrs.CONNECTION] = "close"
         elif not self._may_chunk:
             self.headers[hdrs.CONNECTION] = "keep-alive"
-        own = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()]).encode()
+        own = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
+        lines = own.encode("utf-8", "surrogateescape")
         status = _STATUS_LINES.get(piece.status) or b"HTTP/1.1 %d \r\n" % piece.status
-        return b"".join((status, *self._lines, own, framing))
+        return b"".join((status, *self._lines, lines, framing))
 
     def _framing(self, piece: ResponsePiece) -> bytes:
         """Return the headers that tell the end of the body, and the empty line after all headers."""

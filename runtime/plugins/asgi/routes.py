@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from typing import ClassVar
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from ....errors import LinkError, PilotflameError, UnknownRoute
 from ....handlers.codec import BYTES_TYPE
 from ...access.keys import Scope
+from ...api.backend import Backend
 from ...api.invoke import HOLD, MAX_HOLD_S
 from ...api.plugin import ApiPlugin
 from ...api.standalone import PLATFORM
 from ...functions.live import Live
-from ...http.host_names import host_name
+from ...http.page_isolation import POLICY, SANDBOX
 from ...http.requests import (
     CALLS,
     awaits_continue,
@@ -40,6 +41,10 @@ ROOT = "/asgi/{function}"
 PATH = f"{ROOT}/{{path:.*}}"
 ERRORS = (400, 408, 413, 429, 500, 503, 504)
 DIALECTS = ("asgi", "wsgi")
+NO_SCRIPTS = (
+    "browsers run no scripts and send no forms of pages below {path}, because the console has the same origin: open the app at"
+    " its own host name, {host}. PILOTFLAME_APP_HOSTS of the gateway, as *.apps.example.com, gives all functions such names"
+)
 SMALL_BYTES = 64 << 10
 """A body of at most this length is read before the app is called. A longer body is sent to the app while it arrives."""
 
@@ -48,6 +53,11 @@ class AsgiApi(ApiPlugin):
     """The route of web apps."""
 
     host_prefix: ClassVar = ROOT
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        # The functions whose log names their host name.
+        self._named = set[str]()
 
     def routes(self) -> list[Route]:
         summary = "Send a request to the function's app. The app decides about methods, paths and responses."
@@ -88,7 +98,25 @@ class AsgiApi(ApiPlugin):
                 request, revision, invocation, stream, most, self.backend.endless
             ).run()
         wait_s = self.backend.body_timeout_s
-        return await HttpExchange(request, revision, invocation, stream, most, wait_s).run()
+        response = await HttpExchange(request, revision, invocation, stream, most, wait_s).run()
+        if "text/html" in request.headers.get(hdrs.ACCEPT, "") and name not in self._named:
+            self._name_host(live, request, response)
+        return response
+
+    def _alone(self, request: web.Request) -> bool:
+        """Return True if the request names a host name of the app's own."""
+        return self.backend.functions.hosts.find(request.headers.get(hdrs.HOST, "")) is not None
+
+    def _name_host(self, live: Live, request: web.Request, response: web.StreamResponse) -> None:
+        """Write a host name of the app to its log if a browser has asked for a page that has the gateway's origin."""
+        if self._alone(request) or SANDBOX not in response.headers.getall(POLICY, ()):
+            return
+        name = live.record.function
+        self._named.add(name)
+        text = NO_SCRIPTS.format(
+            path=ROOT.format(function=name), host=self.backend.functions.hosts.name_of(live.record.settings)
+        )
+        self.backend.functions.logs.of_function(name).write("gateway", text, "warning")
 
     def _app(self, name: str) -> Live:
         """Return a function. Raise UnknownFunction, and UnknownRoute if it is no web app."""
@@ -129,7 +157,7 @@ class AsgiApi(ApiPlugin):
         headers, settings, name = request.headers, live.record.settings, live.record.function
         facts = facts_of(
             request, scheme_of(request, self.backend.origins), ROOT.format(function=name), keyed=caller.owner not in ("", PLATFORM),
-            alone=bool(settings.hosts) and host_name(headers.get("Host", "")) in settings.hosts,
+            alone=self._alone(request),
         )  # fmt: skip
         try:
             traceparent, tracestate = trace_of(headers)

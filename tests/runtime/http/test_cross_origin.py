@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder
+from pilotflame.errors import Forbidden
+from pilotflame.runtime.access.host_claims import HostClaims
+from pilotflame.runtime.http.cross_origin import CrossOrigin
+from pilotflame.runtime.http.host_names import HostNames
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -110,15 +115,15 @@ async def test_a_preflight_needs_no_key_and_the_call_does(state: Path):
         function = await gateway.deploy(ECHO, {"cors.origins": f'["{SHOP}"]'})
         async with httpx.AsyncClient(base_url=gateway.url) as page:
             assert (await preflight(page, function.path, SHOP)).status_code == 204
-            assert (await preflight(page, function.path, OTHER)).status_code == 401
+            assert (await preflight(page, function.path, OTHER)).status_code == 403
             refused = await page.post(function.path, json=1, headers={"Origin": SHOP})
             assert (refused.status_code, refused.headers[ALLOW]) == (401, SHOP)
             given = {"Origin": SHOP, "Authorization": f"Bearer {key}"}
             assert (await page.post(function.path, json=1, headers=given)).headers[ALLOW] == SHOP
-            # With a key, the origin is no reason to refuse; but the browser does not show the response.
+            # A proxy may add the key to the requests of any page.
             given["Origin"] = OTHER
             response = await page.post(function.path, json=1, headers=given)
-            assert (response.status_code, ALLOW in response.headers) == (200, False)
+            assert (response.status_code, ALLOW in response.headers) == (403, False)
 
 
 LOCAL = ("http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:8080", "https://localhost")
@@ -195,7 +200,73 @@ async def test_pages_of_this_machine_are_as_others_once_there_are_keys(state: Pa
     async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
         assert ALLOW not in (await preflight(gateway.client, "/cog/predictions", LOCAL[0])).headers
         refused = await gateway.client.post("/cog/predictions", json={}, headers={"Origin": LOCAL[0]})
-        assert (refused.status_code, ALLOW in refused.headers) == (401, False)
+        assert (refused.status_code, ALLOW in refused.headers) == (403, False)
+
+
+OWN_HOSTS = [
+    "127.0.0.1:8600", "127.0.0.1", "localhost:1", "LOCALHOST", "127.8.9.10:80", "[::1]:8600", "[::1]", "shop.localhost:8600",
+    "shop.apps.test",
+]  # fmt: skip
+OTHER_HOSTS = [
+    "x", "", "example.org", "rebound.example:8600", "localhost.example.org", "127.0.0.1.example.org", "10.0.0.1",
+    "0.0.0.0:8600", "[::]", "[2001:db8::1]:80", "[", "127.0.0.1@example.org", "example.org@127.0.0.1", "\udcff",
+    "shop.localhost.test", "apps.test",
+]  # fmt: skip
+
+
+def admits(headers: dict[str, str], *, keyed: bool = False, prefix: str = "/asgi/{function}") -> bool:
+    """True unless the request is refused on a route that no setting of CORS may allow."""
+    hosts = HostNames(HostClaims(["*.apps.test"], tuple).find, prefix)
+    functions: Any = None
+    try:
+        CrossOrigin(functions, (), ("*",), hosts, lambda: not keyed).check(headers, "/v1/functions", None)
+    except Forbidden:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", OWN_HOSTS)
+async def test_names_of_this_machine_and_of_functions_are_accepted(host: str) -> None:
+    for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}, {}):
+        assert admits(headers)
+        assert admits(headers, keyed=True)
+    # Without a plugin that serves apps, the names of functions lead to the gateway.
+    assert admits({"Host": host}, prefix="") is not host.startswith("shop.")
+
+
+@pytest.mark.parametrize("host", OTHER_HOSTS)
+async def test_other_names_are_refused_even_after_a_good_one(host: str) -> None:
+    assert admits({"Host": "localhost:8600"})
+    page = {"Host": "localhost:8600", "Origin": f"http://{host}"}
+    assert not admits({"Host": host})
+    assert not admits(page)
+    assert not admits(page, keyed=True)
+    assert admits({"Host": host}, keyed=True)
+    assert admits({"Host": "localhost:8600", "Sec-Fetch-Site": "none"})
+
+
+OWN = {"Host": "gateway.test", "Origin": "https://gateway.test"}
+SITE, DEST = "Sec-Fetch-Site", "Sec-Fetch-Dest"
+
+
+@pytest.mark.parametrize(
+    ("headers", "admitted"),
+    [
+        (OWN, True), (OWN | {SITE: "same-origin"}, True), (OWN | {SITE: "same-site"}, False),
+        # A proxy has changed Host.
+        (OWN | {"Host": "10.0.0.1:8600"}, False), (OWN | {"Host": "10.0.0.1:8600", SITE: "same-origin"}, True),
+        ({SITE: "same-site"}, False), ({SITE: "cross-site"}, False), ({SITE: "cross-site", DEST: "document"}, False),
+        ({SITE: "future"}, False), ({"Origin": "null"}, False), ({"Origin": "http://shop.gateway.test"}, False),
+        # A link to an app at its own host name.
+        ({"Host": "shop.apps.test", SITE: "cross-site", DEST: "document"}, True),
+        ({"Host": "shop.apps.test", SITE: "cross-site", DEST: "iframe"}, False),
+        ({"Host": "shop.apps.test", SITE: "cross-site", DEST: "document", "Origin": "null"}, False),
+        ({"Host": "shop.apps.test", SITE: "same-site", "Origin": "https://evil.apps.test"}, False),
+    ],
+)  # fmt: skip
+async def test_pages_are_refused_with_a_key_too(headers: dict[str, str], admitted: bool) -> None:
+    assert admits(headers, keyed=True) is admitted
+    assert not admits({"Host": "localhost"} | headers)
 
 
 async def test_an_allowed_origin_does_not_excuse_a_foreign_host(deploy):

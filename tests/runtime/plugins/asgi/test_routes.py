@@ -418,7 +418,7 @@ async def test_the_key_of_the_gateway_does_not_reach_the_app(state: Any) -> None
 
 async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
     async with (
-        gateway_here(state, auth="always", app_hosts="*.apps.test") as closed,
+        gateway_here(state, auth="always", app_hosts="*.apps.test,e.apps.test") as closed,
         closed.at_home() as home,
     ):
         made = (await home.post("/v1/keys", json={"name": "a", "scopes": ["invoke"]})).json()
@@ -432,13 +432,23 @@ async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
             assert (found["root_path"], found["method"]) == ("", "POST")
         # Without the key, and below other names, the gateway is the gateway.
         assert (await closed.client.get("/", headers={"Host": "e.apps.test"})).status_code == 401
-        response = await closed.client.get("/healthz", headers={"Host": "other.apps.test"})
-        assert response.status_code == 200
+        for host in ("other.apps.test", "echo.localhost"):
+            assert (await closed.client.get("/healthz", headers={"Host": host})).status_code == 401
+        for host in ("echo.localhost:80", "echo.apps.test"):
+            response = await closed.client.get("/x", headers={**key, "Host": host})
+            assert (response.json()["path"], response.json()["root_path"]) == ("/x", "")
+        assert (
+            failure(await closed.client.get("/x", headers={**key, "Host": "other.apps.test"}))["status"]
+            == 404
+        )
         found = (await closed.client.get("/asgi/echo/", headers=key)).json()
         assert found["root_path"] == "/asgi/echo"
-        error = failure(await deployed_in(home, state.parent / "two", hosts="e.apps.test"))
-        assert "host name of another function" in error["message"]
+        for host in ("e.apps.test", "echo.apps.test", "later.apps.test"):
+            error = failure(await deployed_in(home, state.parent / "two", hosts=host))
+            assert "host name of another function" in error["message"]
         error = failure(await deployed_in(home, state.parent / "two", hosts="gateway.test"))
         assert (error["status"], "PILOTFLAME_APP_HOSTS" in error["remedy"]) == (403, True)
         await home.delete("/v1/functions/echo")
-        assert (await closed.client.get("/healthz", headers={"Host": "e.apps.test"})).status_code == 200
+        for path in ("/healthz", "/console"):
+            response = await closed.client.get(path, headers={**key, "Host": "e.apps.test"})
+            assert failure(response)["status"] == 404
