@@ -25,16 +25,8 @@ class HostClaims:
         self._allowed, self._functions = (*allowed, LOOPBACK), functions
         self._owners: Mapping[str, str] = {}
         # Cached because most requests have the same Host.
-        self._read = functools.lru_cache(maxsize=256)(self._read_host)
-
-    def find(self, host: str) -> str | None:
-        """Return the function that has the name in a Host header, or None if it is a name of the gateway.
-
-        A name that fits a pattern is never a name of the gateway, even if its function does not exist: a service worker
-        of a deleted function would otherwise control the gateway's pages at this name.
-        """
-        found = self._read(host)
-        return None if found is None else self._owners.get(*found)
+        self.find = functools.lru_cache(maxsize=256)(self._find)
+        """Returns the function that has the name in a Host header, or None if it is a name of the gateway."""
 
     def name_of(self, settings: FunctionSettings) -> str:
         """Return a host name of a function."""
@@ -49,6 +41,7 @@ class HostClaims:
                 # `check` refuses a second owner. The first owner keeps the name in any case.
                 owners.setdefault(host, one.name)
         self._owners = owners
+        self.find.cache_clear()
 
     def check(self, settings: FunctionSettings) -> None:
         """Raise Forbidden if the gateway does not allow one of the host names, SettingsError if another function has it."""
@@ -64,10 +57,16 @@ class HostClaims:
     def _permits(self, host: str) -> bool:
         return any(fnmatchcase(host, pattern) for pattern in self._allowed)
 
-    def _read_host(self, host: str) -> tuple[str, str] | None:
-        """Return the name in a Host header, and the function that has it unless it is in the settings of another one."""
+    def _find(self, host: str) -> str | None:
+        """Do what `find` says.
+
+        A name that fits a pattern is never a name of the gateway, even if its function does not exist: a service worker
+        of a deleted function would otherwise control the gateway's pages at this name.
+        """
         name = host_name(host)
-        return (name, self._default_owner(name) or NOBODY) if self._permits(name) else None
+        if not self._permits(name):
+            return None
+        return self._owners.get(name) or self._default_owner(name) or NOBODY
 
     def _default_owner(self, host: str) -> str:
         """Return the function that has a name by its own name, or "". An operator may list the name to give it away."""

@@ -47,7 +47,10 @@ class PageIsolation:
         if not all(map(stay, cookies)):
             del headers[hdrs.SET_COOKIE]
             headers.extend([(hdrs.SET_COOKIE, cookie) for cookie in filter(stay, cookies)])
-        if not alone:
+        # Only programs, and so also all callers of the fast path, send other requests without Origin.
+        if not alone and (
+            request.method in (hdrs.METH_GET, hdrs.METH_HEAD) or hdrs.ORIGIN in request.headers
+        ):
             # A further line: the browser obeys the function's own policy, too.
             headers.add(POLICY, SANDBOX)
 

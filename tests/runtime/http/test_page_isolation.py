@@ -77,9 +77,11 @@ async def test_answers_of_all_routes_but_the_gateways_own_pages_are_sandboxed(
     gateway: Gateway, app: Function
 ) -> None:
     function = await gateway.deploy("def handler(event):\n    return event", name="echo")
-    # A form of a page sends Origin, so its answer has the headers for browsers.
+    # A form of a page sends Origin.
     response = await function.call(1, Origin=gateway.url)
     assert (response.status_code, response.headers[POLICY]) == (200, "sandbox")
+    for header in ({}, {"Prefer": "handling=lenient"}):
+        assert POLICY not in (await function.call(1, **header)).headers
     for path in ("/asgi/none/", "/nothing", "/v1/functions", "/", "/healthz", "/asgi/app"):
         assert (await gateway.client.get(path)).headers[POLICY] == "sandbox", path
     for path in ("/console", "/console/main.js", "/docs", "/docs/page.js"):
