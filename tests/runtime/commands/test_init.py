@@ -46,6 +46,7 @@ def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_pa
     readme = (folder / "README.md").read_text()
     assert "pilotflame invoke my-function " in readme
     assert f"invoke {template} " not in readme
+    assert f"//{template}." not in readme
     assert 15 <= readme.count("\n") <= 40
 
 
