@@ -12,6 +12,9 @@ import pytest
 import pytest_asyncio
 from live import Function, Gateway, gateway_here, short_folder
 from pilotflame.runtime.http.page_isolation import ORIGIN_WIDE
+from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.startup.server import serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -178,3 +181,12 @@ async def test_only_the_app_is_at_a_host_name(gateway: Gateway, app: Function) -
                 host,
                 path,
             )
+
+
+async def test_a_function_that_is_served_alone_has_no_neighbours(state: Any) -> None:
+    async with (
+        serve(GatewaySettings(port=0, state_dir=state), FunctionSettings(name="app")) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+    ):
+        assert (await client.get("/healthz")).status_code == 200
+        assert POLICY not in (await client.get("/nothing")).headers
