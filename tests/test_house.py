@@ -327,7 +327,8 @@ PARSED = {
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",
     "handlers.language_model.prefixes", "handlers.source_file", "runtime.api.openapi", "runtime.plugins.predictions.prediction",
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
-    "runtime.serving.latency_curve_store", "runtime.packaging.snapshots", "runtime.plugins.replicate.problem", "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
+    "runtime.serving.latency_curve_store", "runtime.packaging.snapshots", "runtime.plugins.replicate.problem",
+    "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
     # Commands.
     "runtime.plugins.bulk.journal", "runtime.plugins.bulk.submitter", "runtime.plugins.images.image_engine",
 }  # fmt: skip

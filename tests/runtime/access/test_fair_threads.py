@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -94,6 +97,27 @@ async def test_an_error_reaches_its_caller_and_frees_the_thread(threads: FairThr
     for _ in range(4):
         with pytest.raises(ValueError, match="wrong"):
             await threads.run(fail, owner="a")
+
+
+async def test_a_failure_keeps_nothing_of_its_work(threads: FairThreads) -> None:
+    """No cycle of references holds a body until the garbage collector runs."""
+
+    class Failing:
+        def __call__(self) -> None:
+            raise ValueError("wrong")
+
+    work = Failing()
+    kept = weakref.ref(work)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            await threads.run(work, owner="a")
+        del work
+        await settled()
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_waits_ends_when_the_threads_are_closed() -> None:
