@@ -238,7 +238,6 @@ class Functions:
         with contextlib.ExitStack() as failing:
             failing.callback(self._threads.start, functools.partial(_remove, staged))
             self.gpus.check(name, fields.settings.resources)
-            self.hosts.check(fields.settings)
             async with self._lock(name):
                 self._check_open()
                 # While this deploy waited for the lock, another deploy may have made a revision live.
@@ -380,6 +379,7 @@ class Functions:
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress or Progress())
             self._check_open()
+            self.hosts.check(record.settings)
         except BaseException as error:
             _log_failure(logs, record, error)
             await self._uninterrupted(self._abandon(record, live, withdraw))

@@ -448,7 +448,14 @@ async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
             assert "host name of another function" in error["message"]
         error = failure(await deployed_in(home, state.parent / "two", hosts="gateway.test"))
         assert (error["status"], "PILOTFLAME_APP_HOSTS" in error["remedy"]) == (403, True)
-        await home.delete("/v1/functions/echo")
+        # A rollback takes no name back.
+        assert (await deployed_in(home, state.parent / "echo")).status_code == 201
+        assert (await deployed_in(home, state.parent / "two", hosts="e.apps.test")).status_code == 201
+        error = failure(await home.post("/v1/functions/echo/rollback"))
+        assert "host name of another function" in error["message"]
+        assert closed.server is not None
+        assert closed.server.functions.hosts.find("e.apps.test") == "two"
+        await home.delete("/v1/functions/two")
         for path in ("/healthz", "/console"):
             response = await closed.client.get(path, headers={**key, "Host": "e.apps.test"})
             assert failure(response)["status"] == 404
