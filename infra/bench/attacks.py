@@ -20,7 +20,7 @@ SPIED = {
 }
 WIDE = {"scale.max": "64"}
 HOOKS = {"webhook_networks": ["127.0.0.2/32"]}
-MOST_LOG_MB, MOST_WRITTEN_MB, MOST_RESULTS_MB, MOST_WAIT_S = 100, 1200, 1024, 5.0
+MOST_LOG_MB, MOST_WRITTEN_MB, MOST_RESULTS_MB, MOST_KEPT_MB, MOST_WAIT_S = 100, 1200, 1024, 60, 5.0
 
 
 def spied(stage: Stage, do: str) -> str:
@@ -186,6 +186,45 @@ def bodies(stage: Stage) -> str:
     text = f"signed call of 256 KiB by the other tenant: {before}; meanwhile {meanwhile} in {took_s:.1f} s"
     if (before, meanwhile) != (200, 200) or took_s > MOST_WAIT_S:
         raise Breach(text)
+    return text
+
+
+@attack("400 webhook receivers that never answer", handler="echo", gateway=HOOKS)
+def deaf(stage: Stage) -> str:
+    with callers.deaf_receivers(400) as urls, trap("127.0.0.2") as (target, hits):
+        for url in urls:
+            stage.ask("POST", "/v2/evil/run", {"input": 1, "webhook": url})
+        begun_s, body = time.monotonic(), {"input": {"n": 1}, "webhook": f"{target}/beta"}
+        stage.ask("POST", "/v2/render/run", body, key="beta")
+        while not hits and time.monotonic() < begun_s + 60:
+            time.sleep(0.02)
+        took_s = time.monotonic() - begun_s
+    text = f"the webhook of the other tenant came after {took_s:.2f} s"
+    if took_s > MOST_WAIT_S:
+        raise Breach(text)
+    return text
+
+
+FAILING = (
+    "/invoke/evil", "/v2/evil/runsync", "/events/evil", "/tensorflow-serving/v1/models/evil:predict", "/kserve/v1/models/evil:predict",
+    "/vertex/v1/projects/p/locations/l/endpoints/evil:predict", "/lambda/2015-03-31/functions/evil/invocations",
+)  # fmt: skip
+"""A path of each family of routes."""
+
+
+@attack("1,000 failed calls of 1 MB, and 90 of 19 MB, on each family of routes", handler="fails")
+def failures(stage: Stage) -> str:
+    before_mb, kept = stage.held()[0], dict[str, float]()
+    for path in FAILING:
+        for size, count in ((1_000_000, 1000), (19_000_000, 90)):
+            statuses = callers.fail(stage.server.url, path, stage.keys["caller"], size, count)
+            if statuses & {400, 401, 403, 404}:
+                raise RuntimeError(f"{path} has called nothing: {statuses}")
+        time.sleep(10)
+        kept[path] = stage.held()[0] - before_mb
+    text = f"the gateway keeps at most {max(kept.values()):.0f} MB"
+    if max(kept.values()) > MOST_KEPT_MB:
+        raise Breach(f"{text}: {kept}")
     return text
 
 

@@ -25,7 +25,7 @@ from .invocation_end import InvocationEnd, Source
 from .timeline import COLD_START_PHASES, WARM_PHASES, Timeline
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# The bounds of phases. A function has five phases, so more bounds would make five times as many series.
+# The bounds of phases. A function has five phases, so each bound is five series.
 PHASE_SECONDS = SECONDS[1::2]
 _PHASES_HELP = (
     "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the"

@@ -81,6 +81,23 @@ def packed(members: Mapping[str, str]) -> bytes:
     return found.getvalue()
 
 
+def fail(url: str, path: str, key: str, size: int, count: int) -> set[int]:
+    """Send calls with large inputs, all of which fail, and return their statuses. The body has the form of each protocol."""
+    large = "x" * size
+    body = {"input": large, "instances": [large]}
+    body |= {"specversion": "1.0", "id": "1", "source": "/evil", "type": "evil"}
+    with ThreadPoolExecutor(8) as pool:
+        return set(pool.map(lambda _: post(url, path, key, body), range(count)))
+
+
+@contextmanager
+def deaf_receivers(count: int, host: str = "127.0.0.2") -> Iterator[list[str]]:
+    """Yield the URLs of servers that take connections and never answer."""
+    with contextlib.ExitStack() as held:
+        socks = [held.enter_context(socket.create_server((host, 0))) for _ in range(count)]
+        yield [f"http://{host}:{sock.getsockname()[1]}/deaf" for sock in socks]
+
+
 @contextmanager
 def unfinished_bodies(url: str, key_id: str, count: int) -> Iterator[None]:
     """Keep requests open during the block: 9 of 10 MiB of their bodies are sent, and their signatures are bogus."""
