@@ -43,7 +43,7 @@ SETTLE_S = 60.0
 # Standbys are forked, and workers end, after the cold starts.
 QUIET_S = 1.0
 # The answers that grow with the number of functions, and how often each is read.
-GROWING = ("/metrics", "/v1/functions", "/v1/console")
+GROWING = ("/metrics", "/v1/functions", "/v1/console", "/openapi.json")
 READS = 9
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -74,7 +75,12 @@ class OpenApi:
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         named = request.query.get(FUNCTION.name, "")
-        found = [status for status in self._statuses(request) if named in ("", status.name)]
+        found: list[FunctionStatus] = []
+        for status in self._statuses(request):
+            if named in ("", status.name):
+                found.append(status)
+            # Let other requests go on: there may be a thousand functions.
+            await asyncio.sleep(0)
         if named and not found:
             raise UnknownFunction.named(named)
         return json_response(self.document(found, named=bool(named)))
