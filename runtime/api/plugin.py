@@ -16,6 +16,7 @@ from ...errors import DeadlineExceeded, OutputInvalid, PilotflameError, PluginEr
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
 from ..http.audit import Audit
+from ..http.call_group import CallGroup
 from ..http.event_stream import LAST_EVENT_S
 from ..http.parsed_bodies import parsed
 from ..http.requests import Headers, dump_json, load_json, load_output, timeout_of
@@ -176,13 +177,11 @@ class ApiPlugin:
         try:
             async with (
                 asyncio.timeout(timeout_of(request.headers, settings.timeout_s) + LAST_EVENT_S),
-                asyncio.TaskGroup() as group,
+                CallGroup() as group,
             ):
                 for _ in range(min(MOST_CALLS, settings.max_queue, len(events))):
                     group.create_task(work())
-        except* PilotflameError as failed:
-            raise failed.exceptions[0] from None
-        except* TimeoutError:
+        except TimeoutError:
             message = f"{function} did not answer all {field} in time."
             raise DeadlineExceeded(message, remedy="Send fewer in one request.") from None
         return outputs

@@ -14,6 +14,7 @@ from ..api.backend import Backend
 from ..api.guard import count_calls
 from ..api.invoke import Gateway
 from ..functions.live import Live
+from ..http.call_group import CallGroup
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
 from ..http.requests import timeout_of
 from ..http.responses import json_response
@@ -50,8 +51,7 @@ async def respond(
     asked = with_targets(request, events)
     count_calls(request, sum(event.n or 1 for event in asked))
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
-    # An error that leaves the group would be wrapped, so it is raised after the group.
-    async with asyncio.TaskGroup() as tasks:
+    async with CallGroup() as tasks:
         deltas = Deltas(Gateway(backend), request, live, asked, tasks, backend.functions.note_generated)
         try:
             async with asyncio.timeout(limit_s + LAST_EVENT_S):
@@ -60,12 +60,9 @@ async def respond(
             # The caller does not read the answer.
             if request.transport is not None:
                 request.transport.abort()
-            error: PilotflameError = DeadlineExceeded("The answer could not be sent in time.")
-        except PilotflameError as failed:
-            error = failed
+            raise DeadlineExceeded("The answer could not be sent in time.") from None
         finally:
             deltas.close()
-    raise error
 
 
 async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:

@@ -58,7 +58,8 @@ class Deltas:
         while self._left:
             found = await self._arrived.get()
             if isinstance(found, PilotflameError):
-                raise found
+                # The traceback of an error that is raised holds this frame, which holds the error.
+                raise found.copied()
             if found is not None:
                 return found
             self._left -= 1
@@ -74,8 +75,9 @@ class Deltas:
 
     def close(self) -> None:
         """Cancel the calls that still run."""
-        for task in self._running:
-            task.cancel()
+        # A cancelled task holds the traceback of its end, and so its frames, which hold this object.
+        while self._running:
+            self._running.pop().cancel()
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         body = dump_json(event.model_dump(mode="json", exclude_unset=True))
@@ -91,8 +93,8 @@ class Deltas:
                     await self._arrived.put((number, delta))
             await self._arrived.put(None)
         except PilotflameError as error:
-            failure = error
-            await self._arrived.put(error)
+            failure = error.copied()
+            await self._arrived.put(failure)
         finally:
             if number in self._calls:
                 invocation = self._calls[number][1]

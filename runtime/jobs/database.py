@@ -187,7 +187,9 @@ def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup, 
                 failed.error = failed.error if failed.ended else _refused(error)
             connection = _replaced(connection, connect)
         _deliver(group)
-        call = call and calls.get()
+        # While the thread waits, it keeps no call, whose change may hold the input of a job.
+        ended, group, call = call is None, [], None
+        call = None if ended else calls.get()
     connection.close()
 
 

@@ -6,7 +6,6 @@ output. With OPTIONS, a sender of HTTP webhooks asks for permission before it se
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...api.guard import count_calls
 from ...api.invoke import Gateway
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
+from ...http.call_group import CallGroup
 from ...http.parsed_bodies import parsed
 from ...http.requests import caller_of, preferences_of, request_id_of, traceparent_of
 from ...http.responses import error_reply, json_response
@@ -127,11 +127,8 @@ class EventsApi(ApiPlugin):
     async def _submit_events(
         self, request: web.Request, live: Live, events: list[ReceivedEvent]
     ) -> list[Submitted]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                pending = [tasks.create_task(self._submit_event(request, live, event)) for event in events]
-        except* PilotflameError as refused:
-            raise refused.exceptions[0] from None
+        async with CallGroup() as tasks:
+            pending = [tasks.create_task(self._submit_event(request, live, event)) for event in events]
         return [one.result() for one in pending]
 
     async def _submit_event(self, request: web.Request, live: Live, event: ReceivedEvent) -> Submitted:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
-from live import Gate, Gateway
+from live import Gate, Gateway, until
 from pilotflame.runtime.generation import answering, deltas
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,3 +83,30 @@ async def test_an_answer_has_a_limit_of_bytes(
     found = await gateway.client.post(path, json=body)
     assert "are larger than 100000 bytes" in found.text
     assert found.status_code == (200 if stream else 500)
+
+
+BREAKS = """
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    yield Delta(text="word ", tokens=[1])
+    raise ValueError("no")
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_request_keeps_nothing(gateway: Gateway, deploy: Any, *, stream: bool) -> None:
+    """No cycle of references holds its prompts until the garbage collector runs."""
+    function = await deploy(BREAKS)
+    gc.collect()
+    gc.disable()
+    try:
+        body = {"model": function.name, "prompt": ["a", "b"], "stream": stream}
+        assert "ValueError" in (await gateway.client.post("/v1/completions", json=body)).text
+
+        async def freed() -> bool:
+            return not [found for found in gc.get_objects() if isinstance(found, (deltas.Deltas, Invocation))]
+
+        await until(freed, "the end of all references to the request")
+    finally:
+        gc.enable()
