@@ -206,7 +206,7 @@ def deaf(stage: Stage) -> str:
 
 
 FAILING = (
-    "/invoke/evil", "/v2/evil/runsync", "/events/evil", "/tensorflow-serving/v1/models/evil:predict", "/kserve/v1/models/evil:predict",
+    "/invoke/evil", "/v2/evil/runsync", "/tensorflow-serving/v1/models/evil:predict", "/kserve/v1/models/evil:predict",
     "/vertex/v1/projects/p/locations/l/endpoints/evil:predict", "/lambda/2015-03-31/functions/evil/invocations",
 )  # fmt: skip
 """A path of each family of routes."""

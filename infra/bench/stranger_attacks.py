@@ -25,14 +25,6 @@ from attack_stage import Breach, Stage, attack, code
 
 MB = 10**6
 PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
-# The families of routes, and the body of a call with a text.
-FAMILIES: dict[str, Callable[[str], object]] = {
-    "/invoke/evil": lambda text: text,
-    "/v2/evil/runsync": lambda text: {"input": text},
-    "/lambda/2015-03-31/functions/evil/invocations": lambda text: text,
-}
-# The gateway may keep this much memory after failed calls.
-MOST_KEPT_MB, KEPT_AFTER_S = 60, 10.0
 FUNCTIONS, IDLE = 100, 2000
 Send = Callable[[], int]
 
@@ -206,25 +198,6 @@ def archive(headers: Mapping[str, str], members: int) -> bytes:
             member.pax_headers = dict(headers)
             tar.addfile(member, io.BytesIO())
     return found.getvalue()
-
-
-@attack("1,000 failed calls of 1 MB and 90 of 19 MB", handler="fails")
-def failures(stage: Stage) -> str:
-    before_mb = stage.held()[0]
-    small, large = "x" * MB, "x" * (19 * MB)
-    found = Counter[int]()
-    with ThreadPoolExecutor(4) as pool:
-        for text, count in ((small, 1000), (large, 90)):
-            calls = itertools.islice(itertools.cycle(FAMILIES.items()), count)
-            found.update(
-                pool.map(lambda call, text=text: stage.request("POST", call[0], call[1](text))[0], calls)
-            )
-    time.sleep(KEPT_AFTER_S)
-    kept_mb = stage.held()[0] - before_mb
-    text = f"answers: {dict(found)}; {kept_mb:.0f} MB kept"
-    if kept_mb > MOST_KEPT_MB:
-        raise Breach(f"{text}, allowed {MOST_KEPT_MB} MB")
-    return text
 
 
 def deploy_many(stage: Stage) -> None:
