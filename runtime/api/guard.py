@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import re
@@ -111,14 +110,13 @@ class Guard:
         Forbidden if the caller may not change the function.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
-        self._connections = connections
         self._public = {
             (method, route.path) for route in routes if route.public for method in _methods(route)
         }
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_route(routes)
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
-        self._unverified = UnverifiedBodies()
+        self._unverified, self._connections = UnverifiedBodies(), connections
         self._issuers: Issuers | None = None
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
@@ -168,17 +166,13 @@ class Guard:
         `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction if the
         key does not cover the function, or Overloaded if a client behind a proxy has too many requests.
         """
-        client = self._connections.begin(headers, transport)
+        admitted = self._admit(headers, route, function, transport, signer)
         try:
-            admitted = self._admit(headers, route, function, transport, signer)
-        except BaseException:
-            self._connections.end(client)
+            end = self._connections.begin(headers, transport)
+        except Overloaded:
+            admitted.leave()
             raise
-        return (
-            replace(admitted, on_leave=functools.partial(self._connections.end, client))
-            if client
-            else admitted
-        )
+        return replace(admitted, on_leave=end) if end is not None else admitted
 
     def _admit(
         self, headers: Headers, route: tuple[str, str], function: str | None,

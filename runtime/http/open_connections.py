@@ -7,7 +7,8 @@ import contextlib
 import resource
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from ...errors import Overloaded
@@ -122,28 +123,30 @@ class OpenConnections:
         peer = transport.get_extra_info("peername") if transport is not None else None
         return self._origins.client_of(headers, peer[0] if isinstance(peer, tuple) else "")
 
-    def begin(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> str:
-        """Count a request of a client behind a trusted proxy, and return the client: pass it to `end`. Return "" for any other request.
+    def begin(
+        self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None
+    ) -> Callable[[], None] | None:
+        """Count a request of a client behind a trusted proxy, and return a function that ends it. Return None for any other
+        request.
 
         Raise Overloaded if too many requests of this client are running.
         """
         if not self._origins.trusts_some:
-            return ""
+            return None
         peer = transport.get_extra_info("peername") if transport is not None else None
         if not isinstance(peer, tuple) or not self._origins.trusts(peer[0]):
-            return ""
+            return None
         client = network_of(self._origins.client_of(headers, peer[0]))
         if self._requests[client] >= self._most * SHARE_OF_CLIENT:
             message = "This client's requests use all connections that one client may use."
             raise Overloaded(message, remedy="Try again.", details={"retry_after_s": RETRY_S})
         self._requests[client] += 1
-        return client
+        return partial(self._end, client)
 
-    def end(self, client: str) -> None:
-        if client:
-            self._requests[client] -= 1
-            if not self._requests[client]:
-                del self._requests[client]
+    def _end(self, client: str) -> None:
+        self._requests[client] -= 1
+        if not self._requests[client]:
+            del self._requests[client]
 
 
 def most_connections() -> int:
