@@ -124,7 +124,7 @@ class Console:
         }
         # The rows for followers as JSON, by function. A row that has not changed stays the same object.
         self._rows: dict[str, bytes] = {}
-        self._stale_s = 0.0
+        self._made_s = 0.0
         self._refreshing = asyncio.Lock()
 
     def routes(self) -> list[Route]:
@@ -174,23 +174,26 @@ class Console:
 
     async def _send_changes(self, response: web.StreamResponse, caller: Caller) -> None:
         known: dict[str, bytes] = {}
+        # The first rows are not older than the request.
+        since_s = time.monotonic()
         while True:
-            now = {name: row for name, row in (await self._latest()).items() if caller.allows(name)}
+            now = {name: row for name, row in (await self._latest(since_s)).items() if caller.allows(name)}
             changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) is not row]
             view = self._view(caller, changed, sorted(known.keys() - now.keys()))
             await response.write(orjson.dumps(view) + b"\n")
             known = now
             await asyncio.sleep(EVERY_S)
+            since_s = time.monotonic() - EVERY_S
 
-    async def _latest(self) -> dict[str, bytes]:
-        """Return the rows of all functions, which are at most EVERY_S old."""
+    async def _latest(self, since_s: float) -> dict[str, bytes]:
+        """Return the rows of all functions, as they were at `since_s` of the monotonic clock or later."""
         async with self._refreshing:
-            if (now_s := time.monotonic()) >= self._stale_s:
-                made = await self._made(lambda _: True)
+            if self._made_s < since_s:
+                began_s, made = time.monotonic(), await self._made(lambda _: True)
                 self._rows = {
                     name: row if (old := self._rows.get(name)) != row else old for name, row in made.items()
                 }
-                self._stale_s = now_s + EVERY_S
+                self._made_s = began_s
             return self._rows
 
     async def _made(self, allows: Callable[[str], bool]) -> dict[str, bytes]:
