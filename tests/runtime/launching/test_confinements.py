@@ -374,8 +374,8 @@ async def test_what_a_killed_gateway_left_is_removed_by_the_next(state: Path) ->
         await first.process.wait()
     (place,) = {one.folder for one in cgroups.find_controllers() if one.name == "pids"}
     (group,) = place.glob(f"{prefix}*")
+    # The processes end by themselves when they notice the end of the gateway. The folders are left.
     left = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
-    assert left
     async with gateway_here(state) as second:
         assert (await second.function(function.name).answer({"do": "pid"})) > 0
         assert not Path(folder).exists()
