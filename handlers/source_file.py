@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -21,8 +22,8 @@ MAX_OWN_BYTES = 16 << 10
 """A longer file is parsed in a child."""
 MAX_NAME_CHARS, MAX_FACTS_CHARS = 200, 256 << 10
 """A longer name is left out. A file with more facts shows nothing."""
-CHILD_S, CHILD_BYTES = 10, 1 << 30
-"""The child's limits of processor time and of memory."""
+CHILD_S, CHILD_BYTES, NICENESS = 10, 1 << 30, 10
+"""The child's limits of processor time and of memory, and its niceness."""
 WAIT_S = 30.0
 
 
@@ -157,6 +158,8 @@ def _note_definition(node: ast.stmt, arity: dict[str, int | None]) -> None:
 
 
 def _main() -> None:
+    # The calls of others come first.
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CHILD_S, CHILD_S))
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     found = _parse(sys.stdin.buffer.read(MAX_SOURCE_BYTES))

@@ -50,7 +50,8 @@ class Attack:
     """An attack. `act` returns how it was refused or contained, or raises Breach. Before it, `prepare` runs without load.
 
     The hostile tenant deploys `handler`, a file in tests/hostile, with `settings` in a container, as the function evil.
-    The function shared is slow, and beta may call it, too. `gateway` has settings of the gateway.
+    The function shared is slow, and beta may call it, too. `gateway` has settings of the gateway, and `functions` is the number
+    of further functions.
     """
 
     tries: str
@@ -59,6 +60,7 @@ class Attack:
     settings: Mapping[str, str] = field(default_factory=dict)
     gateway: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Stage], None] = lambda _stage: None
+    functions: int = 0
 
 
 ATTACKS: dict[str, Attack] = {}
@@ -136,6 +138,9 @@ class Stage:
                 "overrides": {"name": name, **settings, **planted.get(name, {})},
             }
             self.ask("POST", "/v1/functions", body, key="admin")
+        for number in range(self.attack.functions):
+            again = {"path": str(self.root / "hello"), "overrides": {"name": f"many-{number}"}}
+            self.ask("POST", "/v1/functions", again, key="admin")
         secret = {"value": self.canary}
         self.ask("PUT", "/v1/functions/hello/secrets/CANARY", secret, key="admin")
         if self.attack.handler:

@@ -25,7 +25,7 @@ from attack_stage import Breach, Stage, attack, code
 
 MB = 10**6
 PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
-FUNCTIONS, IDLE = 100, 2000
+FUNCTIONS, IDLE = 100, 900
 Send = Callable[[], int]
 
 
@@ -200,18 +200,10 @@ def archive(headers: Mapping[str, str], members: int) -> bytes:
     return found.getvalue()
 
 
-def deploy_many(stage: Stage) -> None:
-    folder = str(stage.root / "hello")
-    for number in range(FUNCTIONS):
-        stage.ask(
-            "POST", "/v1/functions", {"path": folder, "overrides": {"name": f"many-{number}"}}, key="admin"
-        )
-
-
-@attack(f"metrics and the list of {FUNCTIONS} functions, again and again", prepare=deploy_many)
+@attack(f"metrics and the list of {FUNCTIONS} functions, again and again", functions=FUNCTIONS)
 def answers_of_many(stage: Stage) -> str:
     sends = [
-        raw(stage, "GET", path, b"", {}, "admin") for path in ("/metrics", "/v1/functions", "/console/state")
+        raw(stage, "GET", path, b"", {}, "admin") for path in ("/metrics", "/v1/functions", "/v1/console")
     ]
     return repeat(stage, itertools.cycle(sends))
 
