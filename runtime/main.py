@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 YOUNG_OBJECTS = 20_000
 # Each block of this size or more gets a mapping of its own, which goes back to the kernel when the block is freed. By default,
 # glibc raises this size to that of the largest block that was freed, at most 32 MiB. Then bodies lie in the heap, where a small
-# block behind them keeps their memory: after a burst of 60 bodies of 8 MiB, the gateway kept 400 MB.
+# block behind them keeps their memory.
 MAPPED_BYTES = 128 << 10
 _M_MMAP_THRESHOLD = -3
 

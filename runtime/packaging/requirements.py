@@ -24,7 +24,7 @@ from ...errors import RequirementsError
 
 FILE = "requirements.txt"
 MAX_CHARS, MAX_LINE_CHARS = 256 << 10, 1000
-"""The most characters of a file, and of a line without its hashes: the parser of a line is recursive, and takes 0.1 ms a word."""
+"""The most characters of a file, and of a line without its hashes: the parser of a line is recursive."""
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
 # Patterns of refused lines, and the reasons. They are matched after the hashes are removed. The first match counts.
 _REFUSED = (

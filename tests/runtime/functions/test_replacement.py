@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, events, failure, gateway_here, gone, short_folder, until
@@ -243,15 +244,22 @@ async def test_a_stream_that_is_ended_for_new_calls_ends_with_the_named_event(na
     assert (last[1], last[2]["type"]) == ("error", "revision_replaced")
 
 
-async def test_on_one_gpu_old_calls_end_and_waiting_calls_are_answered(narrow, gate: Gate):
+async def replaced_on_one_gpu(
+    narrow, gate: Gate
+) -> tuple[Function, asyncio.Task[httpx.Response], asyncio.Task[httpx.Response]]:
+    """Deploy a second version while a call of the first one runs. The deploy needs the worker's place, so it waits for the call."""
     gateway = await narrow(gpus="0:1000")
     settings = {**FINE, "resources.gpus": 1}
     function = await gateway.deploy(version(1), settings, name="one", gate=gate)
-    # The deploy needs the place of the worker, so it waits for the worker's call.
     running = asyncio.create_task(function.call("runs"))
     await gate.next("1 runs")
     deploying = asyncio.create_task(gateway.send(version(2), settings, name="one", gate=gate))
     await until(lambda: displaced(function), "a worker that makes room for the proof")
+    return function, running, deploying
+
+
+async def test_on_one_gpu_old_calls_end_and_waiting_calls_are_answered(narrow, gate: Gate):
+    function, running, deploying = await replaced_on_one_gpu(narrow, gate)
     assert not deploying.done()
     gate.open()
     assert (await running).json() == [1, "runs"]
@@ -265,13 +273,7 @@ async def displaced(function: Function) -> bool:
 
 
 async def test_on_one_gpu_calls_wait_at_most_drain_s_for_an_old_call(narrow, gate: Gate):
-    gateway = await narrow(gpus="0:1000")
-    settings = {**FINE, "resources.gpus": 1}
-    function = await gateway.deploy(version(1), settings, name="one", gate=gate)
-    running = asyncio.create_task(function.call("runs"))
-    await gate.next("1 runs")
-    deploying = asyncio.create_task(gateway.send(version(2), settings, name="one", gate=gate))
-    await until(lambda: displaced(function), "a worker that makes room for the proof")
+    function, running, deploying = await replaced_on_one_gpu(narrow, gate)
     waits = asyncio.create_task(function.answer("waits"))
     assert failure(await running)["type"] == "revision_replaced"
     gate.open()
