@@ -44,7 +44,7 @@ START_TIMEOUT_S = 300.0
 LAST_START_TIMEOUT_S = 5.0
 # With a read-only root, podman mounts these folders writable. Without a size, their files could fill the memory of the machine.
 SMALL_TMPFS = dict.fromkeys(("/run", "/var/tmp"), "rw,nosuid,nodev,noexec,size=1m")  # noqa: S108
-COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
+COMMAND = ("python", "-m", "pilotflame.zygote", "base")
 OPEN_FILES = 4096
 # The limits of a container if its function does not set them.
 PIDS, TMP_MB = 1024, 1024

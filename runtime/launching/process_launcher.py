@@ -210,7 +210,7 @@ def _key(spec: WorkerSpec) -> BaseKey:
 async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:
     try:
         process = await asyncio.create_subprocess_exec(
-            python, "-m", "pilotflame.runtime.worker.zygote", "base",
+            python, "-m", "pilotflame.zygote", "base",
             stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
             # No signal of the gateway's terminal reaches it.
             start_new_session=True,

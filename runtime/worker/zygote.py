@@ -414,7 +414,7 @@ def spawn_worker(ticket: Ticket, spec: dict[str, Any], root: str, rehearsal_mb: 
     os.write(memory, json.dumps(request).encode())
     os.lseek(memory, 0, os.SEEK_SET)
     os.dup2(memory, 0)
-    os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-m", "pilotflame.zygote", "solo"])  # noqa: S606
 
 
 def run_spawned(ticket: Ticket, spec: WorkerSpec, root: str, rehearsal_mb: int | None) -> None:
@@ -479,7 +479,7 @@ def redirect_output(ticket: Ticket) -> None:
 
 
 def main() -> None:
-    """Run `python -m pilotflame.runtime.worker.zygote base|solo`.
+    """Run `python -m pilotflame.zygote base|solo`.
 
     The request is JSON. A container has it in the environment variable REQUEST_VARIABLE, other processes on standard
     input.
