@@ -38,7 +38,7 @@ picture: .venv/installed-demo ## docs/demo.svg: a recording of the demo's output
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-check: .venv/installed-test ## One room: lint, types, its tests, in less than a minute: make check ROOM=runtime/api
+check: .venv/installed-test ## One room: lint, types, its tests, in less than a minute: make check ROOM=runtime/front/api
 	$(BIN)/python infra/check_room.py $(ROOM) $(CHECK_ARGS)
 
 test-slow: .venv/wheel ## The tests that take more than 30 s each, which `make test` leaves out
@@ -103,7 +103,7 @@ bench-burst: .venv/wheel ## A burst of 200 requests on functions at zero: waitin
 bench-starts: .venv/wheel ## 500 workers of a small function at once, from zero: seconds, and memory of each
 	$(BIN)/python infra/bench/starts.py $(BENCH_ARGS)
 
-bench-fleet: .venv/wheel ## A function's cost among 10, 100 and 1,000: starts, calls, deploys, the gateway's memory
+bench-fleet: .venv/wheel ## A function's cost among 20 and 400: starts, calls, deploys, the gateway's memory, `list`
 	$(BIN)/python infra/bench/fleet.py $(BENCH_ARGS)
 
 bench-prewarm: .venv/wheel ## Warm-up, schedule and learned upstream calls: how many calls are cold
@@ -146,7 +146,7 @@ bench-containers: .venv/wheel ## Containers: cold starts, memory that they share
 bench-policy-live: .venv/wheel ## Ten minutes of arrivals to a gateway, and the same arrivals simulated
 	$(BIN)/python infra/bench/policy_live.py $(BENCH_ARGS)
 
-bench-compare: .venv/wheel ## CPU time of a hello beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1 --cold'
+bench-compare: .venv/wheel ## CPU time of a hello and of a cold start beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1'
 	$(BIN)/python infra/bench/path_cost.py $(BENCH_ARGS)
 
 bench-decisions: .venv/wheel ## CPU time of one decision about a function's workers, and of a node's contended allocation

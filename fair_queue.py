@@ -5,8 +5,8 @@ served items. Among the tenants with waiting items, the tenant with the smallest
 returns, its counter is raised to the smallest counter of the other tenants, so that its idle time gives it no
 advantage.
 
-Calls that wait for workers (`runtime/batching`), sequences of a language model (`handlers/language_model`) and webhook deliveries
-(`runtime/jobs`) have this order.
+Calls that wait for workers (`runtime/calls/batching`), sequences of a language model (`handlers/language_model`) and webhook deliveries
+(`runtime/jobs/stored`) have this order.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class PieceExchange(Protocol):
     async def send(self, piece: bytes) -> bool:
         """Send a piece of the output, once the caller has read most pieces before. Return False if the caller has gone.
 
-        A piece has at most PIECE_BYTES (runtime/link/stream_credit.py).
+        A piece has at most PIECE_BYTES (runtime/calls/link/stream_credit.py).
         """
 
     async def send_last(self, piece: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Check one room while you work on it: lint, types, and the tests that mirror it, in less than a minute.
 
-    python infra/check_room.py runtime/api            # make check ROOM=runtime/api
-    python infra/check_room.py runtime/api/guard.py   # a file and its test
+    python infra/check_room.py runtime/front/api            # make check ROOM=runtime/front/api
+    python infra/check_room.py runtime/front/api/guard.py   # a file and its test
 
 The installed package gets the changed files as they are; no wheel is built. Failures are named as they occur. The slowest tests
 are left out if all take longer than --seconds; `make test` runs all. Exit code 1 if something is wrong.
@@ -68,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("room", type=Path, help="a folder or a file of the package, as runtime/api")
+    parser.add_argument("room", type=Path, help="a folder or a file of the package, as runtime/front/api")
     parser.add_argument("--seconds", type=float, default=40.0, help="how long the tests may take")
     options = parser.parse_args()
     room, tests = options.room, tests_of(options.room)

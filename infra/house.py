@@ -1,4 +1,4 @@
-"""Measure the source tree: lines, loose modules, package cycles, repeated class names, small modules, function lengths.
+"""Measure the source tree: boxes, floors and arrows, lines, loose modules, package cycles, repeated class names, small modules, function lengths.
 
     python infra/house.py [--json]
 
@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,17 +21,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("handlers", "runtime", "snapshot")
 SMALL_LINES = 70
+# The folders of `runtime` with rooms inside.
+WINGS = ("front", "command", "jobs", "node", "calls", "ground")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The figures of a tree.
 
+    Boxes are the wings and the other parts of `runtime`, the packages beside it, and the files of the root. A box stands one floor
+    above the highest box that it imports. An arrow is a box that imports another box, if only in a function or under TYPE_CHECKING.
     `load_cycles` are groups of modules that import each other when they are loaded. `import_cycles` count imports in functions
     and under TYPE_CHECKING, too. `small_modules` are under 70 lines and
     imported by exactly one other module.
     """
 
+    boxes: int
+    floors: int
+    arrows: int
     lines: int
     files: int
     loose_modules: list[str]
@@ -46,15 +53,13 @@ class Figures:
 
 
 class House:
-    """The modules below `root`, by dotted name without the distribution's: `runtime.reconciling.pool`."""
+    """The modules below `root`, by dotted name without the distribution's: `runtime.node.reconciling.pool`."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._root = root
-        self.paths = {
-            _dotted(path.relative_to(root)): path
-            for package in PACKAGES
-            for path in sorted((root / package).rglob("*.py"))
-        }
+        found = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+        loose = [path for path in sorted(root.glob("*.py")) if path.name != "__init__.py"]
+        self.paths = {_dotted(path.relative_to(root)): path for path in [*found, *loose]}
 
     @cached_property
     def trees(self) -> dict[str, ast.Module]:
@@ -69,7 +74,11 @@ class House:
     def figures(self) -> Figures:
         """Measure everything."""
         lengths = sorted(self._function_lengths())
+        boxes = self.imports_between(box_of)
         return Figures(
+            boxes=len(boxes),
+            floors=_floors(boxes),
+            arrows=sum(map(len, boxes.values())),
             lines=sum(self._line_count(name) for name in self.paths),
             files=len(self.paths),
             loose_modules=sorted(
@@ -106,14 +115,14 @@ class House:
                 if target in self.paths:
                     yield target
 
-    def room_imports(self) -> dict[str, set[str]]:
-        """Return which rooms each room imports: folders of `runtime` and its two modules, `snapshot` and `handlers`."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for name in self.paths:
-            for target in self._imported(name):
-                if (room := _room(name)) != (other := _room(target)) and "runtime" not in (room, other):
-                    found[room].add(other)
-        return dict(found)
+    def imports_between(self, part_of: Callable[[str], str | None]) -> dict[str, set[str]]:
+        """Return which parts each part imports. `part_of` names the part of a module; None for a module of no part."""
+        found: dict[str, set[str]] = {}
+        for name, targets in self.imports.items():
+            if (part := part_of(name)) is not None:
+                others = {other for target in targets if (other := part_of(target)) is not None}
+                found.setdefault(part, set()).update(others - {part})
+        return found
 
     def _package_imports(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = defaultdict(set)
@@ -157,9 +166,29 @@ class House:
                     yield (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def _room(name: str) -> str:
-    parts = name.split(".")
-    return parts[1] if parts[0] == "runtime" and len(parts) > 1 else parts[0]
+def box_of(name: str) -> str | None:
+    """Return the box of a module: `front`, `plugins`, `handlers`, `errors`. The root of `runtime` has none."""
+    first, *rest = name.split(".")
+    return (rest[0] if rest else None) if first == "runtime" else first
+
+
+def room_of(name: str, wing: str) -> str | None:
+    """Return the room of a module in a wing of `runtime`. None for a module outside."""
+    prefix = f"runtime.{wing}."
+    return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else None
+
+
+def _floors(imports: dict[str, set[str]]) -> int:
+    """Return the number of boxes on the longest way along the arrows. An arrow that closes a circle does not count."""
+    floors: dict[str, int] = {}
+
+    def floor(box: str) -> int:
+        if box not in floors:
+            floors[box] = 0
+            floors[box] = 1 + max(map(floor, imports.get(box, ())), default=0)
+        return floors[box]
+
+    return max(map(floor, imports))
 
 
 def _run_at_load(node: ast.AST) -> Iterator[ast.AST]:

@@ -1,6 +1,6 @@
 """Count the lines of code of each room, without docstrings, comments and blank lines: python infra/lines.py [ROOT] [--json].
 
-A room is a folder at the second level (`runtime/api`), with the folders inside it.
+A room is a folder of a wing (`runtime/front/api`), a plugin, or another folder at the second level, with the folders inside it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def rooms(root: Path = ROOT) -> dict[str, int]:
     counts = Counter[str]()
     for path in (path for package in PACKAGES for path in (root / package).rglob("*.py")):
         folders = path.relative_to(root).parts[:-1]
-        # Each plugin is a room.
-        counts["/".join(folders[: 3 if folders[1:2] == ("plugins",) else 2])] += code_lines(path.read_text())
+        counts["/".join(folders[: 3 if folders[0] == "runtime" else 2])] += code_lines(path.read_text())
     return {**dict(sorted(counts.items())), "total": counts.total()}
 
 

@@ -1,7 +1,7 @@
 """Change the core modules one place at a time, and count the changes that the mirrored tests catch: make mutants.
 
     python infra/mutants.py                         # the sample of 200
-    python infra/mutants.py runtime/batching/queue  # the mutants of one module
+    python infra/mutants.py runtime/calls/batching/queue  # the mutants of one module
     python infra/mutants.py 3f0c9a1b2d              # one mutant, after a test for it was added
 
 Each module gives the same number of mutants (mutant_sample.py). The tests of a module import a copy of the installed package, in which
@@ -35,9 +35,9 @@ INSTALLED = Path(sysconfig.get_path("purelib")) / "pilotflame"
 EQUAL = ROOT / "infra" / "equal_mutants.toml"
 # The core modules whose mirrored tests take seconds; the first ones give one mutant more if the division leaves a rest.
 MODULES = (
-    "fair_queue", "runtime/access/aws_signature", "runtime/access/keyring", "runtime/batching/queue",
-    "runtime/jobs/transitions", "runtime/link/connection", "runtime/scaling/allocation", "runtime/scaling/keep_alive",
-    "runtime/scaling/placement", "runtime/serving/dispatcher", "snapshot/fetching/ranges", "snapshot/format/header",
+    "fair_queue", "runtime/ground/access/aws_signature", "runtime/ground/access/keyring", "runtime/calls/batching/queue",
+    "runtime/jobs/stored/transitions", "runtime/calls/link/connection", "runtime/node/scaling/allocation", "runtime/node/scaling/keep_alive",
+    "runtime/node/scaling/placement", "runtime/calls/serving/dispatcher", "snapshot/fetching/ranges", "snapshot/format/header",
     "snapshot/format/manifest", "snapshot/restoring/plan",
 )  # fmt: skip
 SAMPLE, LEAST = 200, 0.85

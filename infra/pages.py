@@ -8,6 +8,7 @@ docs/errors.md is made from errors.py, docs/rooms.md from the imports of the sou
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,16 +44,13 @@ repeating it.
 |---|---|---|---|
 """
 
-_ROOMS = """# The rooms, as they import each other
+_ROOMS = """# The imports between wings and between rooms
 
-This picture is drawn from the imports of the sources by `python infra/pages.py`. An arrow means: imports. An import that follows from
-others is left out: `api` imports `access`, too, since `http` does. [Architecture](architecture.md) says what each room holds.
+These pictures are drawn from the imports of the sources by `python infra/pages.py`. An arrow means: imports. An import that follows from
+others is left out: `front` imports `ground`, too, since `jobs` does.
+[Architecture](architecture.md) says what each wing holds.
 
-```mermaid
-flowchart TD
-{arrows}
-```
-"""
+{wings}"""
 
 
 def errors_page() -> str:
@@ -66,15 +64,35 @@ def errors_page() -> str:
 
 
 def rooms_page() -> str:
-    """Return the text of docs/rooms.md: the rooms and their imports, without imports that follow from others."""
-    imports = house.House(ROOT).room_imports()
+    """Return the text of docs/rooms.md: the wings, and the rooms of each wing."""
+    found = house.House(ROOT)
+    pictures = [_picture(found.imports_between(_drawn_box))]
+    for wing in house.WINGS:
+        imports = found.imports_between(functools.partial(house.room_of, wing=wing))
+        pictures.append(f"## {wing}\n\n{_picture(imports)}")
+    return _ROOMS.format(wings="\n".join(pictures))
+
+
+def _drawn_box(module: str) -> str | None:
+    return house.box_of(module) if "." in module else None
+
+
+def _picture(imports: dict[str, set[str]]) -> str:
+    """Draw the parts and their imports, without imports that follow from others."""
+    parts = [
+        f"    {part}" for part, others in sorted(imports.items()) if not others and _alone(part, imports)
+    ]
     arrows = [
-        f"    {room} --> {other}"
-        for room, others in sorted(imports.items())
+        f"    {part} --> {other}"
+        for part, others in sorted(imports.items())
         for other in sorted(others)
         if not any(other in _reached(imports, third) for third in others - {other})
     ]
-    return _ROOMS.format(arrows="\n".join(arrows))
+    return "```mermaid\nflowchart TD\n" + "\n".join(parts + arrows) + "\n```\n"
+
+
+def _alone(part: str, imports: dict[str, set[str]]) -> bool:
+    return not any(part in others for others in imports.values())
 
 
 def _reached(imports: dict[str, set[str]], room: str) -> set[str]:

@@ -24,18 +24,18 @@ from pilotflame.errors import PilotflameError
 from pilotflame.handlers.codec import BYTES_TYPE, JSON_TYPE, InputCodec, OutputCodec
 from pilotflame.handlers.contract import Cancellation, Context
 from pilotflame.handlers.handler import Handler, HandlerKind
-from pilotflame.runtime.link.connection import Link
-from pilotflame.runtime.link.frames import Frame, FrameKind
-from pilotflame.runtime.link.stream_credit import PIECE_BYTES
+from pilotflame.runtime.calls.link.connection import Link
+from pilotflame.runtime.calls.link.frames import Frame, FrameKind
+from pilotflame.runtime.calls.link.stream_credit import PIECE_BYTES
+from pilotflame.runtime.calls.serving.input_stream import InputStream
+from pilotflame.runtime.calls.serving.invocation import Invocation, Output
+from pilotflame.runtime.calls.worker.exchange import WorkerExchange
+from pilotflame.runtime.calls.worker.loop_runner import LoopRunner
+from pilotflame.runtime.calls.worker.runner import Call
 from pilotflame.runtime.plugins.asgi import messages
 from pilotflame.runtime.plugins.asgi.handler import AppCaller
 from pilotflame.runtime.plugins.asgi.lifespan import CONTEXT_KEY
 from pilotflame.runtime.plugins.asgi.scope import HTTP, Facts
-from pilotflame.runtime.serving.input_stream import InputStream
-from pilotflame.runtime.serving.invocation import Invocation, Output
-from pilotflame.runtime.worker.exchange import WorkerExchange
-from pilotflame.runtime.worker.loop_runner import LoopRunner
-from pilotflame.runtime.worker.runner import Call
 from starlette.testclient import TestClient
 
 TIMEOUT_S = 60.0

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import __version__
-from .client import display, exit_codes, options
-from .client.gateway_start import announced_start
-from .commands.first_process import become_child_of_init
-from .commands.lazy_group import PluginGroup
+from .command.client import display, exit_codes, options
+from .command.client.gateway_start import announced_start
+from .command.commands.first_process import become_child_of_init
+from .command.commands.lazy_group import PluginGroup
 
 if TYPE_CHECKING:
-    from .settings.gateway_settings import GatewaySettings
+    from .ground.settings.gateway_settings import GatewaySettings
 
 PROGRAM = "pilotflame"
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -185,7 +185,7 @@ def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any)
 def _announce(gateway: GatewaySettings, text: str) -> None:
     """Print a line on stderr, in the format of the gateway's log."""
     # Imported here because it takes time, and --help does not need it.
-    from .telemetry.log_files import LogLine  # noqa: PLC0415
+    from .ground.telemetry.log_files import LogLine  # noqa: PLC0415
 
     in_log = LogLine(time.time(), "gateway", text).encode().decode().rstrip("\n")
     display.say(in_log if gateway.log_format == "json" else text)

@@ -15,13 +15,13 @@ from typing import Any
 import uvloop
 
 from ..errors import GatewayError, PilotflameError
-from .api.standalone import Standalone
-from .commands.watch import watch
-from .functions.deploy import Deployment
-from .functions.registry import Functions
-from .http.open_connections import raise_open_files
-from .settings.function_settings import FunctionSettings, read_settings
-from .settings.gateway_settings import GatewaySettings
+from .command.commands.watch import watch
+from .front.api.standalone import Standalone
+from .front.http.open_connections import raise_open_files
+from .ground.settings.function_settings import FunctionSettings, read_settings
+from .ground.settings.gateway_settings import GatewaySettings
+from .node.functions.deploy import Deployment
+from .node.functions.registry import Functions
 from .startup.server import Server, serve
 from .startup.signals import handled
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from history_checks import SLACK_S, Broken, Checks
-from pilotflame.runtime.reconciling import reconciler
-from pilotflame.runtime.scaling import allocation
-from pilotflame.runtime.scaling.placement import Gpu
-from pilotflame.runtime.telemetry.rung_name import RungName
+from pilotflame.runtime.ground.telemetry.rung_name import RungName
+from pilotflame.runtime.node.reconciling import reconciler
+from pilotflame.runtime.node.scaling import allocation
+from pilotflame.runtime.node.scaling.placement import Gpu
 from simulated_node import Setup, SimulatedNode
 from simulated_processes import CallPlan, Nature, SimulatedProcess, SimulatedSource
 from simulated_time import SimulatedLoop, run_simulated

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from pilotflame.runtime.reconciling.revision_workers import RevisionWorkers
-from pilotflame.runtime.scaling.allocation import PATIENCE_S
-from pilotflame.runtime.scaling.idle_period import QUIET_S
-from pilotflame.runtime.scaling.load import CHECKS, MIN_RECHECK_S
-from pilotflame.runtime.scaling.placement import GpuNeed, Holding, place
-from pilotflame.runtime.scaling.revision_state import Phase
-from pilotflame.runtime.serving.replica import Replica, ReplicaState
-from pilotflame.runtime.settings.resources import CONTEXT_MB
-from pilotflame.runtime.telemetry.rung_name import RungName
+from pilotflame.runtime.calls.serving.replica import Replica, ReplicaState
+from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
+from pilotflame.runtime.ground.telemetry.rung_name import RungName
+from pilotflame.runtime.node.reconciling.revision_workers import RevisionWorkers
+from pilotflame.runtime.node.scaling.allocation import PATIENCE_S
+from pilotflame.runtime.node.scaling.idle_period import QUIET_S
+from pilotflame.runtime.node.scaling.load import CHECKS, MIN_RECHECK_S
+from pilotflame.runtime.node.scaling.placement import GpuNeed, Holding, place
+from pilotflame.runtime.node.scaling.revision_state import Phase
 from simulated_node import SimulatedNode
 from simulated_time import LATE_S
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 from pilotflame.errors import LauncherError
-from pilotflame.runtime.launching.cgroups import Cgroup, find_controllers, make_cgroup
-from pilotflame.runtime.settings.resources import Resources
+from pilotflame.runtime.ground.settings.resources import Resources
+from pilotflame.runtime.node.launching.cgroups import Cgroup, find_controllers, make_cgroup
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from pilotflame.runtime.access.control_socket import find_control_socket
-from pilotflame.runtime.functions.registry import Functions
-from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.ground.access.control_socket import find_control_socket
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.node.functions.registry import Functions
 from pilotflame.runtime.startup.server import Server, serve
 from pilotflame.snapshot.caching.memory import unmount
 from pilotflame.snapshot.caching.node import node_tiers
@@ -66,7 +66,7 @@ PROCESS = """
 import json, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 folder = settings.pop("watch", None)

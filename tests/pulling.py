@@ -160,7 +160,7 @@ class Fetching:
 
     def __init__(self, cache: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pilotflame.runtime.launching.fetcher", str(cache), "{}"],
+            [sys.executable, "-m", "pilotflame.runtime.node.launching.fetcher", str(cache), "{}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

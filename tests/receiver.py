@@ -11,10 +11,10 @@ from typing import Any
 
 from aiohttp import web
 from live import LIMIT_S
-from pilotflame.runtime.jobs.database import Change, Database, T
-from pilotflame.runtime.jobs.job import Job, JobState, Webhook
-from pilotflame.runtime.jobs.outbox import newest
-from pilotflame.runtime.webhooks.delivery import Delivery
+from pilotflame.runtime.jobs.stored.database import Change, Database, T
+from pilotflame.runtime.jobs.stored.job import Job, JobState, Webhook
+from pilotflame.runtime.jobs.stored.outbox import newest
+from pilotflame.runtime.jobs.webhooks.delivery import Delivery
 
 Response = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -8,21 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from pilotflame.entry_points import APIS, load
-from pilotflame.runtime.api.access import AccessControl
-from pilotflame.runtime.api.admin import Admin
-from pilotflame.runtime.api.console import Console
-from pilotflame.runtime.api.deploys import Deploys
-from pilotflame.runtime.api.docs_page import DocsPage
-from pilotflame.runtime.api.history import HistoryApi
-from pilotflame.runtime.api.invoke import Gateway
-from pilotflame.runtime.api.logs import LogsApi
-from pilotflame.runtime.api.openapi import OpenApi
-from pilotflame.runtime.api.revisions import RevisionsApi
-from pilotflame.runtime.api.usage import UsageApi
-from pilotflame.runtime.api.warmup import WarmupApi
-from pilotflame.runtime.api.webhooks import WebhooksApi
-from pilotflame.runtime.functions.live import FunctionStatus
-from pilotflame.runtime.http.routes import based
+from pilotflame.runtime.front.api.access import AccessControl
+from pilotflame.runtime.front.api.admin import Admin
+from pilotflame.runtime.front.api.console import Console
+from pilotflame.runtime.front.api.deploys import Deploys
+from pilotflame.runtime.front.api.docs_page import DocsPage
+from pilotflame.runtime.front.api.history import HistoryApi
+from pilotflame.runtime.front.api.invoke import Gateway
+from pilotflame.runtime.front.api.logs import LogsApi
+from pilotflame.runtime.front.api.openapi import OpenApi
+from pilotflame.runtime.front.api.revisions import RevisionsApi
+from pilotflame.runtime.front.api.usage import UsageApi
+from pilotflame.runtime.front.api.warmup import WarmupApi
+from pilotflame.runtime.front.api.webhooks import WebhooksApi
+from pilotflame.runtime.front.http.routes import based
+from pilotflame.runtime.node.functions.live import FunctionStatus
 
 
 def described() -> OpenApi:

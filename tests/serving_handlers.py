@@ -63,7 +63,7 @@ THREADED = {
 
 # Its import opens a file that stands for the device file of a GPU, and keeps it open.
 OPENS_A_DEVICE = """
-from pilotflame.runtime.leftovers import descriptors
+from pilotflame.runtime.calls.leftovers import descriptors
 descriptors.DEVICE_FILES = (__file__,)
 KEPT = open(__file__)
 """

@@ -17,28 +17,28 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from pilotflame.errors import PilotflameError, RevisionRetired
-from pilotflame.runtime.batching.latency_curve import Point
-from pilotflame.runtime.billing.account import Account
-from pilotflame.runtime.billing.budget import BudgetSpec
-from pilotflame.runtime.billing.usage import Prices
-from pilotflame.runtime.functions.live import ladder_spec_of, policy_of
-from pilotflame.runtime.functions.store import RevisionRecord
-from pilotflame.runtime.launching.gpu_driver import GpuDriver, GpuUse
-from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.reconciling import revision_workers
-from pilotflame.runtime.reconciling.function import Function as Known
-from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
-from pilotflame.runtime.reconciling.node_parts import NodeParts
-from pilotflame.runtime.reconciling.reconciler import Reconciler
-from pilotflame.runtime.reconciling.revision_workers import Listeners, RevisionWorkers
-from pilotflame.runtime.scaling.idle_distribution import SharedPrior
-from pilotflame.runtime.scaling.placement import Gpu
-from pilotflame.runtime.scaling.rung_figures import HoldingPrices
-from pilotflame.runtime.serving.invocation import Invocation
-from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
-from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
-from pilotflame.runtime.settings.resources import Resources
-from pilotflame.runtime.telemetry.logs import LogChannel
+from pilotflame.runtime.calls.batching.latency_curve import Point
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.calls.serving.invocation import Invocation
+from pilotflame.runtime.calls.serving.latency_curve_store import LatencyCurveStore
+from pilotflame.runtime.ground.billing.account import Account
+from pilotflame.runtime.ground.billing.budget import BudgetSpec
+from pilotflame.runtime.ground.billing.usage import Prices
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings, Scale
+from pilotflame.runtime.ground.settings.resources import Resources
+from pilotflame.runtime.ground.telemetry.logs import LogChannel
+from pilotflame.runtime.node.functions.live import ladder_spec_of, policy_of
+from pilotflame.runtime.node.functions.store import RevisionRecord
+from pilotflame.runtime.node.launching.gpu_driver import GpuDriver, GpuUse
+from pilotflame.runtime.node.reconciling import revision_workers
+from pilotflame.runtime.node.reconciling.function import Function as Known
+from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.node.reconciling.node_parts import NodeParts
+from pilotflame.runtime.node.reconciling.reconciler import Reconciler
+from pilotflame.runtime.node.reconciling.revision_workers import Listeners, RevisionWorkers
+from pilotflame.runtime.node.scaling.idle_distribution import SharedPrior
+from pilotflame.runtime.node.scaling.placement import Gpu
+from pilotflame.runtime.node.scaling.rung_figures import HoldingPrices
 from simulated_processes import CallPlan, Nature, SimulatedLauncher, World
 from simulated_time import SimulatedLoop
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import orjson
 from pilotflame.errors import ActivationFailed, Cancelled, HandlerFailed, LauncherError
-from pilotflame.runtime.launching.launcher import Child
-from pilotflame.runtime.link.frames import Frame, FrameKind, Timing
-from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.telemetry.logs import Log
+from pilotflame.runtime.calls.link.child import Child
+from pilotflame.runtime.calls.link.frames import Frame, FrameKind, Timing
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.ground.telemetry.logs import Log
 
 # How long it takes, at most, until the end of a process is known.
 END_S = 0.05

@@ -9,7 +9,7 @@ import statistics
 import psutil
 import pytest
 from live import gateway_here, gone
-from pilotflame.runtime.telemetry.timeline import parse_server_timing
+from pilotflame.runtime.ground.telemetry.timeline import parse_server_timing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

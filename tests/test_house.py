@@ -25,7 +25,7 @@ TESTING = "runtime.testing"
 # Modules that write to the terminal.
 SPEAKING = {
     "runtime.cli",
-    "runtime.client.display",
+    "runtime.command.client.display",
 }
 # Packages that are loaded only when they are used.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}
@@ -68,6 +68,9 @@ def tree(path: Path) -> ast.Module:
 
 def test_the_figures_are_within_their_limits() -> None:
     found = figures()
+    assert found.boxes <= 22
+    assert found.floors <= 12
+    assert found.arrows <= 110
     assert found.loose_modules == ["runtime.cli", "runtime.main"]
     assert found.package_cycles == []
     assert found.repeated_classes == {}
@@ -104,9 +107,7 @@ def test_imports_within_the_package_are_relative_and_skip_the_face(name: str) ->
 
 
 def test_a_worker_loads_nothing_heavy() -> None:
-    loaded = python(
-        "import json, sys, pilotflame.runtime.worker.zygote; print(json.dumps(sorted(sys.modules)))"
-    )
+    loaded = python("import json, sys, pilotflame.zygote; print(json.dumps(sorted(sys.modules)))")
     assert not {name.partition(".")[0] for name in loaded} & {"aiohttp", "boto3", "httpx", "numpy", "torch"}
 
 
@@ -220,8 +221,8 @@ SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 # Functions that catch BaseException without raising it: (file, function).
 SWALLOWED = {
     # The caller gets the error, and the thread goes on.
-    ("runtime.worker.thread_runner", "_execute"),
-    ("runtime.worker.thread_runner", "_execute_batch"),
+    ("runtime.calls.worker.thread_runner", "_execute"),
+    ("runtime.calls.worker.thread_runner", "_execute_batch"),
     ("handlers.language_model.pass_slices", "_work"),
     # All callers get the error, and the worker ends.
     ("handlers.language_model.engine", "_work"),
@@ -280,25 +281,25 @@ def test_nobody_prints_but_the_command_line(name: str) -> None:
 
 # Timers of the rooms that decide about workers or feed the decisions. Each comment says what another timer does.
 TIMERS = {
-    "runtime/reconciling/reconciler.py": 1,
+    "runtime/node/reconciling/reconciler.py": 1,
     # Writes what was learned to the disk.
-    "runtime/reconciling/function_histories.py": 1,
+    "runtime/node/reconciling/function_histories.py": 1,
     # Measures memory, and listens to the kernel's pressure again.
-    "runtime/functions/memory_pressure.py": 1,
-    "runtime/functions/rest.py": 3,
+    "runtime/node/functions/memory_pressure.py": 1,
+    "runtime/node/functions/rest.py": 3,
     # The wall clock of schedules, and the windows after calls of other functions.
-    "runtime/functions/prewarming.py": 2,
-    "runtime/measuring/metering.py": 1,
+    "runtime/node/functions/prewarming.py": 2,
+    "runtime/node/measuring/metering.py": 1,
     # Ends the calls of a retiring revision when the gateway ends.
-    "runtime/reconciling/drain.py": 1,
+    "runtime/node/reconciling/drain.py": 1,
 }
 
 
 # What these validate is the gateway's own, a deployer's, or short.
 OWN_INPUT = {
     "handlers.first_errors", "handlers.language_model.declared_prefixes", "handlers.language_model.prefix_builder",
-    "runtime.access.private_files", "runtime.commands.snapshot_prefixes", "runtime.link.handler_facts",
-    "runtime.plugins.cog.cog_yaml", "runtime.settings.validation", "snapshot.format.manifest", "snapshot.registries.artifact",
+    "runtime.ground.access.private_files", "runtime.command.commands.snapshot_prefixes", "runtime.calls.link.handler_facts",
+    "runtime.plugins.cog.cog_yaml", "runtime.ground.settings.validation", "snapshot.format.manifest", "snapshot.registries.artifact",
 }  # fmt: skip
 
 
@@ -311,9 +312,9 @@ def test_no_caller_makes_the_gateway_describe_every_error() -> None:
 # What these parse is the gateway's own, short, counted (`json_limits`), or in the process of the function.
 PARSED = {
     # Bodies and outputs, which are counted.
-    "handlers.codec", "handlers.tensors", "runtime.http.requests", "runtime.events.consumer", "runtime.generation.deltas",
-    "runtime.generation.token_counts", "runtime.plugins.runpod.openai_jobs", "runtime.plugins.torchserve.handler",
-    "runtime.plugins.aws_lambda.handler", "runtime.link.frames", "runtime.packaging.reuse",
+    "handlers.codec", "handlers.tensors", "runtime.front.http.requests", "runtime.jobs.events.consumer", "runtime.front.generation.deltas",
+    "runtime.front.generation.token_counts", "runtime.plugins.runpod.openai_jobs", "runtime.plugins.torchserve.handler",
+    "runtime.plugins.aws_lambda.handler", "runtime.calls.link.frames", "runtime.node.packaging.reuse",
     # A text in quotation marks.
     "runtime.plugins.amazon.event_stream", "runtime.plugins.replicate.stream", "runtime.plugins.torchserve.routes",
     # A header, and a text of at most 64 KiB.
@@ -325,9 +326,9 @@ PARSED = {
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",
-    "handlers.language_model.prefixes", "handlers.source_file", "runtime.api.openapi", "runtime.plugins.predictions.prediction",
+    "handlers.language_model.prefixes", "handlers.source_file", "runtime.front.api.openapi", "runtime.plugins.predictions.prediction",
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
-    "runtime.serving.latency_curve_store", "runtime.packaging.snapshots", "runtime.plugins.replicate.problem",
+    "runtime.calls.serving.latency_curve_store", "runtime.node.packaging.snapshots", "runtime.plugins.replicate.problem",
     "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
     # Commands.
     "runtime.plugins.bulk.journal", "runtime.plugins.bulk.submitter", "runtime.plugins.images.image_engine",
@@ -338,8 +339,8 @@ def test_no_request_is_parsed_before_its_values_are_counted() -> None:
     """20 MB of `[[],[],...]` hold the interpreter for 2 s: `load_json` and `load_output` count the values first."""
     parses = re.compile(r"\bjson\.loads?\b|validate_json\b|from_json\(")
     rooms = (
-        "handlers.", "runtime.http.", "runtime.api.", "runtime.generation.", "runtime.events.", "runtime.plugins.",
-        "runtime.link.", "runtime.serving.", "runtime.packaging.",
+        "handlers.", "runtime.front.http.", "runtime.front.api.", "runtime.front.generation.", "runtime.jobs.events.", "runtime.plugins.",
+        "runtime.calls.link.", "runtime.calls.serving.", "runtime.node.packaging.",
     )  # fmt: skip
     texts = {
         name: path.read_text(encoding="utf-8") for name, path in modules().items() if name.startswith(rooms)
@@ -365,15 +366,20 @@ def test_one_file_writes_to_the_terminal() -> None:
     """It escapes control characters in what functions print and callers send."""
     writes = re.compile(r"click\.(echo|secho|style)\b")
     found = {name for name, path in modules().items() if writes.search(path.read_text(encoding="utf-8"))}
-    assert found == {"runtime.client.display"}
+    assert found == {"runtime.command.client.display"}
 
 
 def test_one_timer_decides_about_workers() -> None:
     found = Counter[str]()
-    rooms = ("runtime/reconciling", "runtime/scaling", "runtime/functions", "runtime/measuring")
+    rooms = (
+        "runtime/node/reconciling",
+        "runtime/node/scaling",
+        "runtime/node/functions",
+        "runtime/node/measuring",
+    )
     for path in [
         *(file for room in rooms for file in (ROOT / room).glob("*.py")),
-        ROOT / "runtime/serving/revision.py",
+        ROOT / "runtime/calls/serving/revision.py",
     ]:
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         names = [node.func.attr for node in calls if isinstance(node.func, ast.Attribute)]
@@ -495,6 +501,7 @@ def test_the_measures_notice_a_bad_tree(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     found = house.House(tmp_path).figures()
+    assert (found.boxes, found.floors, found.arrows) == (5, 3, 3)
     assert found.loose_modules == ["runtime.one"]
     assert found.package_cycles == [["runtime.a", "runtime.b"]]
     assert found.load_cycles == [["runtime.a.c", "runtime.a.d"]]

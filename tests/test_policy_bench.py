@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.ladder import Ladder, Plan, Rung, Step
-from pilotflame.runtime.scaling.ladder_simulator import Fixed, Learned, Replay, run, timeout
-from pilotflame.runtime.scaling.rung_figures import RungFigures
-from pilotflame.runtime.telemetry.rung_name import RungName
+from pilotflame.runtime.ground.telemetry.rung_name import RungName
+from pilotflame.runtime.node.scaling.ladder import Ladder, Plan, Rung, Step
+from pilotflame.runtime.node.scaling.ladder_simulator import Fixed, Learned, Replay, run, timeout
+from pilotflame.runtime.node.scaling.rung_figures import RungFigures
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
 

@@ -10,15 +10,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader, encode_json
-from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.calls.link.frames import Frame, FrameKind, FrameReader, encode_json
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 
 LIMIT_S = 60.0
 PROGRAM = """
 import socket, sys
-from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.worker.worker import Worker
-from pilotflame.runtime.worker.function_setup import build
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.calls.worker.worker import Worker
+from pilotflame.runtime.calls.worker.function_setup import build
 spec = WorkerSpec.model_validate_json(sys.argv[2])
 Worker(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)).run()
 sys.stdout.flush()

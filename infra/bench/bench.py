@@ -16,8 +16,8 @@ from statistics import median
 
 import hello
 from control import Control, Reply, gateway
-from pilotflame.runtime.commands import minilm
-from pilotflame.runtime.commands.fresh_process import first_answer
+from pilotflame.runtime.command.commands import minilm
+from pilotflame.runtime.command.commands.fresh_process import first_answer
 from report import Report, parser
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "text-embedding"

@@ -18,7 +18,7 @@ from control import Control, gateway
 from load import Request, burst
 from report import Report, parser
 
-# As runtime/scaling/seen.py.
+# As runtime/node/scaling/seen.py.
 TARGET_S = 0.1
 WORKERS = 4
 SPIN = """

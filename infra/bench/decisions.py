@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any
 
 from percentiles import median
-from pilotflame.runtime.scaling.allocation import allocate
-from pilotflame.runtime.scaling.claims import (
+from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
+from pilotflame.runtime.node.scaling.allocation import allocate
+from pilotflame.runtime.node.scaling.claims import (
     Allocation,
     Limits,
     NodeProcess,
@@ -27,15 +28,14 @@ from pilotflame.runtime.scaling.claims import (
     RevisionClaim,
     WorkerTier,
 )
-from pilotflame.runtime.scaling.desired_state import desired
-from pilotflame.runtime.scaling.eviction import Gaps, StepDown, waiting_per_byte
-from pilotflame.runtime.scaling.load import sufficient_load, wanted
-from pilotflame.runtime.scaling.placement import Gpu, GpuNeed
-from pilotflame.runtime.scaling.recent_load import RecentLoad
-from pilotflame.runtime.scaling.recent_need import RecentNeed
-from pilotflame.runtime.scaling.revision_state import RevisionState
-from pilotflame.runtime.scaling.scale_spec import ScaleSpec
-from pilotflame.runtime.scaling.seen import Load, Seen
+from pilotflame.runtime.node.scaling.desired_state import desired
+from pilotflame.runtime.node.scaling.eviction import Gaps, StepDown, waiting_per_byte
+from pilotflame.runtime.node.scaling.load import sufficient_load, wanted
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed
+from pilotflame.runtime.node.scaling.recent_load import RecentLoad
+from pilotflame.runtime.node.scaling.recent_need import RecentNeed
+from pilotflame.runtime.node.scaling.revision_state import RevisionState
+from pilotflame.runtime.node.scaling.seen import Load, Seen
 from report import Report, parser
 
 REPEATS = 7

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from control import Control, gateway
-from pilotflame.runtime.commands import minilm
+from pilotflame.runtime.command.commands import minilm
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 EXAMPLES = TEMPLATES / "examples"

@@ -20,10 +20,10 @@ import uvloop
 from control import gateway
 from load import Request, Tally, load_apart
 from percentiles import median, percentile
-from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.job import JobOutcome, JobState, NewJob, new_job_id
-from pilotflame.runtime.jobs.schema import SCRIPTS
-from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState, NewJob, new_job_id
+from pilotflame.runtime.jobs.stored.schema import SCRIPTS
+from pilotflame.runtime.jobs.stored.store import JobStore
 from report import Report, parser
 from servers import Server
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-from pilotflame.runtime.scaling.idle_distribution import SharedPrior
-from pilotflame.runtime.scaling.ladder import Ladder, Rung
-from pilotflame.runtime.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
+from pilotflame.runtime.node.scaling.idle_distribution import SharedPrior
+from pilotflame.runtime.node.scaling.ladder import Ladder, Rung
+from pilotflame.runtime.node.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
 from policy_replays import SERVICE_S, FloatArray, Totals, descend, optimum, timeouts
 from policy_traces import classes
 from report import Report, parser

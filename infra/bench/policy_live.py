@@ -26,12 +26,12 @@ from typing import Any
 
 import aiohttp
 from control import Control
-from pilotflame.runtime.scaling.idle_distribution import SharedPrior
-from pilotflame.runtime.scaling.idle_period import QUIET_S
-from pilotflame.runtime.scaling.ladder import Ladder, Rung
-from pilotflame.runtime.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
-from pilotflame.runtime.scaling.rung_figures import HoldingPrices, RungFigures
-from pilotflame.runtime.telemetry.rung_name import RungName
+from pilotflame.runtime.ground.telemetry.rung_name import RungName
+from pilotflame.runtime.node.scaling.idle_distribution import SharedPrior
+from pilotflame.runtime.node.scaling.idle_period import QUIET_S
+from pilotflame.runtime.node.scaling.ladder import Ladder, Rung
+from pilotflame.runtime.node.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
+from pilotflame.runtime.node.scaling.rung_figures import HoldingPrices, RungFigures
 from policy_replays import SERVICE_S
 from policy_traces import short_fleet
 from report import Report, parser

@@ -1,6 +1,6 @@
 """Replays of one function under many fixed plans at once, and the offline optimum, which knows all arrivals.
 
-`runtime/scaling/ladder_simulator.py` replays one plan.
+`runtime/node/scaling/ladder_simulator.py` replays one plan.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pilotflame.runtime.scaling.ladder import Ladder
-from pilotflame.runtime.scaling.ladder_simulator import FELT_S
+from pilotflame.runtime.node.scaling.ladder import Ladder
+from pilotflame.runtime.node.scaling.ladder_simulator import FELT_S
 
 FloatArray: TypeAlias = NDArray[np.float64]
 SERVICE_S = 0.2

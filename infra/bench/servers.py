@@ -29,7 +29,7 @@ _STOP_S = 10.0
 _GATEWAY = """
 import json, sys
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 
 run(
     GatewaySettings(**json.loads(sys.argv[1])),

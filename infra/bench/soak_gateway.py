@@ -47,7 +47,7 @@ GATEWAY = """
 import asyncio, collections, gc, json, signal, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 
 def write_counts():
     gc.collect()

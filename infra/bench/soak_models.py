@@ -28,8 +28,8 @@ import torch
 from control import Control, gateway
 from gpu_model import TEMPLATE
 from llm_bench import LARGE, module, write_model
-from pilotflame.runtime.launching.cgroups import make_cgroup
-from pilotflame.runtime.settings.resources import Resources
+from pilotflame.runtime.ground.settings.resources import Resources
+from pilotflame.runtime.node.launching.cgroups import make_cgroup
 from report import parser
 
 MODELS = ADAPTERS = 10

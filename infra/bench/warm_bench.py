@@ -28,7 +28,7 @@ import work
 from control import Control, gateway
 from load import REFUSED, Request, load_apart
 from percentiles import median
-from pilotflame.runtime.commands import minilm
+from pilotflame.runtime.command.commands import minilm
 from report import Report, parser
 from rounds import rotated
 from servers import Server, ServerError, start_litserve

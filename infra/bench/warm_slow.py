@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import uvloop
 from control import Control
 from http1 import Request, connect
-from pilotflame.runtime.batching.assignment import SHORT_S
+from pilotflame.runtime.calls.batching.assignment import SHORT_S
 from report import Report
 from servers import Server, ServerError
 

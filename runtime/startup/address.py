@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...addresses import is_loopback
-from ..access.keyring import Keyring
-from ..http.listening import bind, url_of
-from ..http.tls import Certificate
-from ..settings.gateway_settings import GatewaySettings
+from ..front.http.listening import bind, url_of
+from ..front.http.tls import Certificate
+from ..ground.access.keyring import Keyring
+from ..ground.settings.gateway_settings import GatewaySettings
 
 LOG = logging.getLogger(__name__)
 NO_ENGINE = (

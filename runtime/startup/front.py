@@ -9,46 +9,46 @@ from dataclasses import dataclass
 
 from ..._version import __version__
 from ...errors import GatewayError, PilotflameError, UnknownFunction
-from ..access.control_socket import ControlSocket, control_socket
-from ..access.keys import ANYBODY
-from ..api.access import AccessControl
-from ..api.admin import Admin
-from ..api.backend import Backend
-from ..api.console import Console
-from ..api.deploys import Deploys
-from ..api.docs_page import DocsPage
-from ..api.fast_path import FastPath
-from ..api.guard import Guard
-from ..api.history import HistoryApi
-from ..api.invoke import Gateway
-from ..api.logs import LogsApi
-from ..api.openapi import OpenApi
-from ..api.plugin import ApiPlugin, Plugins
-from ..api.revisions import RevisionsApi
-from ..api.server import HttpServer, http_server
-from ..api.standalone import Standalone
-from ..api.usage import UsageApi
-from ..api.warmup import WarmupApi
-from ..api.webhooks import WebhooksApi
-from ..functions.registry import Functions
-from ..http.access_log import AccessLog
-from ..http.audit import Audit
-from ..http.cross_origin import CrossOrigin
-from ..http.endless_answers import EndlessAnswers
-from ..http.host_names import HostNames
-from ..http.large_answers import LargeAnswers
-from ..http.open_connections import OpenConnections, most_connections
-from ..http.origins import Origins
-from ..http.page_isolation import PageIsolation
-from ..http.responses import ErrorResponses, compressed
-from ..http.routes import Route, error_formats, joined
-from ..serving.response_cache import ResponseCache
-from ..settings.function_settings import FunctionSettings
-from ..settings.gateway_settings import GatewaySettings
-from ..telemetry.gateway_log import Format, print_log
-from ..telemetry.log_files import ACCESS, AUDIT
-from ..telemetry.logs import Logs
-from ..telemetry.metrics import Metrics
+from ..calls.serving.response_cache import ResponseCache
+from ..front.api.access import AccessControl
+from ..front.api.admin import Admin
+from ..front.api.backend import Backend
+from ..front.api.console import Console
+from ..front.api.deploys import Deploys
+from ..front.api.docs_page import DocsPage
+from ..front.api.fast_path import FastPath
+from ..front.api.guard import Guard
+from ..front.api.history import HistoryApi
+from ..front.api.invoke import Gateway
+from ..front.api.logs import LogsApi
+from ..front.api.openapi import OpenApi
+from ..front.api.plugin import ApiPlugin, Plugins
+from ..front.api.revisions import RevisionsApi
+from ..front.api.server import HttpServer, http_server
+from ..front.api.standalone import Standalone
+from ..front.api.usage import UsageApi
+from ..front.api.warmup import WarmupApi
+from ..front.api.webhooks import WebhooksApi
+from ..front.http.access_log import AccessLog
+from ..front.http.audit import Audit
+from ..front.http.cross_origin import CrossOrigin
+from ..front.http.endless_answers import EndlessAnswers
+from ..front.http.host_names import HostNames
+from ..front.http.large_answers import LargeAnswers
+from ..front.http.open_connections import OpenConnections, most_connections
+from ..front.http.origins import Origins
+from ..front.http.page_isolation import PageIsolation
+from ..front.http.responses import ErrorResponses, compressed
+from ..front.http.routes import Route, error_formats, joined
+from ..ground.access.control_socket import ControlSocket, control_socket
+from ..ground.access.keys import ANYBODY
+from ..ground.settings.function_settings import FunctionSettings
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.telemetry.gateway_log import Format, print_log
+from ..ground.telemetry.log_files import ACCESS, AUDIT
+from ..ground.telemetry.logs import Logs
+from ..ground.telemetry.metrics import Metrics
+from ..node.functions.registry import Functions
 from .address import GatewayAddress
 from .node import RunningNode
 from .state import State

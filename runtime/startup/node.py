@@ -14,31 +14,31 @@ from ...errors import GatewayError
 from ...handlers.recognise import Dialects
 from ...snapshot.caching.node import Budgets
 from ...snapshot.extras import require
-from ..access.deploy_policy import DeployPolicies, DeployPolicy
-from ..access.keyring import Keyring
-from ..billing.ledger import Ledger
-from ..billing.usage import Prices
-from ..billing.usage_store import UsageStore
-from ..functions.function_events import FunctionEvents
-from ..functions.registry import Functions
-from ..functions.rest import Rest
-from ..http.listening import bind
-from ..launching.container_launcher import ContainerLauncher
-from ..launching.fetcher_client import FetcherClient, Sharing
-from ..launching.gpu_driver import GpuDriver
-from ..launching.gpus import find_driver
-from ..launching.launcher import LauncherByImage
-from ..launching.listener import Listener
-from ..launching.process_launcher import ProcessLauncher
-from ..measuring.node_memory import MemoryMeter
-from ..measuring.recorder import Recorder
-from ..reconciling.function_histories import FunctionHistories
-from ..reconciling.gpu_places import GpuPlaces
-from ..reconciling.reconciler import Reconciler
-from ..scaling.placement import Gpu
-from ..settings.gateway_settings import GatewaySettings
-from ..telemetry.background import BackgroundTasks
-from ..telemetry.metrics import Metrics, Totals
+from ..front.http.listening import bind
+from ..ground.access.deploy_policy import DeployPolicies, DeployPolicy
+from ..ground.access.keyring import Keyring
+from ..ground.billing.ledger import Ledger
+from ..ground.billing.usage import Prices
+from ..ground.billing.usage_store import UsageStore
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.telemetry.background import BackgroundTasks
+from ..ground.telemetry.metrics import Metrics, Totals
+from ..node.functions.function_events import FunctionEvents
+from ..node.functions.registry import Functions
+from ..node.functions.rest import Rest
+from ..node.launching.container_launcher import ContainerLauncher
+from ..node.launching.fetcher_client import FetcherClient, Sharing
+from ..node.launching.gpu_driver import GpuDriver
+from ..node.launching.gpus import find_driver
+from ..node.launching.launcher import LauncherByImage
+from ..node.launching.listener import Listener
+from ..node.launching.process_launcher import ProcessLauncher
+from ..node.measuring.node_memory import MemoryMeter
+from ..node.measuring.recorder import Recorder
+from ..node.reconciling.function_histories import FunctionHistories
+from ..node.reconciling.gpu_places import GpuPlaces
+from ..node.reconciling.reconciler import Reconciler
+from ..node.scaling.placement import Gpu
 from .observing import observe, open_recorder
 from .state import State
 
@@ -86,7 +86,9 @@ async def open_node(
     metrics = Metrics(
         functions.worker_counts, tasks.failures, [fetcher.metrics.readings], lambda: state.logs.files.dropped
     )
-    metrics.readers += [state.keyring.readings, ledger.readings, state.readings, functions.gpus.readings]
+    metrics.readers += [
+        state.keyring.readings, ledger.readings, state.readings, functions.gpus.readings, functions.reconciler.readings,
+    ]  # fmt: skip
     rest, memory = observe(functions, metrics, ledger, state.keyring, settings, stack)
     recorder = open_recorder(functions, state.folder / "records", stack)
     return RunningNode(functions, metrics, ledger, memory, rest, recorder)

@@ -6,16 +6,16 @@ import contextlib
 from pathlib import Path
 
 from ...entry_points import OBSERVERS, load
-from ..access.keyring import Keyring
-from ..billing.ledger import Ledger
-from ..functions.registry import Functions
-from ..functions.rest import Rest
-from ..generation.token_counts import TokenCounts
-from ..measuring.metering import Metering
-from ..measuring.node_memory import MemoryMeter
-from ..measuring.recorder import Recorder
-from ..settings.gateway_settings import GatewaySettings
-from ..telemetry.metrics import Metrics
+from ..front.generation.token_counts import TokenCounts
+from ..ground.access.keyring import Keyring
+from ..ground.billing.ledger import Ledger
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.telemetry.metrics import Metrics
+from ..node.functions.registry import Functions
+from ..node.functions.rest import Rest
+from ..node.measuring.metering import Metering
+from ..node.measuring.node_memory import MemoryMeter
+from ..node.measuring.recorder import Recorder
 
 
 def observe(

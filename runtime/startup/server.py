@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 from ...entry_points import APIS, check_names, load
 from ...errors import PilotflameError
-from ..api.admin import Admin
-from ..api.server import HttpServer
-from ..api.standalone import Standalone
-from ..events.sources import Sources
-from ..functions.registry import Functions
-from ..http.endless_answers import EndlessAnswers
-from ..http.tls import Certificate
-from ..jobs.jobs import Jobs
-from ..launching.container_engine import find_engine
-from ..settings.function_settings import FunctionSettings
-from ..settings.gateway_settings import GatewaySettings
-from ..telemetry.background import BackgroundTasks
+from ..front.api.admin import Admin
+from ..front.api.server import HttpServer
+from ..front.api.standalone import Standalone
+from ..front.http.endless_answers import EndlessAnswers
+from ..front.http.tls import Certificate
+from ..ground.settings.function_settings import FunctionSettings
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.telemetry.background import BackgroundTasks
+from ..jobs.events.sources import Sources
+from ..jobs.stored.jobs import Jobs
+from ..node.functions.registry import Functions
+from ..node.launching.container_engine import find_engine
 from .address import open_address, warn_of_keys
 from .front import FrontParts, open_front
 from .node import open_node

@@ -9,16 +9,16 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..access.keyring import Keyring
-from ..access.secrets import Secrets
-from ..functions.store import Retention, Store
-from ..settings.gateway_settings import GatewaySettings
-from ..settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
-from ..telemetry.disk import Disk
-from ..telemetry.gateway_log import gateway_logging
-from ..telemetry.log_files import LogFiles
-from ..telemetry.logs import Logs
-from ..telemetry.metrics import Reading
+from ..ground.access.keyring import Keyring
+from ..ground.access.secrets import Secrets
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
+from ..ground.telemetry.disk import Disk
+from ..ground.telemetry.gateway_log import gateway_logging
+from ..ground.telemetry.log_files import LogFiles
+from ..ground.telemetry.logs import Logs
+from ..ground.telemetry.metrics import Reading
+from ..node.functions.store import Retention, Store
 
 LOG = logging.getLogger(__name__)
 

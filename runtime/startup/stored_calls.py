@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...errors import GatewayError
-from ..alerting.alerts import FunctionAlerts
-from ..api.plugin import ApiPlugin
-from ..events.message_queue import Identity
-from ..events.sources import Sources
-from ..functions.prewarming import Prewarming
-from ..functions.registry import Functions
-from ..jobs.jobs import Jobs
-from ..settings.gateway_settings import GatewaySettings
-from ..webhooks.signing import load_key
+from ..front.api.plugin import ApiPlugin
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..jobs.alerting.alerts import FunctionAlerts
+from ..jobs.events.message_queue import Identity
+from ..jobs.events.sources import Sources
+from ..jobs.stored.jobs import Jobs
+from ..jobs.webhooks.signing import load_key
+from ..node.functions.prewarming import Prewarming
+from ..node.functions.registry import Functions
 from .node import RunningNode
 from .state import State
 

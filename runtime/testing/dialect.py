@@ -15,7 +15,13 @@ import pytest
 from ...handlers.dialect import DEFAULT, OWN, Dialect, Entry, Requirements
 from ...handlers.recognise import Dialects
 
-NOT_IN_WORKERS = ("aiohttp", "click", "httpx", "pilotflame.runtime.api", "pilotflame.runtime.serving")
+NOT_IN_WORKERS = (
+    "aiohttp",
+    "click",
+    "httpx",
+    "pilotflame.runtime.front.api",
+    "pilotflame.runtime.calls.serving",
+)
 
 # Handlers run in a process of their own, as in a worker: they may change the modules and the environment.
 LOADED = """

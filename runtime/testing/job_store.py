@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ...errors import IdempotencyConflict, JobConflict, JobExpired, QueueFull, UnknownJob
-from ..jobs.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
-from ..jobs.store import JobStore
+from ..jobs.stored.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
+from ..jobs.stored.store import JobStore
 
 KEEP_S = 100.0
 """How long a tested store keeps jobs that have ended."""

@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ...errors import HandlerError, LauncherError
-from ..launching.launcher import NO_SECRETS, Child, EndCause, Launcher, WorkerSource
-from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogChannel
+from ..calls.link.child import Child, EndCause
+from ..calls.link.worker_spec import WorkerSpec
+from ..ground.telemetry.logs import LogChannel
+from ..node.launching.launcher import NO_SECRETS, Launcher, WorkerSource
 
 WAIT_S = 60.0
 ECHO = "def handler(event):\n    return event\n"

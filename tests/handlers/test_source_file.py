@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.handlers.source_file import MAX_OWN_BYTES, MAX_SOURCE_BYTES, SourceFile
-from pilotflame.runtime.functions.deploy import heavy_imports
+from pilotflame.runtime.node.functions.deploy import heavy_imports
 
 SOURCE = """
 import runpod as rp

@@ -3,8 +3,8 @@
 import gc
 import time
 
-from pilotflame.runtime.link.connection import Link
-from pilotflame.runtime.link.frames import FrameKind, encode
+from pilotflame.runtime.calls.link.connection import Link
+from pilotflame.runtime.calls.link.frames import FrameKind, encode
 
 
 def handler(event, context):

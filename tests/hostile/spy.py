@@ -6,7 +6,7 @@ import re
 import socket
 import stat
 
-from pilotflame.runtime.link.frames import FrameKind, encode_json
+from pilotflame.runtime.calls.link.frames import FrameKind, encode_json
 
 SECRET = re.compile(rb"canary-[0-9a-f]{32}|pf_[0-9a-f]{12}_[0-9a-f]{64}")
 ADDRESSES = [("169.254.169.254", 80), ("169.254.170.2", 80), ("10.0.2.2", 80), ("1.1.1.1", 53)]

@@ -26,7 +26,7 @@ def check_room() -> ModuleType:
 
 
 def test_a_room_and_a_file_have_tests_at_the_same_path(check_room: ModuleType) -> None:
-    for room in ("runtime/api", "snapshot/sources/schemes.py", "handlers", "errors.py"):
+    for room in ("runtime/front/api", "snapshot/sources/schemes.py", "handlers", "errors.py"):
         assert (ROOT / check_room.tests_of(Path(room))).exists()
 
 

@@ -33,8 +33,8 @@ def add(first: int, second: int) -> str:
 def test_docstrings_comments_and_blank_lines_do_not_count(tmp_path: Path) -> None:
     for name, text in {
         "runtime/cli.py": "import os\n",
-        "runtime/api/__init__.py": '"""Only a docstring."""\n',
-        "runtime/api/routes.py": MODULE,
+        "runtime/front/api/__init__.py": '"""Only a docstring."""\n',
+        "runtime/front/api/routes.py": MODULE,
         "runtime/plugins/cog/routes.py": "one = 1\n",
         "snapshot/restoring/device/cuda.py": "one = 1\ntwo = 2\n",
         "tests/test_one.py": "three = 3\n",
@@ -46,7 +46,7 @@ def test_docstrings_comments_and_blank_lines_do_not_count(tmp_path: Path) -> Non
     found = json.loads(subprocess.check_output([*command, "--json"]))
     assert found == {
         "runtime": 1,
-        "runtime/api": 8,
+        "runtime/front/api": 8,
         "runtime/plugins/cog": 1,
         "snapshot/restoring": 2,
         "total": 12,

@@ -23,7 +23,7 @@ def test_each_library_has_a_floor_and_tests() -> None:
 
 def test_the_table_names_where_a_librarys_tests_fail() -> None:
     installed = dict.fromkeys(versions.TESTS, "0.1") | {"rich": "99.0"}
-    failed = ["tests/runtime/settings/test_schedule.py::test_next[utc]"]
+    failed = ["tests/runtime/ground/settings/test_schedule.py::test_next[utc]"]
     table = versions.table({"lowest": installed, "newest": installed}, {"lowest": failed, "newest": []})
     lines = {line.split()[1]: line.split(maxsplit=4) for line in table.splitlines()}
     assert lines["library"] == ["extra", "library", "lowest", "newest", "outcome"]

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands.doctor import containers, peers_answer, private_files
-from pilotflame.runtime.commands.lazy_group import LazyGroup
-from pilotflame.runtime.commands.snapshot import snapshot
-from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.command.commands.doctor import containers, peers_answer, private_files
+from pilotflame.runtime.command.commands.lazy_group import LazyGroup
+from pilotflame.runtime.command.commands.snapshot import snapshot
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
 from pilotflame.snapshot.peering.served_chunks import ServedChunks
 from safetensors.numpy import save_file

@@ -14,7 +14,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from pilotflame.runtime.client.client import Client
+from pilotflame.runtime.command.client.client import Client
 
 EXAMPLES = Path(__file__).parents[2] / "templates" / "examples"
 LIMIT_S = 30

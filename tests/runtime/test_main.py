@@ -16,10 +16,10 @@ import pytest
 from blockbuster import blockbuster_ctx
 from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, gone, home_client, until
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.functions.registry import Functions
-from pilotflame.runtime.launching.zygote_process import ChildProcess
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.node.functions.registry import Functions
+from pilotflame.runtime.node.launching.zygote_process import ChildProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -183,8 +183,8 @@ async def test_a_process_that_the_kernel_cannot_end_holds_up_no_shutdown(
     state, gate: Gate, monkeypatch, caplog
 ):
     """As a worker in a call of a driver, it does not end when it is killed. It also holds a place on a GPU."""
-    monkeypatch.setattr("pilotflame.runtime.reconciling.pool.KILLED_S", 0.3)
-    monkeypatch.setattr("pilotflame.runtime.telemetry.background.END_S", 0.3)
+    monkeypatch.setattr("pilotflame.runtime.node.reconciling.pool.KILLED_S", 0.3)
+    monkeypatch.setattr("pilotflame.runtime.ground.telemetry.background.END_S", 0.3)
     kill = ChildProcess.kill
     monkeypatch.setattr(ChildProcess, "kill", lambda child: None if child.pid == stuck else kill(child))
     source = "import gate\nasync def handler(event):\n    gate.wait()"

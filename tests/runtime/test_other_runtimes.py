@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from fault_server import FaultServer
 from pilotflame.errors import PilotflameError
-from pilotflame.runtime.client.client import Client
-from pilotflame.runtime.client.function_template import copy_template
+from pilotflame.runtime.command.client.client import Client
+from pilotflame.runtime.command.client.function_template import copy_template
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 

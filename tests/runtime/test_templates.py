@@ -23,8 +23,8 @@ from fault_server import FaultServer
 from live import until
 from PIL import Image
 from pilotflame.errors import PilotflameError
-from pilotflame.runtime.client.client import Client
-from pilotflame.runtime.client.function_template import copy_template
+from pilotflame.runtime.command.client.client import Client
+from pilotflame.runtime.command.client.function_template import copy_template
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.handle import Snapshot

@@ -20,14 +20,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import SnapshotChanged, SnapshotError
-from pilotflame.runtime.access.deploy_policy import ALL_ALLOWED
-from pilotflame.runtime.packaging.snapshots import (
+from pilotflame.runtime.ground.access.deploy_policy import ALL_ALLOWED
+from pilotflame.runtime.ground.settings.function_settings import SnapshotPart
+from pilotflame.runtime.node.packaging.snapshots import (
     MANIFEST_FILE,
     SourceRules,
     describe_local,
     read_versions,
 )
-from pilotflame.runtime.settings.function_settings import SnapshotPart
 from pilotflame.snapshot.format.compared import REMEDY, ComparedShards
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest

@@ -15,8 +15,8 @@ import orjson
 from aiohttp import web
 
 from ....handlers.codec import BYTES_TYPE
-from ...http.event_stream import STREAM_HEADERS, EventStream
-from ...serving.invocation import Invocation
+from ...calls.serving.invocation import Invocation
+from ...front.http.event_stream import STREAM_HEADERS, EventStream
 
 EVENT_STREAM_TYPE = "application/vnd.amazon.eventstream"
 MAX_PAYLOAD_BYTES = 1 << 20

@@ -7,9 +7,9 @@ from functools import partial
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 
-from ...http.event_stream import abort
-from ...http.responses import invocation_headers
-from ...serving.invocation import Invocation
+from ...calls.serving.invocation import Invocation
+from ...front.http.event_stream import abort
+from ...front.http.responses import invocation_headers
 from .messages import ResponsePiece
 from .response_encoder import ResponseEncoder
 

@@ -8,13 +8,13 @@ import time
 from aiohttp import web
 
 from ....errors import BadInput, DeadlineExceeded, InputTimeout, LinkError, OutputInvalid, PilotflameError
-from ...http.event_stream import LAST_EVENT_S
-from ...http.requests import continue_body, too_large
-from ...http.responses import error_reply, invocation_headers
-from ...link.stream_credit import PIECE_BYTES, ReadPieces
-from ...serving.input_stream import InputStream
-from ...serving.invocation import Invocation, Stream
-from ...serving.revision import Revision
+from ...calls.link.stream_credit import PIECE_BYTES, ReadPieces
+from ...calls.serving.input_stream import InputStream
+from ...calls.serving.invocation import Invocation, Stream
+from ...calls.serving.revision import Revision
+from ...front.http.event_stream import LAST_EVENT_S
+from ...front.http.requests import continue_body, too_large
+from ...front.http.responses import error_reply, invocation_headers
 from .app_response import AppResponse
 from .messages import ResponsePiece, decode_response, parts
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from ...access.control_socket import CONTROL_KEY
-from ...api.guard import KEY_HEADERS
-from ...http.origins import Origins
+from ...front.api.guard import KEY_HEADERS
+from ...front.http.origins import Origins
+from ...ground.access.control_socket import CONTROL_KEY
 from .messages import Header
 from .scope import HTTP, WEBSOCKET, Facts
 

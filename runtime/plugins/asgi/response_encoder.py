@@ -11,7 +11,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDict
 
 from ....errors import OutputInvalid
-from ...http.page_isolation import ORIGIN_WIDE
+from ...front.http.page_isolation import ORIGIN_WIDE
 from .incoming_request import HOP_BY_HOP
 from .messages import ResponsePiece, check_head
 

@@ -9,14 +9,15 @@ from aiohttp import hdrs, web
 
 from ....errors import LinkError, PilotflameError, UnknownRoute
 from ....handlers.codec import BYTES_TYPE
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...api.invoke import HOLD, MAX_HOLD_S
-from ...api.plugin import ApiPlugin
-from ...api.standalone import PLATFORM
-from ...functions.live import Live
-from ...http.page_isolation import POLICY, SANDBOX
-from ...http.requests import (
+from ...calls.serving.input_stream import InputStream
+from ...calls.serving.invocation import Invocation
+from ...calls.serving.revision import Revision
+from ...front.api.backend import Backend
+from ...front.api.invoke import HOLD, MAX_HOLD_S
+from ...front.api.plugin import ApiPlugin
+from ...front.api.standalone import PLATFORM
+from ...front.http.page_isolation import POLICY, SANDBOX
+from ...front.http.requests import (
     CALLS,
     awaits_continue,
     caller_of,
@@ -28,11 +29,10 @@ from ...http.requests import (
     too_large,
     trace_of,
 )  # fmt: skip
-from ...http.responses import error_reply
-from ...http.routes import Route
-from ...serving.input_stream import InputStream
-from ...serving.invocation import Invocation
-from ...serving.revision import Revision
+from ...front.http.responses import error_reply
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from .http_exchange import HttpExchange
 from .incoming_request import facts_of, is_websocket, scheme_of
 from .websocket_exchange import WebSocketExchange

@@ -8,12 +8,12 @@ import time
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from ....errors import DeadlineExceeded, LinkError, OutputInvalid, PilotflameError
-from ...http.endless_answers import EndlessAnswers
-from ...http.requests import caller_of
-from ...http.responses import error_reply, invocation_headers
-from ...link.stream_credit import ReadPieces
-from ...serving.invocation import Invocation, Stream
-from ...serving.revision import Revision
+from ...calls.link.stream_credit import ReadPieces
+from ...calls.serving.invocation import Invocation, Stream
+from ...calls.serving.revision import Revision
+from ...front.http.endless_answers import EndlessAnswers
+from ...front.http.requests import caller_of
+from ...front.http.responses import error_reply, invocation_headers
 from .app_response import AppResponse
 from .incoming_request import HOP_BY_HOP
 from .messages import (

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from .... import errors
 from ....errors import PilotflameError
 from ....handlers.codec import JSON_TYPE
-from ...http.responses import Response, retry_headers
+from ...front.http.responses import Response, retry_headers
 from ..amazon.event_stream import MessageStream, message
 
 # The errors of the function. They are sent with status 200 and the header X-Amz-Function-Error. Every other error, and

@@ -12,12 +12,12 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import MalformedRequest, UnknownFunction
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...functions.live import Live
-from ...http.requests import caller_of
-from ...http.responses import ErrorBody, json_response
-from ...http.routes import Parameter, Route
+from ...front.api.backend import Backend
+from ...front.http.requests import caller_of
+from ...front.http.responses import ErrorBody, json_response
+from ...front.http.routes import Parameter, Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from .failures import LambdaError, aws_error
 from .handler import ACCOUNT, DEFAULT_REGION
 

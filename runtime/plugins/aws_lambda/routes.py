@@ -19,18 +19,18 @@ from ....errors import (
     PilotflameError,
 )
 from ....handlers.codec import JSON_TYPE
-from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER, collected
-from ...api.plugin import ApiPlugin
-from ...functions.live import Live
-from ...http.event_stream import LAST_EVENT_S
-from ...http.parsed_bodies import parsed
-from ...http.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, trace_of
-from ...http.responses import ErrorBody
-from ...http.routes import Route, header
-from ...serving.invocation import Invocation, Output
-from ...telemetry.logs import Capture
+from ...calls.serving.invocation import Invocation, Output
+from ...front.api.backend import ASYNC_BODY_BYTES, Backend
+from ...front.api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER, collected
+from ...front.api.plugin import ApiPlugin
+from ...front.http.event_stream import LAST_EVENT_S
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, trace_of
+from ...front.http.responses import ErrorBody
+from ...front.http.routes import Route, header
+from ...ground.access.keys import Scope
+from ...ground.telemetry.logs import Capture
+from ...node.functions.live import Live
 from ..amazon.event_stream import EVENT_STREAM_TYPE
 from .failures import LambdaError, ResponseStream, aws_error, function_error, is_of_function
 from .functions import BASE, NAME, QUALIFIER, FunctionsApi, find_live, version_of

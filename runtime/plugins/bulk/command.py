@@ -12,9 +12,9 @@ import uvloop
 
 from ....errors import BatchFailed, SourceMissing
 from ....snapshot.sources.s3 import S3Source
-from ...client import display, exit_codes, options
-from ...client.address import trusted_authorities
-from ...settings.gateway_settings import default_state_dir
+from ...command.client import display, exit_codes, options
+from ...command.client.address import trusted_authorities
+from ...ground.settings.gateway_settings import default_state_dir
 from .inputs import InputLine, Inputs
 from .journal import Journal
 from .submitter import Submitter, run_in_order

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from ....errors import OutputInvalid
-from ...client import display, options
-from ...client.client import Client
+from ...command.client import display, options
+from ...command.client.client import Client
 
 PROMPT = "> "
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ....errors import BadInput, EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...http.requests import Headers, load_json, media_type_of, problems
+from ...front.http.requests import Headers, load_json, media_type_of, problems
 
 FAMILY = "application/cloudevents"
 STRUCTURED = "application/cloudevents+json"

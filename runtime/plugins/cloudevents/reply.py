@@ -17,7 +17,7 @@ from aiohttp import web
 
 from ....errors import EventInvalid, OutputInvalid
 from ....handlers.codec import JSON_TYPE
-from ...http.requests import load_output, preferences_of
+from ...front.http.requests import load_output, preferences_of
 from .parsing import PREFIX, STRUCTURED, ReceivedEvent, structured_event
 
 DEFAULT_TYPE = "pilotflame.output"

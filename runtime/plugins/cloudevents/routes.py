@@ -13,18 +13,18 @@ from aiohttp import web
 
 from ....errors import EventInvalid, OutputInvalid, PilotflameError, UnsupportedMedia
 from ....handlers.codec import JSON_TYPE
-from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
-from ...api.guard import count_calls
-from ...api.invoke import Gateway
-from ...api.plugin import ApiPlugin
-from ...functions.live import Live
-from ...http.call_group import CallGroup
-from ...http.parsed_bodies import parsed
-from ...http.requests import caller_of, preferences_of, request_id_of, traceparent_of
-from ...http.responses import error_reply, json_response
-from ...http.routes import INVOKE_PATH, Route, header
-from ...jobs.job import JobState
+from ...front.api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
+from ...front.api.guard import count_calls
+from ...front.api.invoke import Gateway
+from ...front.api.plugin import ApiPlugin
+from ...front.http.call_group import CallGroup
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import caller_of, preferences_of, request_id_of, traceparent_of
+from ...front.http.responses import error_reply, json_response
+from ...front.http.routes import INVOKE_PATH, Route, header
+from ...ground.access.keys import Scope
+from ...jobs.stored.job import JobState
+from ...node.functions.live import Live
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
 from .reply import reply, wants_reply
 

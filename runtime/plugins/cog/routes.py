@@ -21,16 +21,16 @@ from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunct
 from ....handlers.codec import JSON_TYPE
 from ....handlers.contract import NOTHING
 from ....handlers.files import UNAVAILABLE
-from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.plugin import ApiPlugin
-from ...functions.live import FunctionStatus, Live
-from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...http.requests import caller_of, dump_json, preferences_of
-from ...http.responses import json_response
-from ...http.routes import Parameter, Route, header
-from ...jobs.job import Job, JobState
-from ...jobs.outbox import WebhookBodies
+from ...front.api.backend import ASYNC_BODY_BYTES, Backend
+from ...front.api.plugin import ApiPlugin
+from ...front.http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...front.http.requests import caller_of, dump_json, preferences_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Parameter, Route, header
+from ...ground.access.keys import Scope
+from ...jobs.stored.job import Job, JobState
+from ...jobs.stored.outbox import WebhookBodies
+from ...node.functions.live import FunctionStatus, Live
 from ..predictions.cog_version import COG_VERSION
 from ..predictions.prediction import FORM, chosen_id, prediction_of, webhook_body
 from ..predictions.predictor_schema import predictor_components, predictor_document

@@ -8,7 +8,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from ....errors import PilotflameError
-from ...http.responses import Response, error_reply
+from ...front.http.responses import Response, error_reply
 
 _TYPES = {
     401: "authentication_error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....errors import BadInput
-from ...http.requests import load_json
+from ...front.http.requests import load_json
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The kinds of parts that are texts, and the fields with these texts."""

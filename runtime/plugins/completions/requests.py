@@ -20,7 +20,7 @@ from ....handlers.language_model.contract import (
     Tool,
     ToolName,
 )
-from ...http.requests import validate
+from ...front.http.requests import validate
 from .messages import plain_message
 
 MOST_PROMPTS = 128

@@ -29,11 +29,17 @@ from ....handlers.dialect import Requirements
 from ....handlers.recognise import installed_dialects
 from ....snapshot.sources.location import shown
 from ....snapshot.sources.schemes import scheme_of
-from ...functions.deploy import function_requirements
-from ...packaging import code
-from ...packaging.requirements import RequirementLine, parse_requirements
-from ...settings.function_settings import SETTINGS_FILE, FunctionSettings, Image, read_settings, setting_of
-from ...settings.validation import validate
+from ...ground.settings.function_settings import (
+    SETTINGS_FILE,
+    FunctionSettings,
+    Image,
+    read_settings,
+    setting_of,
+)
+from ...ground.settings.validation import validate
+from ...node.functions.deploy import function_requirements
+from ...node.packaging import code
+from ...node.packaging.requirements import RequirementLine, parse_requirements
 from .recipe import (
     CODE_FOLDER,
     CONSTRAINTS,

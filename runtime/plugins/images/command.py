@@ -18,8 +18,8 @@ from urllib.parse import urlsplit, urlunsplit
 import click
 
 from ....errors import SettingsError
-from ...client import display, options
-from ...client.options import FunctionSource
+from ...command.client import display, options
+from ...command.client.options import FunctionSource
 from .image_engine import ENGINES, EPOCH_VARIABLE, ImageEngine, repository_of
 from .recipe import CONTAINERFILE
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ....errors import BuildFailed
-from ...packaging.streamed_command import CommandOutcome, run_streamed
+from ...node.packaging.streamed_command import CommandOutcome, run_streamed
 from .recipe import CONTAINERFILE
 
 ENGINES = ("docker", "podman", "buildah")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ....errors import BusFailed, PackageMissing
 from ....snapshot.extras import needs
-from ...events.message_queue import Identity
+from ...jobs.events.message_queue import Identity
 from .settings import KafkaSource
 
 LOG = logging.getLogger(__name__)

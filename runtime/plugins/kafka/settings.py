@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from ...settings.event_source import EventSource
-from ...settings.validation import checked, split_text
+from ...ground.settings.event_source import EventSource
+from ...ground.settings.validation import checked, split_text
 
 LEASE_S = 60.0
 """A consumer that does not poll for five minutes leaves its group. A third of this time is between two polls."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....errors import BusFailed
-from ...events.blocking_calls import call_in_thread
-from ...events.message_queue import Identity, Message
-from ...jobs.job import Job
+from ...jobs.events.blocking_calls import call_in_thread
+from ...jobs.events.message_queue import Identity, Message
+from ...jobs.stored.job import Job
 from .client import LOG, REQUEST_S, config_of, failed, failures
 from .settings import KafkaSource
 

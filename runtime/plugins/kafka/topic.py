@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ....errors import BusFailed
-from ...events.blocking_calls import call_in_thread
-from ...events.message_queue import Identity, Message
+from ...jobs.events.blocking_calls import call_in_thread
+from ...jobs.events.message_queue import Identity, Message
 from .client import LOG, REQUEST_S, config_of, failed, failures
 from .settings import KafkaSource
 from .sink import TopicSink, Writer

@@ -8,7 +8,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from ....errors import PilotflameError, UnknownFunction
-from ...http.responses import Response, error_reply
+from ...front.http.responses import Response, error_reply
 
 
 class OipError(TypedDict):

@@ -14,14 +14,14 @@ from google.protobuf.message import Message
 from multidict import CIMultiDict
 
 from ....errors import BadInput, InvocationError, Overloaded, PilotflameError
-from ...access.fair_share import SharedRoom
-from ...access.keys import Caller
-from ...api.backend import Backend
-from ...api.plugin import Entrance
-from ...http.event_stream import LAST_EVENT_S
-from ...http.requests import TIMEOUT, request_id_of, too_large
-from ...http.responses import MAX_ON_LOOP_BYTES, invocation_headers
-from ...serving.invocation import Invocation
+from ...calls.serving.invocation import Invocation
+from ...front.api.backend import Backend
+from ...front.api.plugin import Entrance
+from ...front.http.event_stream import LAST_EVENT_S
+from ...front.http.requests import TIMEOUT, request_id_of, too_large
+from ...front.http.responses import MAX_ON_LOOP_BYTES, invocation_headers
+from ...ground.access.fair_share import SharedRoom
+from ...ground.access.keys import Caller
 from .errors import load_failure
 from .grpc_messages import message, parameters_of
 from .grpc_requests import infer_request, infer_response, is_final, output_of

@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 
 from ....errors import BadInput
 from ....handlers.tensors import MOST_AXES, with_lengths
-from ...http.requests import load_output
-from ...serving.invocation import Output
+from ...calls.serving.invocation import Output
+from ...front.http.requests import load_output
 from .grpc_messages import message, parameters_of
 from .infer_call import tensors_header
 from .infer_request import InferRequest

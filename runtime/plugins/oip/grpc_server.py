@@ -31,13 +31,13 @@ from ....errors import (
     Overloaded,
     PilotflameError,
 )
-from ...access.fair_share import SharedRoom
-from ...api.backend import Backend
-from ...api.guard import Admitted
-from ...api.plugin import Entrance
-from ...http.large_answers import MAX_BYTES
-from ...http.responses import retry_headers
-from ...http.tls import Certificate
+from ...front.api.backend import Backend
+from ...front.api.guard import Admitted
+from ...front.api.plugin import Entrance
+from ...front.http.large_answers import MAX_BYTES
+from ...front.http.responses import retry_headers
+from ...front.http.tls import Certificate
+from ...ground.access.fair_share import SharedRoom
 from .errors import error_text
 from .grpc_messages import CLASSES, message
 from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method, Responses

@@ -12,13 +12,13 @@ import orjson
 from ....errors import NotSupported, OutputInvalid, PilotflameError
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...access.keys import Caller
-from ...api.backend import Backend
-from ...api.invoke import Gateway
-from ...http.requests import Headers
-from ...http.responses import Response, invocation_headers
-from ...serving.invocation import Invocation, Output
-from ...serving.revision import Revision
+from ...calls.serving.invocation import Invocation, Output
+from ...calls.serving.revision import Revision
+from ...front.api.backend import Backend
+from ...front.api.invoke import Gateway
+from ...front.http.requests import Headers
+from ...front.http.responses import Response, invocation_headers
+from ...ground.access.keys import Caller
 from .errors import oip_error_reply
 from .infer_request import HEADER_LENGTH, InferRequest
 from .model import TensorModel

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ....errors import BadInput
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.tensors import DATATYPES
-from ...http.requests import PRIORITY, TIMEOUT, Headers, load_json, validate
-from ...serving.response_cache import MAX_INPUT_BYTES
+from ...calls.serving.response_cache import MAX_INPUT_BYTES
+from ...front.http.requests import PRIORITY, TIMEOUT, Headers, load_json, validate
 from .model import TensorModel
 
 HEADER_LENGTH = istr("Inference-Header-Content-Length")

@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 from ...._version import __version__
 from ....errors import BadInput, UnknownFunction
 from ....handlers.tensors import Tensor, declared
-from ...functions.live import Live
-from ...functions.registry import Functions
+from ...node.functions.live import Live
+from ...node.functions.registry import Functions
 
 EXTENSIONS = (
     "binary_tensor_data",

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from ....errors import BadInput
-from ...functions.registry import Functions
+from ...node.functions.registry import Functions
 from .model import TensorModel, TensorModels, function_of
 from .statistics import Statistics
 

@@ -12,14 +12,14 @@ from aiohttp import web
 
 from ....errors import BadInput, PilotflameError
 from ....snapshot.extras import needs
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...api.fast_path import FastCall, FastRequest
-from ...api.plugin import ApiPlugin, Entrance
-from ...http.parsed_bodies import parsed
-from ...http.requests import CALLS, caller_of, load_json, read_body, request_id_of
-from ...http.responses import MAX_ON_LOOP_BYTES, json_response
-from ...http.routes import Route
+from ...front.api.backend import Backend
+from ...front.api.fast_path import FastCall, FastRequest
+from ...front.api.plugin import ApiPlugin, Entrance
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import CALLS, caller_of, load_json, read_body, request_id_of
+from ...front.http.responses import MAX_ON_LOOP_BYTES, json_response
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
 from .errors import ERRORS, load_failure, oip_error_reply
 from .infer_call import InferCall
 from .infer_request import InferenceRequest, InferRequest, json_bytes

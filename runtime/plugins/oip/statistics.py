@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...telemetry.timeline import Timeline
+from ...ground.telemetry.timeline import Timeline
 from .model import TensorModel
 
 _NS = 1_000_000_000

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from ....errors import BadInput, OutputInvalid
 from ....handlers.language_model.contract import EmbeddingOutput, RerankOutput, Text
-from ...functions.live import Live
+from ...node.functions.live import Live
 from ..completions.requests import REMEDY
 
 MOST_TEXTS = 1024

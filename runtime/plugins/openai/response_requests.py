@@ -15,7 +15,7 @@ from ....handlers.language_model.contract import (
     ToolFunction,
     ToolName,
 )
-from ...http.requests import validate
+from ...front.http.requests import validate
 from ..completions.messages import plain_message, text_of
 from ..completions.requests import ANY_OBJECT, REMEDY, check_choice
 

@@ -20,17 +20,17 @@ from ....handlers.language_model.contract import (
     RerankOutput,
     RerankRequest,
 )
-from ...access.keys import Scope
-from ...api.plugin import ApiPlugin
-from ...functions.live import Live
-from ...generation.answering import respond
-from ...generation.models import Generator, adapters, generator, model, models
-from ...generation.targets import PARAMETERS as TARGETS
-from ...http.event_stream import EVENTS
-from ...http.parsed_bodies import parsed
-from ...http.requests import load_json, read_body, request_id_of, validate
-from ...http.responses import json_response
-from ...http.routes import Route
+from ...front.api.plugin import ApiPlugin
+from ...front.generation.answering import respond
+from ...front.generation.models import Generator, adapters, generator, model, models
+from ...front.generation.targets import PARAMETERS as TARGETS
+from ...front.http.event_stream import EVENTS
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import load_json, read_body, request_id_of, validate
+from ...front.http.responses import json_response
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from ..completions.answers import CompletionAnswer
 from ..completions.errors import ERRORS
 from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, supported

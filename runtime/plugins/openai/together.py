@@ -12,8 +12,8 @@ from aiohttp import hdrs
 from typing_extensions import TypedDict
 
 from ....handlers.language_model.contract import EmbeddingRequest, RerankRequest
-from ...functions.live import Live
-from ...generation.models import takes
+from ...front.generation.models import takes
+from ...node.functions.live import Live
 
 # Version 1 of the client needs prices, and version 2 needs all of them if there are some.
 _PRICES = dict.fromkeys(("base", "finetune", "hourly", "input", "output"), 0.0)

@@ -9,7 +9,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.util.types import AttributeValue
 
 from ...._version import __version__
-from ...telemetry.invocation_end import GenerationEnd, Source
+from ...ground.telemetry.invocation_end import GenerationEnd, Source
 
 NAME = "pilotflame"
 TRIGGERS: Mapping[Source, str] = {"http": "http", "queue": "pubsub", "job": "other", "batch": "other"}

@@ -27,7 +27,7 @@ from opentelemetry.util.re import parse_env_headers
 from ...._version import __version__
 from ....errors import GatewayError
 from ....snapshot.sources.location import ServerAddress, shown
-from ...webhooks.http_post import parse_retry_after
+from ...jobs.webhooks.http_post import parse_retry_after
 from .attributes import NAME
 
 LOG = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, SeverityNumber
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
-from ...access.fair_share import SharedRoom
-from ...serving.invocation import Invocation
-from ...telemetry.log_files import LogLine
-from ...telemetry.logs import OWN_SOURCES
+from ...calls.serving.invocation import Invocation
+from ...ground.access.fair_share import SharedRoom
+from ...ground.telemetry.log_files import LogLine
+from ...ground.telemetry.logs import OWN_SOURCES
 from .attributes import NAME, resource
 from .log_collector import LogCollector, LogTarget
 

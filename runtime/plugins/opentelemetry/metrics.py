@@ -26,9 +26,9 @@ from opentelemetry.sdk.metrics.export import (
 
 from ...._version import __version__
 from ....errors import ActivationTimeout, DeadlineExceeded
-from ...telemetry.invocation_end import GenerationEnd
-from ...telemetry.metrics import SECONDS, Metrics, Totals
-from ...telemetry.timeline import Activation
+from ...ground.telemetry.invocation_end import GenerationEnd
+from ...ground.telemetry.metrics import SECONDS, Metrics, Totals
+from ...ground.telemetry.timeline import Activation
 from .attributes import NAME, model_attributes, resource
 
 # The bounds that the conventions advise for durations of requests, of first tokens and of later tokens, in seconds.

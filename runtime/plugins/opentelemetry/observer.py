@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from ....errors import GatewayError
-from ...functions.function_events import FunctionEvents, Observer
-from ...telemetry.invocation_end import InvocationEnd
-from ...telemetry.metrics import Metrics
+from ...ground.telemetry.invocation_end import InvocationEnd
+from ...ground.telemetry.metrics import Metrics
+from ...node.functions.function_events import FunctionEvents, Observer
 
 if TYPE_CHECKING:
     from .logs import LogExport

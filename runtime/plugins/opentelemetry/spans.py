@@ -24,9 +24,9 @@ from opentelemetry.util.types import AttributeValue
 
 from ...._version import __version__
 from ....errors import PilotflameError
-from ...serving.invocation import Invocation
-from ...telemetry.invocation_end import GenerationEnd, InvocationEnd, TraceContext
-from ...telemetry.timeline import CONTEXT, COPY, FETCH, Timeline
+from ...calls.serving.invocation import Invocation
+from ...ground.telemetry.invocation_end import GenerationEnd, InvocationEnd, TraceContext
+from ...ground.telemetry.timeline import CONTEXT, COPY, FETCH, Timeline
 from .attributes import NAME, TRIGGERS, generation_attributes, resource
 from .sampling import TraceSampling, parent_of, span_of
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....handlers.contract import Context
-from ...link.worker_spec import WorkerSpec
+from ...calls.link.worker_spec import WorkerSpec
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 # The time in which the last spans of a worker must reach the collector.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
-from ...jobs.job import Job, JobState
+from ...jobs.stored.job import Job, JobState
 
 PredictionState = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 STATUSES: dict[JobState, PredictionState] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from ...api.openapi import REFERENCE
-from ...functions.live import FunctionStatus
+from ...front.api.openapi import REFERENCE
+from ...node.functions.live import FunctionStatus
 
 DISPLAY = "x-cog-array-display"
 # The paths that both Cog and this gateway have, and the components that these paths refer to.

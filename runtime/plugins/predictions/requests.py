@@ -13,13 +13,13 @@ from pydantic import BaseModel, Field, NonNegativeFloat, StringConstraints
 from typing_extensions import TypedDict
 
 from ....errors import InputInvalid, PilotflameError, UnknownJob
-from ...api.backend import Backend
-from ...functions.live import Live
-from ...http.parsed_bodies import parsed
-from ...http.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
-from ...http.responses import ErrorFields, Response, Timestamp, error_reply
-from ...jobs.job import EVENTS, Job, Webhook
-from ...jobs.jobs import Jobs
+from ...front.api.backend import Backend
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
+from ...front.http.responses import ErrorFields, Response, Timestamp, error_reply
+from ...jobs.stored.job import EVENTS, Job, Webhook
+from ...jobs.stored.jobs import Jobs
+from ...node.functions.live import Live
 from .prediction import FORM, MAX_SHOWN_PIECES, PredictionState, prediction_of, stored_id
 
 MAX_DIGITS = 10

@@ -8,11 +8,11 @@ from aiohttp import hdrs, web
 from typing_extensions import TypedDict
 
 from ....errors import Forbidden, UnknownRoute
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...http.requests import caller_of
-from ...http.responses import json_response
-from ...http.routes import Parameter, Route
+from ...front.api.backend import Backend
+from ...front.http.requests import caller_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Parameter, Route
+from ...ground.access.keys import Scope
 from .models import OWNER, hardware_of
 from .problem import ERRORS, Problem
 

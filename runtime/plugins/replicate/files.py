@@ -16,12 +16,12 @@ from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, Unkn
 from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ....handlers.forms import FormField, FormParser
-from ...access.keys import Scope
-from ...http.content_coding import CODINGS
-from ...http.origins import Origins
-from ...http.requests import caller_of, coding_of, continue_body, load_json, owner_of
-from ...http.responses import Timestamp, json_response, timestamp
-from ...http.routes import Route
+from ...front.http.content_coding import CODINGS
+from ...front.http.origins import Origins
+from ...front.http.requests import caller_of, coding_of, continue_body, load_json, owner_of
+from ...front.http.responses import Timestamp, json_response, timestamp
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
 from .file_store import FileStore, expires_s
 from .problem import ERRORS
 from .upload import MAX_FILE_BYTES, StoredFile, Upload

@@ -13,12 +13,12 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import UnknownFunction
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...functions.live import FunctionStatus, Live
-from ...http.requests import caller_of, owner_of
-from ...http.responses import Timestamp, json_response
-from ...http.routes import Parameter, Route
+from ...front.api.backend import Backend
+from ...front.http.requests import caller_of, owner_of
+from ...front.http.responses import Timestamp, json_response
+from ...front.http.routes import Parameter, Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import FunctionStatus, Live
 from ..predictions.cog_version import COG_VERSION
 from ..predictions.predictor_schema import predictor_document
 from .problem import ERRORS

@@ -9,7 +9,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from ....errors import PilotflameError
-from ...http.responses import ErrorFields, Response, error_reply
+from ...front.http.responses import ErrorFields, Response, error_reply
 
 
 class Problem(TypedDict):

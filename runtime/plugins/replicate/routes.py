@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal
 from aiohttp import web
 
 from ....errors import InputInvalid
-from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.plugin import ApiPlugin
-from ...http.requests import caller_of, dump_json, owner_of, preferences_of
-from ...http.responses import json_response
-from ...http.routes import Route, header
-from ...jobs.job import Job
-from ...jobs.outbox import WebhookBodies
+from ...front.api.backend import ASYNC_BODY_BYTES, Backend
+from ...front.api.plugin import ApiPlugin
+from ...front.http.requests import caller_of, dump_json, owner_of, preferences_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Route, header
+from ...ground.access.keys import Scope
+from ...jobs.stored.job import Job
+from ...jobs.stored.outbox import WebhookBodies
 from ..predictions.prediction import FORM, prediction_of, webhook_body
 from ..predictions.requests import (
     Prediction,

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 import orjson
 from aiohttp import web
 
-from ...http.event_stream import EVENTS, JobEncoder, send_job
-from ...http.routes import Parameter, Route
-from ...jobs import queries
-from ...jobs.job import Job, JobState
-from ...jobs.jobs import Jobs
+from ...front.http.event_stream import EVENTS, JobEncoder, send_job
+from ...front.http.routes import Parameter, Route
+from ...jobs.stored import queries
+from ...jobs.stored.job import Job, JobState
+from ...jobs.stored.jobs import Jobs
 from ..predictions.prediction import prediction_of
 from .problem import ERRORS
 

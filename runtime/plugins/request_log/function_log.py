@@ -18,11 +18,11 @@ from typing import NamedTuple
 from ....errors import PilotflameError
 from ....snapshot.extras import require
 from ....snapshot.sources.source import Source, Writable
-from ...access.fair_share import SharedRoom
-from ...events.blocking_calls import call_in_thread
-from ...settings.request_log import RequestLog
-from ...telemetry.invocation_end import InvocationEnd
-from ...telemetry.metrics import Reading
+from ...ground.access.fair_share import SharedRoom
+from ...ground.settings.request_log import RequestLog
+from ...ground.telemetry.invocation_end import InvocationEnd
+from ...ground.telemetry.metrics import Reading
+from ...jobs.events.blocking_calls import call_in_thread
 from .record_file import FILES
 from .records import LoggedCall, Redactor, record_of
 from .statistics import FunctionStatistics

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from ....handlers.codec import JSON_TYPE
-from ...http.responses import timestamp
-from ...settings.request_log import ANY_PART, parts_of
-from ...telemetry.invocation_end import InvocationEnd
+from ...front.http.responses import timestamp
+from ...ground.settings.request_log import ANY_PART, parts_of
+from ...ground.telemetry.invocation_end import InvocationEnd
 
 REDACTED = "[redacted]"
 MAX_PAYLOAD_BYTES = 256 << 10

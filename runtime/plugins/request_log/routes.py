@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from ....errors import GatewayError, PackageMissing, UnknownFunction
 from ....snapshot.sources.locate import KeptSources
 from ....snapshot.sources.source import Source
-from ...access.fair_share import SharedRoom
-from ...api.backend import Backend
-from ...api.plugin import ApiPlugin
-from ...functions.live import Live
-from ...telemetry.invocation_end import InvocationEnd
-from ...telemetry.metrics import Reading
+from ...front.api.backend import Backend
+from ...front.api.plugin import ApiPlugin
+from ...ground.access.fair_share import SharedRoom
+from ...ground.telemetry.invocation_end import InvocationEnd
+from ...ground.telemetry.metrics import Reading
+from ...node.functions.live import Live
 from .function_log import FunctionLog, LogStore
 
 ROOM_BYTES = 64 << 20

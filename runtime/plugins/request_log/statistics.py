@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....snapshot.extras import needs
-from ...settings.request_log import parts_of
-from ...telemetry.metrics import Reading
+from ...ground.settings.request_log import parts_of
+from ...ground.telemetry.metrics import Reading
 from .records import find
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from aiohttp import web
 from ....errors import BadInput, InputInvalid, OutputInvalid, UnknownFunction
 from ....handlers.json_limits import excess
 from ....handlers.language_model.contract import GenerationRequest
-from ...api.backend import Backend
-from ...functions.live import Live
-from ...generation.deltas import delta_of
-from ...generation.models import generator, takes
-from ...http.requests import validate
-from ...jobs.job import Job
-from ...jobs.store import JobStore
+from ...front.api.backend import Backend
+from ...front.generation.deltas import delta_of
+from ...front.generation.models import generator, takes
+from ...front.http.requests import validate
+from ...jobs.stored.job import Job
+from ...jobs.stored.store import JobStore
+from ...node.functions.live import Live
 from ..completions.answers import CompletionAnswer
 from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, StreamOptions, supported
 

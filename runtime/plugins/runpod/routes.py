@@ -18,19 +18,26 @@ from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
-from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
-from ...api.plugin import ApiPlugin
-from ...functions.live import Live
-from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, last_event_id, send_job
-from ...http.parsed_bodies import parsed
-from ...http.requests import Headers, dump_json, load_json, owner_of, validate
-from ...http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
-from ...http.routes import Choices, Number, Parameter, Route, header
-from ...http.sliced_body import SLICE_BYTES
-from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
-from ...jobs.outbox import WebhookBodies
-from ...telemetry.invocation_end import Source
+from ...front.api.backend import (
+    ASYNC_BODY_BYTES,
+    REPLAYED_HEADER,
+    SUBMIT_PARAMETERS,
+    Accepted,
+    Backend,
+    Submitted,
+)
+from ...front.api.plugin import ApiPlugin
+from ...front.http.event_stream import EVENTS, JobEncoder, accepts_events, event, last_event_id, send_job
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import Headers, dump_json, load_json, owner_of, validate
+from ...front.http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
+from ...front.http.routes import Choices, Number, Parameter, Route, header
+from ...front.http.sliced_body import SLICE_BYTES
+from ...ground.access.keys import Scope
+from ...ground.telemetry.invocation_end import Source
+from ...jobs.stored.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
+from ...jobs.stored.outbox import WebhookBodies
+from ...node.functions.live import Live
 from . import openai_jobs
 from .openai_jobs import OpenAiOutput
 

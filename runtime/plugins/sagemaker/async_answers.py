@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from ....errors import JobExpired, PilotflameError, UnknownFunction, UnknownJob
 from ....handlers.codec import JSON_TYPE
 from ....snapshot.publish import publish
-from ...api.backend import Backend
-from ...jobs.job import Job, JobState
+from ...front.api.backend import Backend
+from ...jobs.stored.job import Job, JobState
 from .objects import Objects
 
 FOLDER = "sagemaker"

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from .... import errors
 from ....errors import PilotflameError
 from ....handlers.codec import JSON_TYPE
-from ...http.responses import Response, retry_headers
+from ...front.http.responses import Response, retry_headers
 from ..amazon.event_stream import MessageStream, message
 
 MODEL_ERRORS = (

@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 from ....errors import BadInput, InputTooLarge, NotSupported, SourceUnavailable
 from ....snapshot.extras import needs
 from ....snapshot.sources.variables import AWS, own_variables
-from ...events.blocking_calls import call_in_thread
-from ...functions.live import Live
-from ...functions.registry import Functions
+from ...jobs.events.blocking_calls import call_in_thread
+from ...node.functions.live import Live
+from ...node.functions.registry import Functions
 
 T = TypeVar("T")
 INPUT, OUTPUT = "SAGEMAKER_ASYNC_INPUT", "SAGEMAKER_ASYNC_OUTPUT"

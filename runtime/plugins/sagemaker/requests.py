@@ -7,8 +7,8 @@ from typing import Any
 
 from ....errors import BadInput
 from ....handlers.codec import JSON_TYPE
-from ...functions.live import Live
-from ...http.routes import Parameter, header
+from ...front.http.routes import Parameter, header
+from ...node.functions.live import Live
 
 VARIANT = "AllTraffic"
 """The name that SageMaker gives the only variant of an endpoint."""

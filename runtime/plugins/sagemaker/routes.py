@@ -15,18 +15,18 @@ from multidict import CIMultiDict
 
 from ....errors import BadInput, DeadlineExceeded, FunctionStopped, PilotflameError
 from ....handlers.codec import JSON_TYPE
-from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.invoke import Gateway
-from ...api.plugin import BARE, ApiPlugin
-from ...functions.live import Live
-from ...http.event_stream import LAST_EVENT_S, EventStream
-from ...http.parsed_bodies import parsed
-from ...http.requests import caller_of, content_type_of, id_of, load_json
-from ...http.responses import json_response
-from ...http.routes import Route
-from ...serving.invocation import Invocation
-from ...serving.revision import Revision
+from ...calls.serving.invocation import Invocation
+from ...calls.serving.revision import Revision
+from ...front.api.backend import ASYNC_BODY_BYTES, Backend
+from ...front.api.invoke import Gateway
+from ...front.api.plugin import BARE, ApiPlugin
+from ...front.http.event_stream import LAST_EVENT_S, EventStream
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import caller_of, content_type_of, id_of, load_json
+from ...front.http.responses import json_response
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from ..amazon.event_stream import EVENT_STREAM_TYPE, payload_of
 from .async_answers import AsyncAnswers, PendingAnswer
 from .failures import ERRORS, PayloadStream

@@ -17,15 +17,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ....errors import CodeError
-from ...batching import simulator
-from ...batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall, SimulatedFunction, Simulator
-from ...billing.usage import GB, HOUR_S
-from ...client import display, options
-from ...client.trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
-from ...scaling.idle_distribution import SharedPrior
-from ...scaling.idle_period import QUIET_S
-from ...scaling.ladder import Ladder, Rung
-from ...scaling.ladder_simulator import (
+from ...calls.batching import simulator
+from ...calls.batching.simulator import (
+    CallOutcome,
+    DurationModel,
+    Run,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+)
+from ...command.client import display, options
+from ...command.client.trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
+from ...ground.billing.usage import GB, HOUR_S
+from ...node.scaling.idle_distribution import SharedPrior
+from ...node.scaling.idle_period import QUIET_S
+from ...node.scaling.ladder import Ladder, Rung
+from ...node.scaling.ladder_simulator import (
     FELT_S,
     Fixed,
     KeepAlivePolicy,
@@ -37,7 +44,7 @@ from ...scaling.ladder_simulator import (
 )
 
 if TYPE_CHECKING:
-    from ...settings.gateway_settings import GatewaySettings
+    from ...ground.settings.gateway_settings import GatewaySettings
 
 MAX_CALLS = 5_000_000
 MAX_LOGGED_CALLS = 1_000_000
@@ -92,7 +99,7 @@ class SimulateOptions:
     def ask(self, name: str, *path: str, **query: Any) -> dict[str, Any]:
         """Return the gateway's answer about a function."""
         # The import of httpx takes 50 ms, and most simulations ask no gateway.
-        from ...client.client import Client  # noqa: PLC0415
+        from ...command.client.client import Client  # noqa: PLC0415
 
         with Client(self.url, api_key=self.api_key) as client:
             found: dict[str, Any] = client.get("v1", "functions", name, *path, **query)

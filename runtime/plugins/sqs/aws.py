@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from ....errors import BusFailed, PackageMissing, SourceDenied
 from ....snapshot.extras import needs
 from ....snapshot.sources.variables import AWS, own_variables
-from ...events.blocking_calls import call_in_thread
-from ...events.message_queue import Identity
+from ...jobs.events.blocking_calls import call_in_thread
+from ...jobs.events.message_queue import Identity
 from .settings import SqsSource
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....errors import BusFailed
-from ...events.message_queue import Identity, Message, Sink
+from ...jobs.events.message_queue import Identity, Message, Sink
 from .aws import AwsClient
 from .settings import MAX_VISIBILITY_S, SqsSource
 from .sinks import open_sink

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from ...settings.event_source import EventSource
-from ...settings.validation import checked
+from ...ground.settings.event_source import EventSource
+from ...ground.settings.validation import checked
 
 MAX_VISIBILITY_S = 43_200
 """The longest visibility timeout that SQS accepts, in seconds."""

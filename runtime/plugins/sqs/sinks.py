@@ -6,8 +6,8 @@ import base64
 from typing import Any
 from urllib.parse import quote
 
-from ...events.message_queue import Identity, Message
-from ...jobs.job import Job
+from ...jobs.events.message_queue import Identity, Message
+from ...jobs.stored.job import Job
 from .aws import AwsClient
 from .settings import SqsSource
 

@@ -8,7 +8,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from ....errors import MethodNotAllowed, PilotflameError, UnknownFunction, UnknownRoute
-from ...http.responses import Response, error_reply
+from ...front.http.responses import Response, error_reply
 
 _STATUSES = {405: 400, 408: 504, 413: 400, 415: 400, 422: 400, 502: 503, 507: 503}
 """The statuses that TensorFlow Serving does not have, and what it has for these cases."""

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from ....errors import BadInput, FunctionStopped, NotSupported
-from ...access.keys import Scope
-from ...api.plugin import ApiPlugin
-from ...http.requests import id_of
-from ...http.responses import json_response
-from ...http.routes import Route
+from ...front.api.plugin import ApiPlugin
+from ...front.http.requests import id_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
 from .errors import KSERVE_ERRORS
 
 MODEL = "/v1/models/{function}"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from ...functions.live import Live
+from ...node.functions.live import Live
 
 SIGNATURE = "serving_default"
 _DTYPES = {"number": "DT_FLOAT", "integer": "DT_INT64", "boolean": "DT_BOOL", "string": "DT_STRING"}

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from ....errors import BadInput, NotSupported, UnknownFunction, UnknownRoute
-from ...access.keys import Scope
-from ...api.plugin import BARE, ApiPlugin
-from ...functions.live import Live
-from ...http.requests import id_of
-from ...http.responses import json_response
-from ...http.routes import Parameter, Route
+from ...front.api.plugin import BARE, ApiPlugin
+from ...front.http.requests import id_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Parameter, Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from .errors import SERVING_ERRORS
 from .models import SIGNATURE, ModelMetadata, ModelStatus, model_metadata, model_status
 

@@ -8,7 +8,7 @@ import orjson
 from typing_extensions import TypedDict
 
 from ....errors import CallEnded, OutputInvalid, PilotflameError, WorkerDied
-from ...http.responses import Response, error_reply
+from ...front.http.responses import Response, error_reply
 
 
 class TgiError(TypedDict):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....errors import BadInput
 from ....handlers.language_model.contract import MOST_TOP, GenerationRequest, OutputFormat
-from ...http.requests import load_json, validate
+from ...front.http.requests import load_json, validate
 
 MOST_STOPS = 16
 REMEDY = "docs/language-models.md lists the parameters."

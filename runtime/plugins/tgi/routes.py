@@ -14,17 +14,17 @@ from typing_extensions import TypedDict
 from ...._version import __version__
 from ....errors import InputInvalid, UnknownFunction
 from ....handlers.language_model.contract import GenerationRequest
-from ...access.keys import Scope
-from ...api.plugin import ApiPlugin
-from ...functions.live import Live
-from ...generation.answering import respond
-from ...generation.models import model, models
-from ...generation.targets import PARAMETERS as TARGETS
-from ...http.event_stream import EVENTS
-from ...http.parsed_bodies import parsed
-from ...http.requests import load_json, read_body, validate
-from ...http.responses import json_response
-from ...http.routes import Route
+from ...front.api.plugin import ApiPlugin
+from ...front.generation.answering import respond
+from ...front.generation.models import model, models
+from ...front.generation.targets import PARAMETERS as TARGETS
+from ...front.http.event_stream import EVENTS
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import load_json, read_body, validate
+from ...front.http.responses import json_response
+from ...front.http.routes import Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from .answers import GeneratedText
 from .errors import ERRORS
 from .requests import MOST_STOPS, REMEDY, GenerateRequest, supported

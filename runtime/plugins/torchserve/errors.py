@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from .... import errors
 from ....errors import PilotflameError
-from ...http.responses import Response, error_reply
+from ...front.http.responses import Response, error_reply
 
 INTERNAL = "InternalServerException"
 _KINDS: tuple[tuple[Any, str, int], ...] = (

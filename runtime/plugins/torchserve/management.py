@@ -9,12 +9,12 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, NotSupported, UnknownFunction
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...functions.live import Live
-from ...http.requests import caller_of
-from ...http.responses import json_response
-from ...http.routes import Flag, Number, Parameter, Route
+from ...front.api.backend import Backend
+from ...front.http.requests import caller_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Flag, Number, Parameter, Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from .errors import ERRORS
 
 MODEL = "/models/{function}"

@@ -10,15 +10,15 @@ from aiohttp import web
 
 from ....errors import NotSupported, UnknownFunction
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...access.keys import Scope
-from ...api.backend import Backend
-from ...api.guard import KEY_HEADERS
-from ...api.invoke import Gateway
-from ...api.plugin import BARE, ApiPlugin
-from ...functions.live import Live
-from ...http.requests import content_type_of, id_of, media_type_of
-from ...http.responses import json_response
-from ...http.routes import Parameter, Route
+from ...front.api.backend import Backend
+from ...front.api.guard import KEY_HEADERS
+from ...front.api.invoke import Gateway
+from ...front.api.plugin import BARE, ApiPlugin
+from ...front.http.requests import content_type_of, id_of, media_type_of
+from ...front.http.responses import json_response
+from ...front.http.routes import Parameter, Route
+from ...ground.access.keys import Scope
+from ...node.functions.live import Live
 from .dialect import DIALECT
 from .errors import ERRORS
 from .management import ManagementApi

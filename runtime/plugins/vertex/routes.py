@@ -23,13 +23,13 @@ from ....errors import (
     UnknownRoute,
 )
 from ....handlers.codec import JSON_TYPE
-from ...access.keys import Scope
-from ...api.invoke import Gateway
-from ...api.plugin import BARE, ApiPlugin
-from ...http.parsed_bodies import parsed
-from ...http.requests import content_type_of, id_of, load_json
-from ...http.responses import Response, error_reply, json_response
-from ...http.routes import Parameter, Route
+from ...front.api.invoke import Gateway
+from ...front.api.plugin import BARE, ApiPlugin
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import content_type_of, id_of, load_json
+from ...front.http.responses import Response, error_reply, json_response
+from ...front.http.routes import Parameter, Route
+from ...ground.access.keys import Scope
 
 ENDPOINT = "/v1/projects/{project}/locations/{location}/endpoints/{function}"
 PARAMETERS = tuple(

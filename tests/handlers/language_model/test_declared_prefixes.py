@@ -19,7 +19,7 @@ from live import Gateway, gateway_here, gone, short_folder
 from pilotflame.errors import SettingsError
 from pilotflame.handlers.language_model.declared_prefixes import MOST_TOOL_BYTES, DeclaredPrefixes
 from pilotflame.handlers.language_model.model import LanguageModel
-from pilotflame.runtime.worker.confinement import landlock_version
+from pilotflame.runtime.calls.worker.confinement import landlock_version
 from pilotflame.snapshot.computed import ComputedSnapshots
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 from pilotflame.errors import SettingsError
 from pilotflame.handlers.recognise import installed_dialects
+from pilotflame.runtime.ground.settings.function_settings import read_settings, setting_origins
 from pilotflame.runtime.plugins.asgi.dialect import ASGI, WSGI
-from pilotflame.runtime.settings.function_settings import read_settings, setting_origins
 from pilotflame.runtime.testing.dialect import DialectTests
 
 

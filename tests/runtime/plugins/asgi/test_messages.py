@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pilotflame.errors import LinkError, OutputInvalid
-from pilotflame.runtime.link.stream_credit import PIECE_BYTES
+from pilotflame.runtime.calls.link.stream_credit import PIECE_BYTES
 from pilotflame.runtime.plugins.asgi.messages import (
     ACCEPT,
     BYTES,

@@ -25,7 +25,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
-from pilotflame.runtime.http.unverified_bodies import UnverifiedBodies
+from pilotflame.runtime.front.http.unverified_bodies import UnverifiedBodies
 from pilotflame.runtime.plugins.aws_lambda.failures import aws_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Gate, Gateway
-from pilotflame.runtime.serving.invocation import Invocation
+from pilotflame.runtime.calls.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,7 +13,7 @@ import pytest
 import uv
 from pilotflame._version import __version__
 from pilotflame.errors import CodeError, RequirementsError, SettingsError
-from pilotflame.runtime.packaging.requirements import parse_requirements
+from pilotflame.runtime.node.packaging.requirements import parse_requirements
 from pilotflame.runtime.plugins.images.build_context import write_context
 from wheels import write_wheel
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.plugins.images.recipe import CUDA_BASE, DEFAULT_BASE, Recipe
-from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pydantic import ValidationError
 
 WHEEL = "pilotflame-0.1.0-py3-none-any.whl"

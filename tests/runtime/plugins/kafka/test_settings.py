@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import SettingsError
-from pilotflame.runtime.settings.function_settings import FunctionSettings, read_settings
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings, read_settings
 
 TABLE = '[[source]]\ntype = "kafka"\nbrokers = ["one:9092", "[::1]:9093"]\ntopic = "orders"\ngroup = "g"\n'
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from kafka_cluster import Cluster, cluster
 from live import Gate, Gateway, gateway_here, short_folder, until
 from pilotflame.errors import BusFailed
-from pilotflame.runtime.events.message_queue import Identity, Message
+from pilotflame.runtime.jobs.events.message_queue import Identity, Message
 from pilotflame.runtime.plugins.kafka.settings import KafkaSource
 from pilotflame.runtime.plugins.kafka.topic import KafkaTopic, open_topic
 from pilotflame.snapshot.sources.access import Access

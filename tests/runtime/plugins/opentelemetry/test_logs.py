@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from otlp_receiver import OtlpReceiver, otlp_receiver, values_of
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.telemetry.log_files import LogLine
 from pilotflame.runtime.plugins.opentelemetry import log_collector, logs
 from pilotflame.runtime.plugins.opentelemetry.log_collector import LogTarget
 from pilotflame.runtime.plugins.opentelemetry.logs import LogExport, WaitingLines
 from pilotflame.runtime.plugins.opentelemetry.observer import FLUSH_S
-from pilotflame.runtime.telemetry.log_files import LogLine
 
 DELAY_S = logs.DELAY_S
 

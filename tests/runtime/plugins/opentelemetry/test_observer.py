@@ -15,9 +15,9 @@ from doc_blocks import blocks
 from live import Function, Gate, Gateway, gateway_here, gateway_process, short_folder, until
 from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver, values_of
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.telemetry.timeline import parse_server_timing
 from pilotflame.runtime.plugins.opentelemetry import logs
 from pilotflame.runtime.plugins.opentelemetry.observer import is_wanted, run_for
-from pilotflame.runtime.telemetry.timeline import parse_server_timing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ECHOES = """

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.sampling import (
     Sampler,
     TraceIdRatioBased,
 )
+from pilotflame.runtime.ground.telemetry.timeline import TRACEPARENT
 from pilotflame.runtime.plugins.opentelemetry.sampling import TraceSampling, parent_of, span_of
-from pilotflame.runtime.telemetry.timeline import TRACEPARENT
 
 FORM = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]")
 SAMPLING = TraceSampling(DEFAULT_ON)

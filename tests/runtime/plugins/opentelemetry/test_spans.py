@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 
 import pytest
+from pilotflame.runtime.ground.telemetry.invocation_end import InvocationEnd, TraceContext
+from pilotflame.runtime.ground.telemetry.timeline import Timeline
 from pilotflame.runtime.plugins.opentelemetry.spans import InvocationSpans
-from pilotflame.runtime.telemetry.invocation_end import InvocationEnd, TraceContext
-from pilotflame.runtime.telemetry.timeline import Timeline
 
 
 class EndedCall:

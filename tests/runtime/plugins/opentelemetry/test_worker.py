@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from opentelemetry import trace
 from pilotflame.handlers.contract import Context
-from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.plugins.opentelemetry.worker import HandlerSpans, observe
 
 SPEC = WorkerSpec(function="f", revision="r1", code=Path("/code"))
@@ -19,7 +19,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 LOADED = """
 import json, sys
 from pathlib import Path
-from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.plugins.opentelemetry.worker import observe
 
 observer = observe(WorkerSpec(function="f", revision="r1", code=Path("/code")))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid
-from pilotflame.runtime.http.requests import load_json, parse_preferences, validate
-from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
+from pilotflame.runtime.front.http.requests import load_json, parse_preferences, validate
+from pilotflame.runtime.jobs.stored.job import EVENTS, Job, JobState, Webhook
 from pilotflame.runtime.plugins.cog.routes import preferred_wait
 from pilotflame.runtime.plugins.predictions.prediction import FORM, STATUSES, prediction_of
 from pilotflame.runtime.plugins.predictions.requests import PredictionRequest

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from live import Function, Gate, Gateway, gateway_here, short_folder, until
-from pilotflame.runtime.http.requests import parse_preferences
+from pilotflame.runtime.front.http.requests import parse_preferences
 from pilotflame.runtime.plugins.replicate import models, routes
 from pilotflame.runtime.plugins.replicate.routes import preferred_wait
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import PackageMissing
+from pilotflame.runtime.ground.telemetry.invocation_end import InvocationEnd
+from pilotflame.runtime.ground.telemetry.timeline import Timeline
 from pilotflame.runtime.plugins.request_log import record_file
 from pilotflame.runtime.plugins.request_log.record_file import FILES, ParquetFile
 from pilotflame.runtime.plugins.request_log.records import LoggedCall, Redactor, record_of
-from pilotflame.runtime.telemetry.invocation_end import InvocationEnd
-from pilotflame.runtime.telemetry.timeline import Timeline
 from pyarrow import parquet
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

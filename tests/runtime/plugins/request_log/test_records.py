@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pilotflame.runtime.ground.settings.request_log import parts_of
+from pilotflame.runtime.ground.telemetry.invocation_end import InvocationEnd
+from pilotflame.runtime.ground.telemetry.timeline import Timeline
 from pilotflame.runtime.plugins.request_log.records import (
     MAX_PAYLOAD_BYTES,
     REDACTED,
@@ -17,9 +20,6 @@ from pilotflame.runtime.plugins.request_log.records import (
     find,
     record_of,
 )
-from pilotflame.runtime.settings.request_log import parts_of
-from pilotflame.runtime.telemetry.invocation_end import InvocationEnd
-from pilotflame.runtime.telemetry.timeline import Timeline
 
 NAMES = st.sampled_from(["password", "Password", "name", "*", "0", "a/b", "input"])
 VALUES = st.recursive(

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, until
 from pilotflame.errors import HandlerFailed, HandlerImportError, HandlerSignatureError
-from pilotflame.runtime.serving.invocation import Invocation, Output
+from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 
 live = pytest.mark.asyncio(loop_scope="module")
 START = "\nimport runpod\nrunpod.serverless.start({'handler': handler})\n"

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gone, until
 from pilotflame.errors import JobStoreFailed
-from pilotflame.runtime.http import event_stream
+from pilotflame.runtime.front.http import event_stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

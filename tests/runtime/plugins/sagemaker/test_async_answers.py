@@ -16,7 +16,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
 from moto_server import moto_server
-from pilotflame.runtime.access.deploy_policy import DeployPolicies, DeployPolicy
+from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies, DeployPolicy
 from pilotflame.runtime.plugins.sagemaker import objects
 from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from live import gateway_process
 from pilotflame.errors import CodeError
-from pilotflame.runtime.batching.simulator import (
+from pilotflame.runtime.calls.batching.simulator import (
     DurationModel,
     Run,
     SimulatedAttempt,

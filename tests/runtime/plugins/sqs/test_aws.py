@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from moto_server import moto_server
 from pilotflame.addresses import Addresses
 from pilotflame.errors import BusFailed
-from pilotflame.runtime.events.message_queue import Identity
+from pilotflame.runtime.jobs.events.message_queue import Identity
 from pilotflame.runtime.plugins.sqs.queue import open_queue
 from pilotflame.runtime.plugins.sqs.settings import SqsSource
 from pilotflame.snapshot.sources.access import Access

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pilotflame.entry_points import offers
 from pilotflame.errors import SettingsError
-from pilotflame.runtime.settings import event_source
-from pilotflame.runtime.settings.function_settings import FunctionSettings, read_settings
+from pilotflame.runtime.ground.settings import event_source
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings, read_settings
 
 URL = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from live import Gate, Gateway, gateway_here
-from pilotflame.runtime.api import plugin
+from pilotflame.runtime.front.api import plugin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODELS = "/tensorflow-serving/v1/models"

@@ -1,0 +1,118 @@
+"""Runs synchronous handlers on threads, so that the event loop stays free for cancels and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....errors import Cancelled, DeadlineExceeded
+from . import output
+from .batch_run import BatchRun
+from .runner import Call, Runner
+
+
+@dataclass(eq=False)
+class ThreadRunner(Runner):
+    """Runs groups from a queue on `concurrency` threads."""
+
+    loop: asyncio.AbstractEventLoop
+    gate: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Returns a context manager, which is entered around each handler call."""
+    # An empty list in the queue ends one thread.
+    _queue: queue.SimpleQueue[list[Call]] = field(default_factory=queue.SimpleQueue, init=False)
+    _ended: int = field(default=0, init=False)
+
+    def enqueue(self, group: list[Call]) -> None:
+        self._queue.put(group)
+
+    def empty(self) -> list[Call]:
+        left: list[Call] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left += self._queue.get_nowait()
+        return left
+
+    def stop(self) -> list[Call]:
+        left = self.empty()
+        for _ in range(self.concurrency):
+            self._queue.put([])
+        return left
+
+    def work(self) -> None:
+        """Run groups on this thread until `close`. When the last thread ends, it lets the loop call `on_idle`."""
+        while group := self._queue.get():
+            frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
+            self.probe_if_suspected()
+            if output.unfinished:
+                output.finish(group)
+            self.forget(group)
+            self.send(frames)
+        with self._lock:
+            self._ended += 1
+            last = self._ended == self.concurrency
+        if last:
+            self.loop.call_soon_threadsafe(self.on_idle)
+
+    def _execute(self, group: list[Call]) -> list[bytes]:
+        output.begin(group)
+        self.tell_observers(group)
+        calls, events, frames = self.decode(group)
+        if not calls:
+            return frames
+        arguments = self.handler.arguments(calls[0].context, events[0])
+        started_s = self.started(calls)
+        try:
+            self.check()
+            with self.gate():
+                if self._streaming:
+                    return [*frames, self._stream(calls[0], arguments, started_s)]
+                answer = self.handler.call(*arguments)
+                self.check()
+                return frames + self.result_frames(calls, answer, started_s)
+        except BaseException as error:  # noqa: BLE001  the caller gets the error, and the thread goes on
+            return frames + self.failure_frames(calls, error)
+
+    def _execute_batch(self, group: list[Call]) -> list[bytes]:
+        run = BatchRun(self, group)
+        while calls := run.next_piece():
+            output.begin(calls)
+            self.tell_observers(calls)
+            started_s = self.started(calls)
+            try:
+                self.check()
+                with self.gate():
+                    answer = self.handler.call(*run.arguments(calls))
+                    self.check()
+            except BaseException as error:  # noqa: BLE001
+                run.fail(calls, error)
+            else:
+                run.succeed(calls, answer, started_s)
+        return run.frames
+
+    def _stream(self, call: Call, arguments: tuple[Any, ...], started_s: float) -> bytes:
+        """Send the chunks of a stream. Return its END or ERROR frame, which the caller must send."""
+        chunks: Iterator[Any] = self.handler.call(*arguments)
+        try:
+            for chunk in chunks:
+                frame, size = self.chunk_frame(call, chunk)
+                remaining_ms = call.context.remaining_ms()
+                timeout_s = None if remaining_ms is None else remaining_ms / 1000
+                granted = call.credit is None or call.credit.spend(size, timeout_s)
+                if call.cancellation.flag:
+                    gone = Cancelled("The caller went away while the handler streamed.")
+                    return self.error_frame(call, gone)
+                if not granted:
+                    # Report the deadline here, because the gateway's timer may fire a moment later.
+                    late = DeadlineExceeded("The deadline passed while the caller did not read the stream.")
+                    return self.error_frame(call, late)
+                self.check()
+                self.link.send_encoded(frame)
+        finally:
+            if (close := getattr(chunks, "close", None)) is not None:
+                close()
+        return self.end_frame(call, started_s)

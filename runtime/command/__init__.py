@@ -1,0 +1,4 @@
+"""The command line: `commands` has the commands, `client` the client of a gateway, options and printed output.
+
+Enter at `runtime/cli.py`, which names the module of each command, or at `client/client.py`.
+"""

@@ -1,0 +1,123 @@
+"""The command that calls a function once in a gateway of its own: `pilotflame test`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import click
+
+from ....errors import GatewayError, InvocationError
+from ...ground.telemetry.logs import OWN_SOURCES
+from ..client import display, options
+from ..client.client import Client
+
+START_TIMEOUT_S = 60.0
+DRAIN_S = 5.0
+STOP_TIMEOUT_S = 15.0
+LOG_LINES = 20
+PRINTED_LINES = 200
+# The gateway does not inherit these variables. So it asks for no API key and has no certificate, although only this
+# process knows its address.
+AUTH_VARIABLES = ("PILOTFLAME_AUTH", "PILOTFLAME_TLS_CERT", "PILOTFLAME_TLS_KEY", options.CONFIG_VARIABLE)
+_PR_SET_PDEATHSIG = 1
+# The module of the command line. `_start` runs it with `python -m`.
+_PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
+
+
+@click.command()
+@options.function_source
+@click.option("--install", is_flag=True, help="Install requirements.txt first.")
+@options.as_json
+def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> None:
+    """Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer.
+
+    The output of the function is also shown. The exit code is 0 if the function answered, 1 if it could not be deployed
+    or failed. Leaves nothing behind.
+
+    Example: pilotflame test hello
+    """
+    file = source.folder / options.INPUT_FILE
+    event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
+    if not as_json:
+        display.warn(options.withheld(source.folder))
+    with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
+        deployed = client.deploy(source.folder, source.overrides(), install=install)
+        try:
+            with client.call(deployed["name"], event) as reply:
+                answer = reply.value()
+            printed = _printed(client, deployed["name"])
+        except InvocationError as error:
+            found = client.logs(deployed["name"], lines=LOG_LINES)
+            lines = [line["text"] for line in found if line["level"] != "error"]
+            if lines and not error.remedy:
+                error.remedy = "The end of its log: " + " | ".join(lines)
+            raise
+    display.warn(deployed["warnings"])
+    if as_json:
+        facts = display.reply_facts(answer, reply)
+        return display.print_json(facts | {"warnings": deployed["warnings"], "printed": printed})
+    for line in printed:
+        display.say(f"printed | {line}")
+    display.print_answer(answer)
+    return display.print_timing(reply)
+
+
+def _printed(client: Client, name: str) -> list[str]:
+    """Return the last lines that the function printed, including those that it printed during its imports."""
+    found = client.logs(name, lines=PRINTED_LINES)
+    return [line["text"] for line in found if line["source"] not in OWN_SOURCES]
+
+
+@contextmanager
+def private_gateway() -> Iterator[str]:
+    """Run a gateway on a free port with a temporary state folder, and yield its URL. Stop it at the end."""
+    with tempfile.TemporaryDirectory(prefix="pilotflame-test-") as folder:
+        log = Path(folder) / "gateway.log"
+        with log.open("wb") as errors, _start(Path(folder) / "state", errors) as process:
+            try:
+                yield _wait_for_url(process, log)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    libc = ctypes.CDLL(None)
+    where = ["--port", "0", "--host", "127.0.0.1", "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
+    return subprocess.Popen(
+        [sys.executable, "-m", _PROGRAM, "serve", "--json", *where],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        # With its own process group, the gateway does not get Ctrl-C from the terminal: this process gets it, and stops
+        # the gateway. If this process is killed, the kernel sends SIGTERM to the gateway.
+        process_group=0,
+        env={name: value for name, value in os.environ.items() if name not in AUTH_VARIABLES},
+        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
+    )
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    if process.stdout is None:
+        raise TypeError("the gateway's output is not a pipe")
+    ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+    line = process.stdout.readline() if ready else b""
+    if not line:
+        text = " ".join(log.read_text(errors="replace").split())[-500:]
+        why = "ended during its start" if ready else "did not start in time"
+        raise GatewayError(f"The gateway of this test {why}: {text}", remedy="Run `pilotflame doctor`.")
+    return str(json.loads(line)["url"])

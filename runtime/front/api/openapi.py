@@ -1,0 +1,208 @@
+"""Makes the OpenAPI document of a gateway from the route table, with a path of its own for each function."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from http import HTTPStatus
+from typing import Any, Literal
+
+import orjson
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from ...._version import __version__
+from ....errors import UnknownFunction
+from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
+from ....handlers.codec import BYTES_TYPE, JSON_TYPE
+from ...node.functions.live import FunctionStatus
+from ..http.event_stream import EVENT_STREAM_TYPE
+from ..http.responses import json_response
+from ..http.routes import INVOKE_PATH, Parameter, Route
+from .plugin import ApiPlugin
+
+REFERENCE = "#/components/schemas/"
+FUNCTION = Parameter(
+    "function", "Describe only this function. A plugin may describe it as its platform does."
+)
+_GUARD_ERRORS = (401, 403, 404, 429)
+_SECURITY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
+    "aws": {
+        "type": "apiKey", "in": "header", "name": "Authorization",
+        "description": "An AWS signature, version 4. The access key is the id of an API key, the secret its last part.",
+    },
+}  # fmt: skip
+_INFO = {"title": "pilotflame", "version": __version__, "description": "Functions that start when called."}
+_Mode = Literal["validation", "serialization"]
+
+
+class OpenApi:
+    """The OpenAPI document, and the route that returns it, which `routes` includes."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        statuses: Callable[[web.Request], Iterable[FunctionStatus]],
+        plugins: Sequence[ApiPlugin] = (),
+    ) -> None:
+        """`statuses` returns the functions that the caller of a request may see. `plugins` may change the document."""
+        self._statuses, self._plugins = statuses, plugins
+        own = Route(
+            "GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any],
+            errors=(404,), parameters=(FUNCTION,),
+        )  # fmt: skip
+        self.routes = [*routes, own]
+
+    def document(self, functions: Iterable[FunctionStatus], *, named: bool = False) -> dict[str, Any]:
+        """Return the document in the format OpenAPI 3.1, with the paths to invoke these functions and the changes of
+        plugins.
+
+        `named` is True if the caller asks for one function only.
+        """
+        paths, schemas = (dict(part) for part in self._static)
+        found = list(functions)
+        if invoke := paths.pop(INVOKE_PATH, None):
+            for function in found:
+                paths[f"/invoke/{function.name}"] = {"post": _invoke(invoke["post"], function, schemas)}
+        components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES}
+        document = {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
+        for plugin in self._plugins:
+            document = plugin.describe(document, found, named=named)
+        return document
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        named = request.query.get(FUNCTION.name, "")
+        found: list[FunctionStatus] = []
+        for status in self._statuses(request):
+            if named in ("", status.name):
+                found.append(status)
+            # Let other requests go on: there may be a thousand functions.
+            await asyncio.sleep(0)
+        if named and not found:
+            raise UnknownFunction.named(named)
+        return json_response(self.document(found, named=bool(named)))
+
+    @cached_property
+    def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The (paths, components) that do not depend on the deployed functions and on the caller."""
+        types = _Types(self.routes)
+        paths: dict[str, Any] = {}
+        # A row with all methods is an API of the function, which only the function can describe.
+        for route in (route for route in self.routes if route.method != "*"):
+            operations, method = paths.setdefault(route.path, {}), route.method.lower()
+            operations[method] = _merge(operations.get(method, {}), _operation(route, types))
+        # pydantic names components by their classes. Replace each name by the component's title, also in references.
+        titles = {name: schema.get("title", name) for name, schema in types.components.items()}
+        components = {titles[name]: schema for name, schema in types.components.items()}
+        text = orjson.dumps([paths, components]).decode()
+        for name, title in titles.items():
+            text = text.replace(f'"{REFERENCE}{name}"', f'"{REFERENCE}{title}"')
+        paths, components = orjson.loads(text)
+        return paths, components
+
+
+class _Types:
+    """The schemas of all types in the route table. The schema of a class is a reference to a component."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        used: dict[tuple[str, _Mode], Any] = {}
+        for route in routes:
+            used |= {(repr(kind), "validation"): kind for kind in _leaves(route.body)}
+            for body in (route.response, *route.other_responses.values(), route.error_type):
+                used |= {(repr(kind), "serialization"): kind for kind in _leaves(body)}
+        inputs = [(name, mode, TypeAdapter(kind)) for (name, mode), kind in used.items()]
+        self._schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=f"{REFERENCE}{{model}}")
+        self.components: dict[str, Any] = definitions.get("$defs", {})
+
+    def content(self, body: Any, mode: _Mode) -> dict[str, Any]:
+        by_media = body if isinstance(body, dict) and any("/" in key for key in body) else {JSON_TYPE: body}
+        return {media: {"schema": self._schema(kind, mode)} for media, kind in by_media.items()}
+
+    def _schema(self, kind: Any, mode: _Mode) -> dict[str, Any]:
+        if not isinstance(kind, dict):
+            return self._schemas[repr(kind), mode]
+        return {
+            "type": "object",
+            "required": [name for name in kind if not name.endswith("?")],
+            "properties": {name.rstrip("?"): self._schema(one, mode) for name, one in kind.items()},
+        }
+
+
+def _leaves(body: Any) -> Iterator[Any]:
+    """Yield the types inside a body of the route table, which may be a nested dict."""
+    if isinstance(body, dict):
+        for one in body.values():
+            yield from _leaves(one)
+    elif body is not None:
+        yield body
+
+
+def _operation(route: Route, types: _Types) -> dict[str, Any]:
+    specs = {parameter.name: parameter.spec for parameter in route.parameters}
+    in_path = {name: Parameter(name, place="path").spec for name in re.findall(r"\{(\w+)\}", route.path)}
+    operation: dict[str, Any] = {"summary": route.summary, "parameters": list((in_path | specs).values())}
+    if route.body is not None:
+        operation["requestBody"] = {"content": types.content(route.body, "validation")}
+        if route.body_required:
+            operation["requestBody"]["required"] = True
+    errors = types.content(route.error_type, "serialization")
+    statuses = set(route.errors) if route.public else {*route.errors, *_GUARD_ERRORS}
+    refused = {"description": "A typed error.", "content": errors}
+    responses: dict[str, Any] = dict.fromkeys(map(str, sorted(statuses)), refused)
+    for status, body in {route.status: route.response, **route.other_responses}.items():
+        response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
+        if body is not None:
+            response["content"] = types.content(body, "serialization")
+        if route.headers:
+            response["headers"] = route.headers
+        responses[str(status)] = response
+    operation["responses"] = responses
+    if not route.public:
+        operation["security"] = [{}, {"key": []}, *([{"aws": []}] if route.aws_signed else [])]
+    return operation
+
+
+def _merge(one: Any, other: Any) -> Any:
+    """Return the union of two operations of the same method and path. Where they differ, `other` is used."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one | {key: _merge(one[key], value) if key in one else value for key, value in other.items()}
+    if isinstance(one, list) and isinstance(other, list):
+        return one + [item for item in other if item not in one]
+    return other
+
+
+def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the operation that invokes one function. Add the definitions inside its schemas to `schemas`."""
+    taken = _hoist(f"{function.name}.input", function.input_schema, schemas)
+    output = _hoist(f"{function.name}.output", function.output_schema, schemas)
+    described = {
+        **operation,
+        "operationId": f"invoke_{function.name}",
+        "summary": f"Call {function.name} ({function.revision}) and wait for its output.",
+        "parameters": [one for one in operation["parameters"] if one["in"] != "path"],
+        "requestBody": {"content": operation["requestBody"]["content"] | {JSON_TYPE: {"schema": taken}}},
+    }
+    success = operation["responses"]["200"]
+    if function.streaming:
+        content = {EVENT_STREAM_TYPE: success["content"][EVENT_STREAM_TYPE]}
+    else:
+        content = {JSON_TYPE: {"schema": output}}
+        # A handler whose output is not annotated may also return text, bytes or arrays.
+        if not function.output_schema:
+            content |= {"text/plain": {"schema": {"type": "string"}}}
+            content |= {media: {"schema": {}} for media in (BYTES_TYPE, NPY_TYPE, SAFETENSORS_TYPE)}
+    return described | {"responses": {**operation["responses"], "200": {**success, "content": content}}}
+
+
+def _hoist(name: str, schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return `schema` without its definitions, which few tools support.
+
+    Move the definitions to `schemas`, as components of the document whose names begin with `name`.
+    """
+    text = orjson.dumps(schema).replace(b'"#/$defs/', f'"{REFERENCE}{name}.'.encode())
+    moved: dict[str, Any] = orjson.loads(text)
+    schemas.update({f"{name}.{key}": definition for key, definition in moved.pop("$defs", {}).items()})
+    return moved

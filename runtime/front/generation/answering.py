@@ -1,0 +1,117 @@
+"""Responds to a request for text: with the whole answer, or with a stream of its pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ....errors import DeadlineExceeded, PilotflameError
+from ....handlers.language_model.contract import Delta, GenerationRequest
+from ...node.functions.live import Live
+from ..api.backend import Backend
+from ..api.guard import count_calls
+from ..api.invoke import Gateway
+from ..http.call_group import CallGroup
+from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
+from ..http.requests import timeout_of
+from ..http.responses import json_response
+from .deltas import Deltas
+from .targets import with_targets
+
+AHEAD = "X-Queue-Ahead"
+"""The header of a stream that begins while its call waits: how many calls of the same caller a worker takes first."""
+
+
+class TextAnswer(Protocol):
+    """The answer to one request in the form of a protocol. It grows with each delta."""
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Add a piece of the answer to prompt number `prompt`."""
+
+    def whole(self) -> Any:
+        """Return the JSON value of the response to a request without a stream."""
+
+    def piece(self, prompt: int, delta: Delta) -> bytes:
+        """Add a piece, and return its events in a stream; b"" if it has none."""
+
+    def end(self) -> bytes:
+        """Return the last events of a stream."""
+
+    def failed(self, error: PilotflameError) -> bytes:
+        """Return the event of an error in a stream, which is the last one."""
+
+
+async def respond(
+    backend: Backend, request: web.Request, live: Live, events: Sequence[GenerationRequest], answer: TextAnswer, *, stream: bool
+) -> web.StreamResponse:  # fmt: skip
+    """Call the function once for each event, and return the response. Raise the function's error."""
+    asked = with_targets(request, events)
+    count_calls(request, sum(event.n or 1 for event in asked))
+    limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
+    async with CallGroup() as tasks:
+        deltas = Deltas(Gateway(backend), request, live, asked, tasks, backend.functions.note_generated)
+        try:
+            async with asyncio.timeout(limit_s + LAST_EVENT_S):
+                return await (_sent if stream else _whole)(request, answer, deltas)
+        except TimeoutError:
+            # The caller does not read the answer.
+            if request.transport is not None:
+                request.transport.abort()
+            raise DeadlineExceeded("The answer could not be sent in time.") from None
+        finally:
+            deltas.close()
+
+
+async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
+    while (found := await deltas.next()) is not None:
+        answer.add(*found)
+    return json_response(answer.whole(), headers=deltas.headers)
+
+
+async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
+    """Send the events as they come, and a comment while nothing comes.
+
+    An error before the first event or comment is raised. A later one is the last event.
+    """
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    found = await deltas.next()
+            except TimeoutError:
+                await _write(request, response, deltas, _comment(deltas))
+                continue
+            if found is None:
+                break
+            if data := answer.piece(*found):
+                await _write(request, response, deltas, data)
+    except PilotflameError as error:
+        if not response.prepared:
+            raise
+        await _write(request, response, deltas, answer.failed(error))
+    else:
+        await _write(request, response, deltas, answer.end())
+    await response.write_eof()
+    return response
+
+
+def _comment(deltas: Deltas) -> bytes:
+    """Return the comment for a caller who waits: how many of their own calls a worker takes first."""
+    return (
+        HEARTBEAT
+        if (ahead := deltas.ahead) is None
+        else f": waiting for a worker, {ahead} ahead\n\n".encode()
+    )
+
+
+async def _write(request: web.Request, response: web.StreamResponse, deltas: Deltas, data: bytes) -> None:
+    if not response.prepared:
+        response.headers.update(deltas.headers)
+        if (ahead := deltas.ahead) is not None:
+            response.headers[AHEAD] = str(ahead)
+        await response.prepare(request)
+    await response.write(data)

@@ -1,0 +1,146 @@
+"""Calls a language model, and reads the pieces of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from ....errors import OutputInvalid, PilotflameError
+from ....handlers.json_limits import excess
+from ....handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
+from ...calls.serving.invocation import Invocation
+from ...calls.serving.revision import Revision
+from ...ground.telemetry.invocation_end import GenerationEnd
+from ...node.functions.live import Live
+from ..api.invoke import Gateway
+from ..http.requests import dump_json, request_id_of
+from ..http.responses import invocation_headers
+
+MOST_UNREAD = 64
+"""The pieces of an answer that wait for its caller."""
+MOST_BYTES = 128 << 20
+"""The most bytes of the pieces of all answers to one request. Many forms of answers keep all pieces until the end."""
+VALUE_BYTES = 100
+"""Is counted for each JSON value of a piece: as a Python object, it takes several times its text."""
+
+
+class Deltas:
+    """The pieces of the answers to several prompts, as they come."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: web.Request,
+        live: Live,
+        events: Sequence[GenerationRequest],
+        tasks: asyncio.TaskGroup,
+        on_generated: Callable[[GenerationEnd], None],
+    ) -> None:
+        """Call the function once for each event, in `tasks`. Call `on_generated` at the end of each answer."""
+        self._gateway, self._request, self._live = gateway, request, live
+        self.headers = {"X-Request-Id": request_id_of(request.headers)}
+        """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
+        # If the caller reads slowly, the function waits.
+        self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
+        self._left, self._left_bytes = len(events), MOST_BYTES
+        # By the number of the prompt.
+        self._calls = dict[int, tuple[Revision, Invocation]]()
+        self._on_generated = on_generated
+        self._running = [tasks.create_task(self._run(number, event)) for number, event in enumerate(events)]
+
+    async def next(self) -> tuple[int, Delta] | None:
+        """Return the number of the prompt and the next piece; None after the last one. Raise the function's error."""
+        while self._left:
+            found = await self._arrived.get()
+            if isinstance(found, PilotflameError):
+                # The traceback of an error that is raised holds this frame, which holds the error.
+                raise found.copied()
+            if found is not None:
+                return found
+            self._left -= 1
+        return None
+
+    @property
+    def ahead(self) -> int | None:
+        """The number of the caller's own calls that a worker takes before the first prompt; None if a worker has taken it."""
+        if 0 not in self._calls:
+            return None
+        revision, invocation = self._calls[0]
+        return revision.dispatcher.queue.own_ahead(invocation)
+
+    def close(self) -> None:
+        """Cancel the calls that still run."""
+        # A cancelled task holds the traceback of its end, and so its frames, which hold this object.
+        while self._running:
+            self._running.pop().cancel()
+
+    async def _run(self, number: int, event: GenerationRequest) -> None:
+        body = dump_json(event.model_dump(mode="json", exclude_unset=True))
+        usage, made = TokenUsage(prompt_tokens=0), 0
+        first_s, last_s, failure = 0.0, 0.0, None
+        try:
+            async with aclosing(self._pieces(body, number)) as pieces:
+                async for piece in pieces:
+                    self._count(piece)
+                    delta = delta_of(self._live.record.function, piece)
+                    usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
+                    first_s = first_s or last_s
+                    await self._arrived.put((number, delta))
+            await self._arrived.put(None)
+        except PilotflameError as error:
+            failure = error.copied()
+            await self._arrived.put(failure)
+        finally:
+            if number in self._calls:
+                invocation = self._calls[number][1]
+                self._on_generated(
+                    GenerationEnd(
+                        self._live.record.function, invocation.trace, invocation.timeline.received_s, first_s, last_s,
+                        usage.prompt_tokens, usage.cached_tokens, made, failure,
+                    )
+                )  # fmt: skip
+
+    def _count(self, piece: bytes) -> None:
+        """Raise OutputInvalid if the pieces are too large to be kept."""
+        self._left_bytes -= len(piece) + VALUE_BYTES * (1 + piece.count(b","))
+        if self._left_bytes < 0:
+            message = f"The answers of {self._live.record.function} are larger than {MOST_BYTES} bytes."
+            raise OutputInvalid(message, remedy="Ask for fewer tokens, answers or logprobs.")
+
+    async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
+        """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
+        revision, invocation = self._gateway.started(self._request, self._live.record.function, body, number)
+        self._calls[number] = revision, invocation
+        try:
+            stream = invocation.stream
+            while stream is not None and (pieces := await stream.take()):
+                self._note(number, invocation)
+                for piece in pieces:
+                    yield piece
+                stream.consumed(len(pieces))
+            output = await invocation.wait()
+            if stream is None:
+                self._note(number, invocation)
+                yield output.payload
+        finally:
+            revision.cancel(invocation)
+
+    def _note(self, number: int, invocation: Invocation) -> None:
+        if number == 0 and "X-Worker-Id" not in self.headers:
+            self.headers = invocation_headers(invocation)
+
+
+def delta_of(name: str, piece: bytes) -> Delta:
+    """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta."""
+    try:
+        if not excess(piece):
+            return Delta.model_validate_json(piece)
+        message = f"{name} yields a Delta with too many values."
+    except ValidationError:
+        message = f"{name} is no language model: its handler yields something else than Delta."
+    raise OutputInvalid(message, remedy="Yield pilotflame's Delta, or call it at /invoke.")

@@ -1,0 +1,201 @@
+"""Counts the tokens of language models, encoders and rerankers, for calls of all routes, jobs and queues.
+
+A call of an API key with limits reserves the tokens that it is expected to take, and further requests for further answers. At its end, the used
+tokens replace the reserved ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from ....handlers.json_limits import excess
+from ....handlers.language_model.contract import (
+    MOST_ANSWERS,
+    EmbeddingRequest,
+    GenerationRequest,
+    RerankRequest,
+)
+from ...calls.serving.invocation import Invocation
+from ...ground.access.keyring import Keyring, Reservation, check_quota
+from ...ground.billing.account import Account
+from ...node.functions.registry import Functions
+from .models import takes
+
+MOST_TOKENS = 10_000_000
+"""The most tokens of a prompt, or of an answer, that one call counts."""
+CHARS_A_TOKEN = 4
+LONGEST_ANSWER = 1 << 17
+"""The most tokens of an answer whose caller sets no limit: the context of the largest usual models."""
+PARSED_BYTES = 64 << 10
+"""In a longer body, the limits are searched for. To parse it would block the event loop."""
+USUAL_ANSWER = 128.0
+"""The tokens of an answer before any has ended."""
+SMOOTHING = 0.1
+_ANSWERS = re.compile(rb'"n"\s*:\s*"?\s*\+?(\d{1,9})')
+_NUMBER = TypeAdapter(int)
+_TOKENS = re.compile(rb'"tokens"\s*:\s*(\d{1,9})')
+
+
+class TokenCounts:
+    """Observes the models of a gateway."""
+
+    def __init__(self, functions: Functions, keyring: Keyring) -> None:
+        self._functions, self._keyring = functions, keyring
+
+    def follow(self, name: str) -> None:
+        """Observe the live revision of a function if it is a model."""
+        live = self._functions.get(name)
+        if takes(live, GenerationRequest):
+            live.revision.observe = ModelCalls(live.function.account, self._keyring).observe
+        elif takes(live, EmbeddingRequest) or takes(live, RerankRequest):
+            live.revision.observe = ModelCalls(live.function.account, self._keyring, writes=False).observe
+
+
+class ModelCalls:
+    """The calls of one model, and the usual length of its answers."""
+
+    def __init__(self, account: Account, keyring: Keyring, *, writes: bool = True) -> None:
+        self._account, self._keyring, self._writes = account, keyring, writes
+        self._usual = USUAL_ANSWER if writes else 0.0
+
+    def observe(self, invocation: Invocation) -> None:
+        """Count the tokens of a call until its end. Raise QuotaExceeded if it may not begin."""
+        answers, reservation = 1, None
+        if (meter := self._keyring.meter(invocation.tenant)) is not None:
+            asked = _asked(invocation.body)
+            answers, tokens = asked.answers, asked.tokens(self._usual)
+            wait_s, reservation = meter.reserve(
+                time.monotonic(),
+                1 if invocation.counted else answers,
+                tokens,
+                asked=asked.allowed,
+                patient=invocation.patient,
+            )
+            check_quota(meter, wait_s)
+        found = AnswerTokens(self._account)
+        if invocation.stream is not None:
+            invocation.stream.on_piece = found.note
+        invocation.output.add_done_callback(
+            partial(self._ended, found, answers, reservation, streams=invocation.stream is not None)
+        )
+
+    def _ended(
+        self, found: AnswerTokens, answers: int, reservation: Reservation | None, output: asyncio.Future[Any], *, streams: bool
+    ) -> None:  # fmt: skip
+        """Settle, whatever the end is."""
+        try:
+            succeeded = not output.cancelled() and output.exception() is None
+            if succeeded and not streams:
+                payload = output.result().payload
+                found.note(payload) if self._writes else found.note_input(payload)
+            if succeeded and self._writes:
+                self._usual += SMOOTHING * (found.made / answers - self._usual)
+        finally:
+            if reservation is not None:
+                reservation.settle(found.used)
+
+
+class Asked(NamedTuple):
+    """What a call asks for."""
+
+    answers: int
+    prompt: int
+    """The estimated tokens of the input."""
+    most: float
+    """The most tokens of each answer."""
+
+    def tokens(self, usual: float) -> int:
+        """Return the tokens that the call is expected to take, if answers usually have `usual` tokens."""
+        return self.prompt + self.answers * math.ceil(min(self.most, usual))
+
+    @property
+    def allowed(self) -> int:
+        """The most tokens that the call may take."""
+        return CHARS_A_TOKEN * self.prompt + self.answers * int(min(self.most, LONGEST_ANSWER))
+
+
+def _asked(body: bytes) -> Asked:
+    """Return what the input of a model asks for. If it is invalid, the handler refuses it."""
+    prompt = math.ceil(len(body) / CHARS_A_TOKEN)
+    if len(body) > PARSED_BYTES:
+        # The largest number counts, wherever it is. In a text, the quotation marks of a name would be escaped.
+        largest = max((min(int(found), MOST_ANSWERS) for found in _ANSWERS.findall(body)), default=1)
+        return Asked(max(1, largest), prompt, math.inf)
+    try:
+        event = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return Asked(1, prompt, math.inf)
+    if isinstance(event, dict) and isinstance(event.get("input"), dict):
+        event = event["input"]
+    if not isinstance(event, dict):
+        return Asked(1, prompt, math.inf)
+    if isinstance(given := event.get("prompt"), list):
+        prompt = len(given)
+    answers = min(_number(event, "n") or 1, MOST_ANSWERS)
+    return Asked(answers, prompt, _number(event, "max_tokens") or math.inf)
+
+
+def _number(event: dict[str, Any], name: str) -> int:
+    """Return a field as the handler reads it, such as 128 for "128"; 0 if it is not positive."""
+    try:
+        return max(0, min(_NUMBER.validate_python(event.get(name)), MOST_TOKENS))
+    except ValidationError:
+        return 0
+
+
+class AnswerTokens:
+    """The tokens of one call. They count when they come, so also if the caller leaves early."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._prompt = self._cached = self.made = 0
+
+    @property
+    def used(self) -> int:
+        """The tokens that were read or made."""
+        return self._prompt + self.made
+
+    def note_input(self, payload: bytes) -> None:
+        """Count the tokens that an encoder or a reranker has read. Its answer may be large, so it is not parsed."""
+        if (match := _TOKENS.search(payload)) is not None:
+            self._add(min(int(match[1]), MOST_TOKENS), 0, 0)
+
+    def note(self, piece: bytes) -> None:
+        """Count the tokens of a piece. A piece that is no `Delta` has none: its reader raises the error."""
+        if excess(piece):
+            return
+        try:
+            found = orjson.loads(piece)
+        except orjson.JSONDecodeError:
+            return
+        if not isinstance(found, dict):
+            return
+        tokens, usage = found.get("tokens"), found.get("usage")
+        made = self.made + (len(tokens) if isinstance(tokens, list) else 0)
+        usage = usage if isinstance(usage, dict) else {}
+        prompt, cached = _count(usage, "prompt_tokens"), _count(usage, "cached_tokens")
+        # A handler may yield text without the tokens, and only their number at the end.
+        made = max(made, _count(usage, "completion_tokens"))
+        self._add(max(prompt, self._prompt), max(cached, self._cached), made)
+
+    def _add(self, prompt: int, cached: int, made: int) -> None:
+        more = prompt - self._prompt, cached - self._cached, made - self.made
+        if not any(more):
+            return
+        self._prompt, self._cached, self.made = prompt, cached, made
+        self._account.note_tokens(prompt=more[0], cached=more[1], generated=more[2])
+
+
+def _count(usage: dict[str, Any], name: str) -> int:
+    found = usage.get(name)
+    return (
+        min(found, MOST_TOKENS) if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 0
+    )

@@ -1,0 +1,38 @@
+"""Runs the calls of one request at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from types import TracebackType
+
+from ....errors import PilotflameError
+
+
+class CallGroup(asyncio.TaskGroup):
+    """A task group that raises the first PilotflameError itself, in place of a group of errors.
+
+    The frames of asyncio's task group hold the error that leaves it, and its traceback holds these frames. So each failed or
+    cancelled request would keep its body until the garbage collector runs.
+    """
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        first: BaseException | None = None
+        try:
+            await super().__aexit__(kind, error, trace)
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+            traceback.clear_frames(failed.__traceback__)
+            if not isinstance(first, PilotflameError):
+                raise
+            # The group keeps its errors.
+            for kept in failed.exceptions:
+                kept.__traceback__ = None
+            raise first.copied() from None
+        except BaseException as left:
+            traceback.clear_frames(left.__traceback__)
+            raise
+        finally:
+            del error, trace, first

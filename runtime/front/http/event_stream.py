@@ -1,0 +1,155 @@
+"""Sends streamed output as server-sent events: `output` for each piece, then `completed` or `error`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import NotRequired, TypeAlias
+
+import orjson
+from aiohttp import web
+from typing_extensions import TypedDict
+
+from ....errors import PilotflameError
+from ...calls.serving.invocation import Invocation, Stream
+from ...jobs.stored.job import Job
+from ...jobs.stored.jobs import Jobs
+from .responses import invocation_headers
+
+EVENT_STREAM_TYPE = "text/event-stream"
+# If there was no event for this time, a comment is sent, because proxies close connections on which nothing is sent.
+HEARTBEAT_S = 5.0
+HEARTBEAT = b": waiting\n\n"
+# The time after the deadline in which the last event can still be sent.
+LAST_EVENT_S = 2.0
+# The value of SO_LINGER for zero seconds: on closing, the kernel discards all bytes not yet delivered.
+NO_LINGER = struct.pack("ii", 1, 0)
+STREAM_HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""X-Accel-Buffering makes nginx pass each event on at once. Without this header, nginx collects events in a buffer."""
+JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
+"""Returns the events for a job's present state and for the new pieces (number, JSON) of its output."""
+
+
+class ServerSentEvent(TypedDict):
+    """One event of a stream."""
+
+    event: str
+    data: str
+    id: NotRequired[str]
+
+
+EVENTS = {EVENT_STREAM_TYPE: ServerSentEvent}
+"""The type of a response in the route table that is a stream of these events."""
+
+
+def event(name: str, data: bytes, number: int = 0) -> bytes:
+    """Return a server-sent event. If `number` is not 0, it is the event's id, after which a reader may resume the
+    stream.
+    """
+    place = b"id: %d\n" % number if number else b""
+    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def accepts_events(request: web.Request) -> bool:
+    return EVENT_STREAM_TYPE in request.headers.get("Accept", "")
+
+
+def last_event_id(request: web.Request) -> int:
+    """Return the number of the last event that a reader has received. It is 0 if the header is absent or invalid."""
+    text = request.headers.get("Last-Event-ID", "0")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+async def send_job(
+    request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder, ended: Callable[[Job], Awaitable[Job]] | None = None
+) -> web.StreamResponse:  # fmt: skip
+    """Send the events that `encode` returns at each change of the job, until the job has ended.
+
+    If the job can no longer be read, the last event is `error`. `encode` gets the job that `ended` returns for the ended job.
+    """
+    response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
+    await response.prepare(request)
+    last = last_event_id(request)
+    try:
+        async for changed, pieces in jobs.follow(job.function, job.id, last, every_s=HEARTBEAT_S):
+            final = changed.state.final and not pieces
+            shown = await ended(changed) if final and ended is not None else changed
+            await response.write(b"".join(encode(shown, pieces)) or HEARTBEAT)
+    except PilotflameError as error:
+        await response.write(event("error", orjson.dumps(error.to_wire())))
+    await response.write_eof()
+    return response
+
+
+def abort(request: web.Request) -> None:
+    """Close the connection of a request and discard unsent bytes. The caller notices that the response is not whole."""
+    transport = request.transport
+    if transport is not None:
+        if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        transport.abort()
+
+
+class EventStream:
+    """The streamed response to an invocation. Its header is sent before the first event or heartbeat."""
+
+    def __init__(
+        self, request: web.Request, invocation: Invocation, headers: Mapping[str, str] | None = None,
+        heartbeat: bytes = HEARTBEAT,
+    ) -> None:  # fmt: skip
+        """`headers` replace those of server-sent events. An empty `heartbeat` is not sent."""
+        self.response: web.StreamResponse | None = None
+        self._request, self._invocation = request, invocation
+        self._headers, self._heartbeat = headers, heartbeat
+        self._number = 0
+
+    async def send_pieces(self, stream: Stream) -> None:
+        """Send all pieces until the stream ends, as many in one write as have arrived.
+
+        After each write, let the worker send as many further pieces as were written.
+        """
+        while pieces := await self._next(stream):
+            first = self._number + 1
+            self._number += len(pieces)
+            await self._write(self._encode(pieces, first))
+            stream.consumed(len(pieces))
+
+    async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
+        """Send the last event, which tells whether the stream failed. The status cannot tell this, because it was sent
+        at the beginning.
+
+        With `private`, an error includes the traceback.
+        """
+        name, wire = ("completed", {}) if error is None else ("error", error.to_wire(private=private))
+        response = await self._write(event(name, orjson.dumps(wire), self._number + 1))
+        await response.write_eof()
+        return response
+
+    def abort(self) -> None:
+        """Close the connection and discard unsent bytes, because the reader may never read them."""
+        abort(self._request)
+
+    def _encode(self, pieces: list[bytes], first: int) -> bytes:
+        """Return the events for pieces of the output. `first` is the number of the first piece."""
+        return b"".join(event("output", piece, number) for number, piece in enumerate(pieces, first))
+
+    async def _next(self, stream: Stream) -> list[bytes]:
+        while not stream.ready:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    return await stream.take()
+            except TimeoutError:
+                if self._heartbeat:
+                    await self._write(self._heartbeat)
+        return await stream.take()
+
+    async def _write(self, data: bytes) -> web.StreamResponse:
+        """Send the response's header if it was not sent yet, then send the data. Return the response."""
+        if self.response is None:
+            headers = self._headers or invocation_headers(self._invocation) | STREAM_HEADERS
+            self.response = web.StreamResponse(headers=headers)
+            await self.response.prepare(self._request)
+        await self.response.write(data)
+        return self.response

@@ -1,0 +1,53 @@
+"""Parses and checks large request bodies in a thread, one at a time. The owners of API keys take turns.
+
+A parser in a thread holds the interpreter, too. With one thread, the event loop runs between any two bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import web
+
+from ....errors import Overloaded
+from ...ground.access.fair_share import SharedRoom
+from ...ground.access.fair_threads import FairThreads
+from .requests import caller_of
+from .responses import MAX_ON_LOOP_BYTES
+
+MAX_WAITING_BYTES = 256 << 20
+RETRY_S = 1.0
+T = TypeVar("T")
+
+
+class ParsedBodies:
+    """The large bodies that are parsed, or wait for it."""
+
+    def __init__(self, most: int = MAX_WAITING_BYTES) -> None:
+        self._threads, self._room = FairThreads(1, "bodies"), SharedRoom(most)
+
+    async def read(self, owner: str, body: bytes, work: Callable[[bytes], T]) -> T:
+        """Return the result of `work` with the body. Raise Overloaded if the owner has no room for it, and what `work` raises."""
+        if not self._room.takes(owner, len(body)):
+            message = "As many bytes of requests wait to be parsed as may wait."
+            raise Overloaded(message, remedy="Try again.", details={"retry_after_s": RETRY_S})
+        self._room.add(owner, len(body))
+        try:
+            return await self._threads.run(partial(work, body), owner=owner)
+        finally:
+            self._room.remove(owner, len(body))
+
+    def close(self) -> None:
+        self._threads.close()
+
+
+PARSED_BODIES = web.AppKey("parsed_bodies", ParsedBodies)
+
+
+async def parsed(request: web.Request, body: bytes, work: Callable[[bytes], T]) -> T:
+    """Return the result of `work`, which parses and checks what belongs to a request: its body, or the function's output."""
+    if len(body) <= MAX_ON_LOOP_BYTES:
+        return work(body)
+    return await request.app[PARSED_BODIES].read(caller_of(request).owner, body, work)

@@ -1,0 +1,377 @@
+"""Reads requests: bodies, within limits of size and time, and headers such as type, deadline and priority."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import orjson
+from aiohttp import HttpVersion11, hdrs, web
+from multidict import istr
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
+
+from ....errors import BadInput, InputTimeout, InputTooLarge, OutputInvalid, PilotflameError
+from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
+from ....handlers.caller import NORMAL
+from ....handlers.codec import BYTES_TYPE, JSON_TYPE
+from ....handlers.first_errors import failing_fast, first_errors
+from ....handlers.json_limits import check_json, excess
+from ...ground.access.keys import ANYBODY, Caller
+from ...ground.telemetry.timeline import TRACEPARENT
+from ...jobs.stored.job import ALL
+from .content_coding import CODINGS, unpack
+from .incoming_bodies import INCOMING
+
+CALLER = web.RequestKey("caller", Caller)
+BODY = web.RequestKey("body", bytes)
+"""The body of a request that the guard had to read, as it was sent. `read_body` unpacks and returns it."""
+CALLS = web.RequestKey("calls", bool)
+"""Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
+CONTINUED = web.RequestKey("continued", bool)
+"""True once the gateway has sent the interim response 100, for which a client may wait before it sends the body."""
+ID = web.RequestKey("id", str)
+Headers: TypeAlias = Mapping[str, str]
+M = TypeVar("M", bound=BaseModel)
+
+# With names of type `istr`, multidict does not have to convert the case of the name at each lookup.
+REQUEST_ID_HEADER = istr("X-Request-Id")
+TRACEPARENT_HEADER = istr("traceparent")
+TRACESTATE_HEADER = istr("tracestate")
+TIMEOUT = istr("X-Request-Timeout")
+PRIORITY = istr("X-Priority")
+GRPC = istr("grpc-timeout")
+ENVOY = istr("x-envoy-expected-rq-timeout-ms")
+STAINLESS = istr("x-stainless-read-timeout")
+CONTINUE = "100-continue"
+IDEMPOTENCY = "Idempotency-Key"
+MAX_KEY_CHARS = 255
+MAX_ACCEPT_CHARS = 1000
+MAX_PROBLEMS = 20
+ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
+TOO_LARGE_REMEDY = "Send the address of an object instead, or raise max_body_bytes in pilotflame.toml."
+GATEWAY_REMEDY = (
+    "Put the data where the function can fetch it and send its address, or raise PILOTFLAME_MAX_BODY_BYTES of the gateway and"
+    " max_body_bytes in pilotflame.toml."
+)
+STORED_REMEDY = "Put the data where the function can fetch it and send its address, or call and wait: a job's body is stored."
+TRACESTATE = re.compile(r"[\x20-\x7e]{0,512}")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ID_BYTES = 8
+_IDS_AT_ONCE = 256
+_GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
+_GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+_PRIORITIES = {str(number): number for number in range(1, 6)}
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Return the caller that the guard has set. On public routes, the guard sets none, and this returns ANYBODY."""
+    found: Caller = request.get(CALLER, ANYBODY)
+    return found
+
+
+def owner_of(request: web.Request) -> str:
+    """Return the owner whose jobs the caller may see and change; ALL for administrators."""
+    caller = caller_of(request)
+    return ALL if caller.administers else caller.owner
+
+
+async def read_body(
+    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+) -> bytes:
+    """Return the unpacked body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes, packed
+    or unpacked, and the errors of `read_sent` and `unpack`.
+    """
+    body = await read_sent(request, limit, timeout_s, remedy=remedy)
+    coding = coding_of(request.headers)
+    if coding not in CODINGS:
+        return body
+    body = await asyncio.to_thread(unpack, body, coding, limit)
+    if len(body) > limit:
+        raise too_large(limit, remedy)
+    return body
+
+
+def coding_of(headers: Headers) -> str:
+    """Return the Content-Encoding in lower case, or "" without the header."""
+    return headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
+
+
+async def read_sent(
+    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+) -> bytes:
+    """Return the body as it was sent. Raises InputTooLarge, with `remedy`, as soon as it exceeds `limit` bytes.
+
+    Raises InputTimeout if the body takes longer than `timeout_s`, BadInput if the body ends early or is malformed, and
+    Overloaded if too many bytes of unfinished bodies have arrived (`IncomingBodies`).
+    """
+    read: bytes | None = request.get(BODY)
+    if (request.content_length or 0) > limit or len(read or b"") > limit:
+        raise too_large(limit, remedy)
+    if read is not None:
+        return read
+    if not request.can_read_body:
+        return b""
+    await continue_body(request)
+    try:
+        # Most bodies arrive together with the header.
+        if request.content.is_eof():
+            body = request.content.read_nowait()
+        else:
+            async with asyncio.timeout(timeout_s):
+                body = await _collect(request, limit)
+    except TimeoutError:
+        raise InputTimeout(f"The body took longer than {timeout_s:.0f} s.", remedy="Send less.") from None
+    except web.RequestPayloadError as error:
+        raise BadInput(f"The body broke off or is malformed: {error}.") from None
+    if len(body) > limit:
+        raise too_large(limit, remedy)
+    return body
+
+
+async def check_expectation(request: web.Request) -> None:
+    """Raise HTTPExpectationFailed unless the client expects nothing but 100-continue, which `continue_body` sends."""
+    if request.version == HttpVersion11 and request.headers.get(hdrs.EXPECT, "").lower() != CONTINUE:
+        raise web.HTTPExpectationFailed
+
+
+async def continue_body(request: web.Request) -> None:
+    """If a client waits before it sends the body (`Expect: 100-continue`), tell the client to send the body. Call this
+    before the body is read.
+
+    A request that is refused before this call gets its error at once, and the client does not send the body.
+    """
+    if awaits_continue(request):
+        request[CONTINUED] = True
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # The writer must not count these bytes as part of the response.
+        request.writer.output_size = 0
+
+
+def awaits_continue(request: web.Request) -> bool:
+    return request.version == HttpVersion11 and hdrs.EXPECT in request.headers and CONTINUED not in request
+
+
+async def _collect(request: web.Request, limit: int) -> bytes:
+    """Return the body, or only its beginning if it exceeds `limit`."""
+    parts, size = [], 0
+    incoming, owner = request.app[INCOMING], caller_of(request).owner
+    try:
+        async for part in request.content.iter_any():
+            incoming.add(owner, len(part))
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                break
+    finally:
+        incoming.remove(owner, size)
+    return b"".join(parts)
+
+
+def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
+    return InputTooLarge(f"The body is larger than {limit} bytes.", remedy=remedy)
+
+
+def load_json(body: bytes | str) -> Any:
+    """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON, and the error of `check_json`.
+
+    Call this for a body of any size within `large_bodies.parsed`.
+    """
+    check_json(body)
+    try:
+        return orjson.loads(body) if body else None
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON.") from None
+
+
+def load_output(payload: bytes) -> Any:
+    """Return a parsed output of a function, or a piece of it. Raises OutputInvalid if it is not JSON, or has too many values."""
+    if why := excess(payload):
+        raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        raise OutputInvalid(f"The output is not JSON: {error}.", remedy="Return JSON.") from None
+
+
+def dump_json(value: Any) -> bytes:
+    """Return a result of `load_json` as bytes. Raises BadInput if it is nested too deeply for orjson."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise BadInput(f"The body cannot be stored: {error}.", remedy="Nest it less deeply.") from None
+
+
+def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
+    """Return parsed JSON as a `model`. Raises `invalid`, with `remedy`, if it does not fit the model."""
+    try:
+        valid: M = _validator(model).validate_python(found)
+    except ValidationError as error:
+        wrong = [{"field": field, "problem": problem} for field, problem in problems(error)]
+        message = "The body is invalid: {field}: {problem}.".format_map(wrong[0])
+        details = {"field": wrong[0]["field"], "problems": wrong}
+        raise invalid(message, remedy=remedy, details=details) from None
+    return valid
+
+
+@functools.cache
+def _validator(model: type[BaseModel]) -> SchemaValidator:
+    return failing_fast(TypeAdapter(model))
+
+
+def problems(error: ValidationError) -> list[tuple[str, str]]:
+    """Return (field, problem) for the first invalid fields. The problem does not quote the field's value."""
+    found = first_errors(error, MAX_PROBLEMS)
+    return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
+
+
+def _generate_ids() -> Iterator[str]:
+    """Yield random ids. To save time, read the bytes of many ids from the kernel at once."""
+    while True:
+        many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
+        for start in range(0, len(many), 2 * _ID_BYTES):
+            yield many[start : start + 2 * _ID_BYTES]
+
+
+_ids = _generate_ids()
+
+
+def request_id_of(headers: Headers) -> str:
+    """Return the request id that the caller sent, or a new one if it is missing or malformed."""
+    sent = headers.get(REQUEST_ID_HEADER)
+    return sent if sent is not None and REQUEST_ID.fullmatch(sent) else next(_ids)
+
+
+def id_of(request: web.Request) -> str:
+    """Return the request id as `request_id_of` does, but the same for each call with this request."""
+    found: str | None = request.get(ID)
+    if found is None:
+        found = request[ID] = request_id_of(request.headers)
+    return found
+
+
+def traceparent_of(headers: Headers) -> str:
+    """Return the W3C trace context that the caller sent, or "" if it is missing or malformed."""
+    sent = headers.get(TRACEPARENT_HEADER, "")
+    return sent if TRACEPARENT.fullmatch(sent) else ""
+
+
+def trace_of(headers: Headers) -> tuple[str, str]:
+    """Return the `traceparent` and the `tracestate` that the caller sent. Each is "" if it is missing or malformed.
+
+    Without a `traceparent`, a `tracestate` has no meaning.
+    """
+    if not (traceparent := traceparent_of(headers)):
+        return "", ""
+    state = headers.get(TRACESTATE_HEADER, "")
+    return traceparent, state if TRACESTATE.fullmatch(state) else ""
+
+
+def idempotency_of(headers: Headers) -> str:
+    """Return the job's idempotency key, or "" without the header. Raises BadInput if it is too long.
+
+    The prefix "key:" separates this key from the keys that dialects make from the ids of predictions and events.
+    """
+    key = headers.get(IDEMPOTENCY, "")
+    if len(key) > MAX_KEY_CHARS:
+        raise BadInput(f"{IDEMPOTENCY} has {len(key)} characters.", remedy=f"Send at most {MAX_KEY_CHARS}.")
+    return f"key:{key}" if key else ""
+
+
+def preferences_of(request: web.Request) -> dict[str, str]:
+    """Return the preferences in the headers Prefer (RFC 7240), by name in lower case; "" without a value."""
+    return parse_preferences(request.headers.getall("Prefer", ()))
+
+
+def parse_preferences(lines: Iterable[str]) -> dict[str, str]:
+    """Return the preferences in these values of Prefer, by name in lower case; "" without a value. The first preference
+    of a name counts.
+    """
+    found: dict[str, str] = {}
+    for line in lines:
+        for preference in line.split(","):
+            name, _, value = preference.partition(";")[0].partition("=")
+            found.setdefault(name.strip().lower(), value.strip(' \t"'))
+    return found
+
+
+def media_type_of(headers: Headers) -> str:
+    """Return the body's media type in lower case and without parameters, or "" without the header."""
+    return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
+
+
+def content_type_of(headers: Headers) -> str:
+    """Return the Content-Type, or "" if it is missing or JSON_TYPE. Raises BadInput if it is not ASCII."""
+    found = headers.get(hdrs.CONTENT_TYPE, "")
+    if not found.isascii():
+        raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
+    return "" if found == JSON_TYPE else found
+
+
+def accept_of(headers: Headers) -> str:
+    """Return the Accept header, or "" if it names none of ARRAY_TYPES: workers negotiate only these."""
+    accept = headers.get(hdrs.ACCEPT)
+    if accept is None or len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
+        return ""
+    lower = accept.lower()
+    # Only a plugin asks for tensors: it can read them also as pieces of a stream.
+    if TENSORS_TYPE in lower:
+        return ""
+    return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
+
+
+def seconds(headers: Headers, name: str, default: float, most: float) -> float:
+    """Return the seconds in a header, at most `most`; without it, `default`. Raises BadInput if invalid."""
+    return default if (found := positive(headers, name, "seconds")) is None else min(found, most)
+
+
+def positive(headers: Headers, name: str, unit: str) -> float | None:
+    """Return the number in a header, or None without the header. Raise BadInput if it is not positive and finite."""
+    if (text := headers.get(name)) is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        remedy = f"It must be a positive number of {unit}."
+        raise BadInput(f"The header {name} is {text!r:.100}.", remedy=remedy, details={"field": name})
+    return found
+
+
+def timeout_of(headers: Headers, most: float) -> float:
+    """Return the smallest timeout that a header names, at most `most`, in seconds. Raises BadInput."""
+    found = seconds(headers, TIMEOUT, most, most)
+    # An invalid header of gRPC, Envoy or the OpenAI client is ignored: a library or proxy may have added it.
+    if (text := headers.get(GRPC)) is not None:
+        grpc = _GRPC.fullmatch(text)
+        found = min(found, (int(grpc[1]) * _GRPC_UNITS[grpc[2]] if grpc else 0.0) or found)
+    if (text := headers.get(ENVOY)) is not None:
+        found = min(found, _decimal(text) / 1000 or found)
+    if (text := headers.get(STAINLESS)) is not None:
+        found = min(found, _decimal(text) or found)
+    return found
+
+
+def priority_of(headers: Headers, *, urgent: bool = True) -> int:
+    """Return the priority, 1 (served first) to 5, or at best NORMAL if the caller is not `urgent`.
+
+    Raises BadInput if the header is not a whole number from 1 to 5.
+    """
+    text = headers.get(PRIORITY)
+    if text is None:
+        return NORMAL
+    if (found := _PRIORITIES.get(text)) is None:
+        raise BadInput(f"The header {PRIORITY} is {text[:40]!r}.", remedy="Send 1 (first) to 5 (last).")
+    return found if urgent else max(NORMAL, found)
+
+
+def _decimal(text: str) -> float:
+    """Return the number in `text`, or 0 if `text` is not a plain decimal number. In these headers, 0 means no limit."""
+    return float(text) if _DECIMAL.fullmatch(text) is not None else 0.0

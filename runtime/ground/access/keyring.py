@@ -1,0 +1,373 @@
+"""Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
+
+The file holds digests of the tokens, never a token. The file must still stay private, because with a signing digest,
+requests to the routes of AWS Lambda can be signed (see `aws_signature.py`). A gateway that has this file requires an
+API key from every caller, even after the last key is revoked. The empty file `access/closed` beside it says that there
+were keys, so that the loss of keys.json opens no gateway: the gateway then does not start. To admit callers without a key
+again, stop the gateway and remove both files. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ....errors import GatewayError, QuotaExceeded, UnknownKey
+from ..telemetry.metrics import Numbers, Reading
+from . import private_files
+from .deploy_policy import DeployPolicy
+from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
+
+# The time of a key's last use is rounded down to a multiple of USE_GRAIN_S, because each saved change costs an fsync.
+USE_GRAIN_S = 3600.0
+# A bucket admits a request if it holds at least 1 - _TOLERANCE tokens. With a limit of exactly 1, rounding could make
+# `enter` refuse a caller who has waited exactly the time that `enter` returned.
+_TOLERANCE = 1e-9
+# The retry time for callers with too many running requests. The end of these requests cannot be predicted.
+CONCURRENCY_WAIT_S = 1.0
+MOST_CALL_MIN = 10
+
+# The file keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
+MOST_REVOKED = 10_000
+
+
+class RevokedKey(BaseModel, frozen=True, extra="forbid"):
+    """The limits of a key that was revoked. They still hold for the functions that were deployed with it."""
+
+    id: str
+    max_workers: int | None = None
+    policy: DeployPolicy | None = None
+
+
+class KeysFile(BaseModel, frozen=True, extra="forbid"):
+    """The content of `keys.json`."""
+
+    version: int = 1
+    keys: tuple[ApiKey, ...] = ()
+    revoked: tuple[RevokedKey, ...] = ()
+
+
+def keys_path(state: Path) -> Path:
+    """Return the path of the file with the keys of the gateway in a state folder."""
+    return state / private_files.FOLDER / "keys.json"
+
+
+class Bucket:
+    """Holds at most `most`, and gains `per_s` a second. It may be overdrawn."""
+
+    __slots__ = ("_at_s", "_per_s", "level", "most")
+
+    def __init__(self, most: float, per_s: float, now_s: float) -> None:
+        self.most, self._per_s = most, per_s
+        self.level, self._at_s = most, now_s
+
+    def wait_s(self, now_s: float, count: float) -> float:
+        """Return the seconds after which the bucket holds `count`; 0.0 if it does now."""
+        if now_s > self._at_s:
+            self.level = min(self.most, self.level + (now_s - self._at_s) * self._per_s)
+            self._at_s = now_s
+        lacking = count - self.level
+        return lacking / self._per_s if lacking > _TOLERANCE else 0.0
+
+
+class Meter:
+    """Limits the requests of one API key to its quota. At most `concurrency` requests run at the same time.
+
+    Each request takes one token out of a bucket, which holds at most `burst` tokens and gains `rate_per_s`
+    tokens per second. A request for several answers, or with several prompts or events, counts as several. The tokens of language models have a
+    bucket of their own, which holds `model_tokens_per_min`. A request reserves the tokens that it is expected to take, and settles at its
+    end. A request larger than a bucket is admitted when the bucket is full, and overdraws it. A limit
+    that is None does not apply.
+    """
+
+    def __init__(
+        self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float,
+        model_tokens_per_min: int | None = None,
+    ) -> None:  # fmt: skip
+        size = float(burst or max(1, math.ceil(rate_per_s or 0)))
+        self._requests = None if rate_per_s is None else Bucket(size, rate_per_s, now_s)
+        most = model_tokens_per_min
+        self._model_tokens = None if most is None else Bucket(most, most / 60, now_s)
+        self._concurrency = math.inf if concurrency is None else concurrency
+        self.running = 0
+        self.limit = ""
+        """The name of the limit that has refused the latest refused request."""
+
+    @property
+    def limited(self) -> bool:
+        """True if a limit applies."""
+        return not (self._requests is None and self._model_tokens is None and self._concurrency == math.inf)
+
+    def enter(self, now_s: float) -> float:
+        """Admit a request and return 0.0, or return the seconds after which to retry.
+
+        The caller must call `leave` when an admitted request has ended.
+        """
+        if wait_s := self.wait_s(now_s):
+            return wait_s
+        self.take(1)
+        return 0.0
+
+    def wait_s(self, now_s: float, more: int = 1, entered: int = 0, model_tokens: int = 0) -> float:
+        """Return the seconds after which `more` requests, which take `model_tokens`, may be admitted; 0.0 if they may be now.
+
+        `entered` requests are admitted already, and are parts of the same request.
+        """
+        whole, most = more + entered, self._concurrency
+        # Parts of a request that was admitted although it is larger than the limit must not be refused.
+        if more and self.running - entered + min(whole, most) > most:
+            self.limit = "concurrency"
+            return CONCURRENCY_WAIT_S
+        if (bucket := self._model_tokens) is not None:
+            self.limit = "model_tokens_per_min"
+            if wait_s := bucket.wait_s(now_s, min(model_tokens, bucket.most)):
+                return wait_s
+        if (bucket := self._requests) is None or not more:
+            return 0.0
+        self.limit = "rate_per_s"
+        return bucket.wait_s(now_s, min(whole, bucket.most) - entered)
+
+    def widen(self, now_s: float, more: int, entered: int, model_tokens: int = 0) -> float:
+        """Let a request that counts as `entered` requests count as `more` further ones, and take tokens. Return 0.0, or the seconds after
+        which the caller may send the request again.
+        """
+        if wait_s := self.wait_s(now_s, more, entered, model_tokens):
+            if self._requests is not None:
+                # The refused request did not use its place.
+                self._requests.level += 1
+            return wait_s
+        self.take(more, model_tokens)
+        return 0.0
+
+    def take(self, requests: int, model_tokens: int = 0) -> None:
+        """Count requests, and tokens of language models."""
+        if self._requests is not None:
+            self._requests.level -= requests
+        if self._model_tokens is not None:
+            self._model_tokens.level -= model_tokens
+        self.running += requests
+
+    def leave(self, requests: int = 1) -> None:
+        self.running -= requests
+
+    def reserve(
+        self, now_s: float, answers: int, model_tokens: int, *, asked: int = 0, patient: bool = False
+    ) -> tuple[float, Reservation | None]:
+        """Reserve what a call takes beside its request: its further answers and its tokens. Return the seconds after which to retry, or
+        the reservation.
+
+        `asked` is the most tokens that the caller has allowed by a limit. Another tenant's handler says how many tokens there were, so a call takes
+        at most these, or what the bucket gains in MOST_CALL_MIN. A `patient` call is never refused, because it was admitted earlier.
+        """
+        most = max(asked, MOST_CALL_MIN * (self._model_tokens.most if self._model_tokens is not None else 0))
+        more, model_tokens = answers - 1, min(model_tokens, int(most))
+        if not patient and (wait_s := self.widen(now_s, more, 1, model_tokens)):
+            return wait_s, None
+        if patient:
+            self.take(more, model_tokens)
+        return 0.0, Reservation(self, more, model_tokens, int(most))
+
+    def settle(self, requests: int, reserved: int, used: int) -> None:
+        """End what `reserve` has begun."""
+        self.leave(requests)
+        if (bucket := self._model_tokens) is not None:
+            bucket.level = min(bucket.most, bucket.level + reserved - used)
+
+
+class Reservation:
+    """The requests and tokens that one call of a language model takes of a quota until it ends."""
+
+    def __init__(self, meter: Meter, requests: int, model_tokens: int, most: int) -> None:
+        self._meter: Meter | None = meter
+        self._requests, self._model_tokens, self._most = requests, model_tokens, most
+
+    def settle(self, used: int) -> None:
+        """Replace the reserved tokens by the used ones. Later calls change nothing."""
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.settle(self._requests, self._model_tokens, min(used, self._most))
+
+
+def check_quota(meter: Meter, wait_s: float) -> None:
+    """Raise QuotaExceeded, which names the limit, if a key may send its next request only after `wait_s`."""
+    if wait_s:
+        message = f"This API key's quota is used up: its limit {meter.limit}."
+        remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
+        details = {"retry_after_s": wait_s, "limit": meter.limit}
+        raise QuotaExceeded(message, remedy=remedy, details=details)
+
+
+class Held:
+    """An API key in memory: the stored key, the caller that it identifies, and the meter of its quota."""
+
+    def __init__(self, key: ApiKey) -> None:
+        self.key = key
+        functions = None if key.functions is None else frozenset(key.functions)
+        self.caller = Caller(
+            key.id, frozenset(key.scopes), functions, key.name, key.expires_s, key.container_only
+        )
+        self.meter = Meter(
+            key.rate_per_s, key.burst, key.concurrency, time.monotonic(), key.model_tokens_per_min
+        )
+        self.last_used_s = key.last_used_s or 0.0
+
+    def used(self, now_s: float) -> bool:
+        """Record that the key was used now. Return True if the rounded time of last use has changed."""
+        before_s, self.last_used_s = self.last_used_s, max(self.last_used_s, now_s - now_s % USE_GRAIN_S)
+        return self.last_used_s > before_s
+
+    def acting(self, owner: str, expires_s: float) -> Held:
+        """Return this key for the caller whose token acts as it until `expires_s`. The meter is the same."""
+        found = copy.copy(self)
+        ends_s = expires_s if self.caller.expires_s is None else min(expires_s, self.caller.expires_s)
+        name = f"{self.key.id}:{owner}" if owner else self.key.id
+        found.caller = replace(self.caller, owner=name, expires_s=ends_s)
+        return found
+
+    def to_store(self) -> ApiKey:
+        return self.key.model_copy(update={"last_used_s": self.last_used_s or None})
+
+
+class Keyring:
+    """The API keys of one gateway. All methods are safe to call from several threads.
+
+    `create`, `revoke` and `save` block until the file is durably on disk, or raise GatewayError.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self.path = keys_path(state)
+        self._mark = self.path.with_name("closed")
+        self.exists = False
+        """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
+        without a key.
+        """
+        self._held: dict[str, Held] = {}
+        self._revoked: dict[str, RevokedKey] = {}
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Read the keys from the file, if it exists. Raise GatewayError if it is damaged, or missing although there were
+        keys.
+        """
+        private_files.remove_leftovers(self.path.parent)
+        if self._mark.exists() and not self.path.exists():
+            fault = f"{self.path} is missing, and this gateway has had API keys."
+            remedy = f"Restore it from a backup. To admit callers without a key, remove {self._mark}, too."
+            raise GatewayError(fault, remedy=remedy)
+        if file := private_files.load(self.path, KeysFile):
+            self._held = {key.id: Held(key) for key in file.keys}
+            self._revoked = {key.id: key for key in file.revoked}
+            self._note_keys()
+
+    def all(self) -> list[ApiKey]:
+        """Return all keys, the oldest first."""
+        return sorted((held.to_store() for held in self._held.values()), key=lambda key: key.created_s)
+
+    @property
+    def container_only(self) -> list[str]:
+        """The names of the keys with which only code in containers may be deployed."""
+        return [key.name for key in self.all() if key.container_only]
+
+    def find(self, token: str, now_s: float) -> Held | None:
+        """Return the key that `token` belongs to. Return None if there is no such key or if it has expired."""
+        match = TOKEN.fullmatch(token)
+        held = self._held.get(match[1]) if match else None
+        return held if (held.key if held else NOBODY).opens(token, now_s) else None
+
+    def signer(self, key_id: str, now_s: float) -> Held | None:
+        """Return the key with this id. Return None if there is no such key or if it has expired."""
+        held = self._held.get(key_id)
+        return held if held is not None and not held.key.expired(now_s) else None
+
+    def meter(self, owner: str) -> Meter | None:
+        """Return the meter of an owner's key (`Caller.owner`); None if it has no limits."""
+        held = self._held.get(owner.partition(":")[0])
+        return held.meter if held is not None and held.meter.limited else None
+
+    def of_issuer(self, url: str, now_s: float) -> list[Held]:
+        """Return the keys as which tokens of this issuer can act. Keys that have expired are left out."""
+        return [
+            held
+            for held in list(self._held.values())
+            if held.key.issuer is not None and held.key.issuer.url == url and not held.key.expired(now_s)
+        ]
+
+    @property
+    def federated(self) -> bool:
+        """True if tokens of an issuer can act as a key."""
+        return any(held.key.issuer is not None for held in list(self._held.values()))
+
+    def max_workers(self, key_id: str) -> int | None:
+        """Return how many workers all functions that were deployed with a key may have; None for no limit.
+
+        A key that has expired or was revoked still limits these functions.
+        """
+        limits = self._limits_of(key_id)
+        return limits.max_workers if limits is not None else None
+
+    def policy(self, key_id: str) -> DeployPolicy | None:
+        """Return the policy of what may be deployed with a key; None if everything may be. The policy still applies to
+        functions after the key has expired or was revoked.
+        """
+        limits = self._limits_of(key_id)
+        return limits.policy if limits is not None else None
+
+    def _limits_of(self, key_id: str) -> ApiKey | RevokedKey | None:
+        held = self._held.get(key_id)
+        return held.key if held is not None else self._revoked.get(key_id)
+
+    def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
+        """Make and store a new key. Return the key and its token, which is not stored."""
+        key, token = mint(new, now_s)
+        with self._lock:
+            self._replace([*self._held.values(), Held(key)])
+        return key, token
+
+    def revoke(self, key_id: str) -> ApiKey:
+        """Remove a key and return it. Raise UnknownKey if no key has this id."""
+        with self._lock:
+            if (held := self._held.get(key_id)) is None:
+                message = f"No API key has the id {key_id[:64]!r}."
+                raise UnknownKey(message, remedy="See `pilotflame keys list`.")
+            revoked = self._revoked
+            if held.key.max_workers is not None or held.key.policy is not None:
+                limits = RevokedKey(id=key_id, max_workers=held.key.max_workers, policy=held.key.policy)
+                revoked = revoked | {key_id: limits}
+                revoked = dict(list(revoked.items())[-MOST_REVOKED:])
+            self._replace((other for other in self._held.values() if other is not held), revoked)
+        return held.key
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of all keys together: metrics with a label for each key would grow with the keys."""
+        now_s, held = time.time(), list(self._held.values())
+        expired = sum(one.key.expired(now_s) for one in held)
+        states: Numbers = {("valid",): len(held) - expired, ("expired",): expired}
+        running: Numbers = {(): sum(one.meter.running for one in held)}
+        return [
+            Reading("keys", "API keys.", states, ("state",)),
+            Reading("key_requests_running", "Requests with an API key that are running.", running, ()),
+        ]
+
+    def save(self) -> None:
+        """Write the file again, with the times at which the keys were last used."""
+        with self._lock:
+            self._replace(self._held.values())
+
+    def _replace(self, held: Iterable[Held], revoked: Mapping[str, RevokedKey] | None = None) -> None:
+        kept, limits = {one.key.id: one for one in held}, self._revoked if revoked is None else dict(revoked)
+        file = KeysFile(keys=tuple(one.to_store() for one in kept.values()), revoked=tuple(limits.values()))
+        private_files.write(self.path, file.model_dump_json(indent=1).encode())
+        self._held, self._revoked = kept, limits
+        self._note_keys()
+
+    def _note_keys(self) -> None:
+        self.exists = True
+        if not self._mark.exists():
+            private_files.write(self._mark, b"")

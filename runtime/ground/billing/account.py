@@ -1,0 +1,266 @@
+"""Adds up the usage of a function over all its revisions, and tells the revisions the state of the daily budget."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from ....errors import BudgetExhausted
+from .budget import LEAST_WAIT_S, BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
+from .usage import HOUR_S, Holding, Prices, Usage, priced
+
+# The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
+LONGEST_TIMER_S = 3600.0
+
+
+class StoredUsage(NamedTuple):
+    """The stored figures of a function: its usage of today, the part of this usage that the budget forgives, and its
+    holding.
+    """
+
+    today: Usage = Usage()
+    forgiven: Spending = Spending()
+    holding: Holding = Holding()
+
+
+NOTHING = StoredUsage()
+
+
+class Spender(Protocol):
+    """A revision, as the account of its function sees it."""
+
+    @property
+    def held_workers(self) -> int:
+        """The number of the revision's workers, including starting workers."""
+
+    def usage(self, now_s: float) -> Usage:
+        """Return the usage of the revision's workers and zygote so far."""
+
+    def on_budget(self, *, changed: bool) -> None:
+        """The account calls this after each check of the budget. If the budget is used up, the revision stops its work.
+        `changed` is True if the check changed the state of the budget.
+        """
+
+
+class Account:
+    """The usage of one function: since the gateway started, today, and not yet stored.
+
+    An invocation updates no counter here. Each revision keeps sums for other purposes too, and the account reads these
+    sums when it needs them.
+    """
+
+    def __init__(
+        self, function: str, prices: Prices, stored: StoredUsage = NOTHING, counted: Callable[[], Usage] = Usage
+    ) -> None:  # fmt: skip
+        """`stored` is the usage that an earlier run of the gateway has stored. Other objects count some figures, such
+        as cold starts. `counted` returns these figures since its last call.
+        """
+        self.total = Usage()
+        self.today, self.forgiven, self.holding = stored
+        self.day = day_of(time.time())
+        self.owner: str | None = None
+        """The owner of the live revision; None before the first revision is live, and after the function was deleted.
+        """
+        # By owner, because a deploy may change the owner before all usage is stored.
+        self._unwritten: dict[str | None, Usage] = {}
+        self._counted = counted
+        self.state = BudgetState.WITHIN
+        self.share = 0.0
+        """The largest used share of a limit of the budget."""
+        self._function, self._prices = function, prices
+        self._budget = BudgetSpec()
+        self._spenders: list[Spender] = []
+        self._past = self._settled = self._unmeasured = Usage()
+        self.due_s = math.inf
+        """When to check the budget again, in monotonic seconds. At this time, the reconciler looks at the revisions."""
+        # The day on which the function's last revision has ended.
+        self._ended_on = self.day
+
+    # -- who uses
+
+    def attach(self, spender: Spender) -> None:
+        self._spenders.append(spender)
+
+    def detach(self, spender: Spender) -> None:
+        """Add the usage of a revision that has ended to the account."""
+        if spender in self._spenders:
+            self._past += spender.usage(time.monotonic())
+            self._spenders.remove(spender)
+            self._ended_on = day_of(time.time())
+        if not self._spenders and self.owner is None:
+            # The first deploy of the function has failed. So there is no function to which this usage belongs.
+            self.settle()
+            self._unwritten.pop(None, None)
+
+    def note_removed(self) -> None:
+        """Record that the function was deleted. The next function of this name may have another owner."""
+        self.settle()
+        self.owner = None
+
+    def is_over(self, day: int) -> bool:
+        """Return True if the function was deleted before `day`, and all its usage is stored.
+
+        As long as this returns False, a new function of the same name continues this account, with the used part of the
+        budget.
+        """
+        return not self._spenders and self._ended_on < day and not self._unwritten
+
+    # -- what is used
+
+    def settle(self) -> None:
+        """Add the usage since the last call to the sums. This usage counts for the day of the last call."""
+        now_s, used = time.monotonic(), self._past
+        for spender in self._spenders:
+            used += spender.usage(now_s)
+        news, self._settled = used - self._settled, used
+        if not self.holding.worker_gb:
+            self._unmeasured += news
+        self._add(priced(news, self.holding, self._prices) + self._counted())
+        if (day := day_of(time.time())) < self.day - 1:
+            # Before, the clock was days ahead. The next midnight renews the budget.
+            self.day = day
+        # If the clock is set back over midnight, this does not renew the budget, neither now nor when the clock reaches
+        # midnight again.
+        elif day > self.day:
+            self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
+            # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
+            # the wall clock can be set.
+            asyncio.get_running_loop().call_soon(self.check)
+
+    def note_tokens(self, *, prompt: int, cached: int = 0, generated: int = 0) -> None:
+        """Add the tokens of a call of a language model. `cached` is the part of `prompt` that the model did not need to read."""
+        self._add(Usage(prompt_tokens=prompt, cached_tokens=cached, generated_tokens=generated))
+
+    def _add(self, used: Usage) -> None:
+        self.total, self.today = self.total + used, self.today + used
+        self._owe(self.owner, used)
+
+    def measured(self, holding: Holding) -> None:
+        """Use `holding`, which was measured now, as what the function holds.
+
+        The worker time of today that came before the first measurement of a worker gets a new price, from the measured
+        figures.
+        """
+        self.settle()
+        before, self.holding = self.holding, holding
+        if holding.worker_gb:
+            owed, self._unmeasured = self._unmeasured, Usage()
+            self._add(priced(owed, holding, self._prices) - priced(owed, before, self._prices))
+        self.check()
+
+    def unwritten(self) -> Mapping[str, Usage]:
+        """Return the usage that is not yet stored, by owner.
+
+        While there are revisions, the present owner has an entry even without usage. Until a function's first revision
+        is live, its usage has no owner and is left out.
+        """
+        present = {self.owner: Usage()} if self._spenders else {}
+        return {owner: used for owner, used in (present | self._unwritten).items() if owner is not None}
+
+    def written(self, owner: str, used: Usage) -> None:
+        """Record that the part `used` of `unwritten` is being stored."""
+        if self._unwritten.get(owner) is used:
+            del self._unwritten[owner]
+        else:
+            self._owe(owner, Usage() - used)
+
+    def not_written(self, owner: str, used: Usage) -> None:
+        """Record that `used` could not be stored."""
+        self._owe(owner, used)
+
+    def _owe(self, owner: str | None, used: Usage) -> None:
+        owed = self._unwritten.pop(owner, Usage()) + used
+        if owed != Usage():
+            self._unwritten[owner] = owed
+
+    # -- the budget
+
+    @property
+    def exhausted(self) -> bool:
+        return self.state is BudgetState.EXHAUSTED
+
+    @property
+    def scarce(self) -> bool:
+        """True if at least the share `warn_at` of the budget is used."""
+        return self.state is not BudgetState.WITHIN
+
+    @property
+    def limited(self) -> bool:
+        return self._budget.money_per_day is not None or self._budget.seconds_per_day is not None
+
+    @property
+    def budget(self) -> BudgetSpec:
+        return self._budget
+
+    @property
+    def spent(self) -> Spending:
+        """The usage that counts against today's budget."""
+        return Spending(self.today.cost - self.forgiven.money, self.today.worker_s - self.forgiven.seconds)
+
+    def open(self, budget: BudgetSpec, owner: str) -> None:
+        """Set the budget and the owner of the revision that has become live.
+
+        Usage until now counts for the previous owner. The usage of a function's first deploy counts for the new owner.
+        """
+        self.settle()
+        before, self.owner = self.owner, owner
+        if before is None:
+            self._owe(owner, self._unwritten.pop(None, Usage()))
+        self._budget = budget
+        self.check()
+
+    def forgive(self) -> None:
+        """If the budget is used up, let the function use all of it once more today."""
+        if not self.exhausted:
+            return
+        self.settle()
+        self.forgiven = Spending(self.today.cost, self.today.worker_s)
+        self.check()
+
+    def check(self) -> None:
+        """Decide whether the function may use more, and when to decide again. Tell the function's revisions."""
+        before, self.due_s = self.state, math.inf
+        if not self.limited:
+            self.state, self.share = BudgetState.WITHIN, 0.0
+        else:
+            self.settle()
+            left_s = day_left_s(self.day, time.time())
+            self.state, self.share, again_in_s = decide_budget(self._budget, self.spent, self._rate(), left_s)
+            if again_in_s is not None and self._spenders:
+                self.due_s = time.monotonic() + min(again_in_s, LONGEST_TIMER_S)
+        for spender in list(self._spenders):
+            spender.on_budget(changed=self.state is not before)
+
+    def describe(self) -> str:
+        """Return in a sentence how much of the budget is used, for the function's log and its status."""
+        limits = (self._budget.money_per_day, self._budget.seconds_per_day)
+        parts = [
+            f"{used:.6g} of {limit:.6g} ({key})"
+            for used, limit, key in zip(self.spent, limits, ("money_per_day", "seconds_per_day"), strict=True)
+            if limit is not None
+        ]
+        used = f"{self.share:.0%} of today's budget is used" + (f": {', '.join(parts)}" if parts else "")
+        if not self.exhausted:
+            return used
+        return f"{used}; no worker starts before 0:00 UTC, unless it is raised, or: pilotflame reset {self._function}"
+
+    def refusal(self) -> BudgetExhausted:
+        """Return the error of an invocation for which no worker may be started today. The error shows no amounts."""
+        # In the first moment of a new day, the budget may not be checked yet.
+        retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
+        return BudgetExhausted(
+            f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
+            remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",
+            details={"retry_after_s": round(retry_s, 3)},
+        )
+
+    def _rate(self) -> Spending:
+        """Return the money and the worker-seconds that the function uses in a second, if no more workers start."""
+        workers, held, prices = sum(one.held_workers for one in self._spenders), self.holding, self._prices
+        rest_gb = held.beside_gb if workers else held.rest_gb
+        per_h = (workers * held.worker_gb + rest_gb) * prices.memory_gb_hour
+        per_h += held.disk_gb * prices.disk_gb_hour + workers * held.devices * prices.device_hour
+        return Spending(per_h / HOUR_S, float(workers))

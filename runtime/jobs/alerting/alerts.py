@@ -1,0 +1,186 @@
+"""Sends alerts of functions: a signed webhook when a condition of `[alerts]` begins, and another one when it ends.
+
+The delivery of an alert is a row of the outbox, like a delivery of a job. So it is sent at least once, even if the
+gateway is killed. A condition whose beginning was sent has a row, too, so that only its end is sent after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ....errors import JobStoreFailed, PilotflameError, WebhookRefused
+from ...ground.settings.alerts import Alerts
+from ...ground.telemetry.invocation_end import InvocationEnd
+from ...ground.telemetry.logs import LogChannel
+from ...node.functions.live import Live
+from ..stored.alert import Alert
+from ..stored.store import JobStore
+from .conditions import Condition, ErrorShare, SlowColdStart
+
+FAILED = 500
+"""From this HTTP status on, the function is at fault for a failed call. Below this status, the caller is at fault."""
+
+
+@dataclass(eq=False)
+class _Watch:
+    """The conditions of one function."""
+
+    settings: Alerts
+    url: str
+    revision: str
+    owner: str
+    log: LogChannel
+    errors: ErrorShare
+    cold: SlowColdStart | None
+    timer: asyncio.TimerHandle | None = None
+    timer_s: float = math.inf
+    storing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def conditions(self) -> list[Condition]:
+        return [self.errors, *([self.cold] if self.cold is not None else [])]
+
+
+class FunctionAlerts:
+    """The alerts of all functions. Its methods must be called on the event loop."""
+
+    def __init__(self, store: JobStore, tasks: asyncio.TaskGroup, check_url: Callable[[str], object]) -> None:
+        """`check_url` raises WebhookRefused for a URL that may not be called."""
+        self._store, self._tasks, self._check_url = store, tasks, check_url
+        self._watches: dict[str, _Watch] = {}
+        self._begun: dict[str, set[str]] = {}
+
+    async def start(self) -> None:
+        """Read which conditions had begun when the previous gateway ended. Raise JobStoreFailed."""
+        for function, condition in await self._store.begun_alerts():
+            self._begun.setdefault(function, set()).add(condition)
+
+    def close(self) -> None:
+        for watch in self._watches.values():
+            _cancel(watch)
+        self._watches.clear()
+
+    def follow(self, live: Live) -> None:
+        """Watch a function whose present revision is `live`. If the settings of alerts are the same, the conditions go
+        on.
+        """
+        function, settings = live.record.function, live.record.settings.alerts
+        before = self._watches.pop(function, None)
+        if before is not None:
+            _cancel(before)
+            self._begun[function] = {one.name for one in before.conditions() if one.begun}
+        if settings.url is None:
+            self._drop(function, self._begun.pop(function, set()))
+            return
+        try:
+            self._check_url(settings.url)
+        except WebhookRefused as error:
+            live.warnings.append(f"No alerts are sent to alerts.url: {error.message}")
+        if before is not None and before.settings == settings:
+            before.revision, before.owner = live.record.revision, live.record.deployed_by
+            self._watches[function] = before
+            del self._begun[function]
+        else:
+            self._watches[function] = self._watch(live, settings, settings.url)
+        self._look(function, self._watches[function], time.monotonic())
+
+    def forget(self, function: str) -> None:
+        """Stop watching a deleted function."""
+        watch = self._watches.pop(function, None)
+        begun = self._begun.pop(function, set())
+        if watch is not None:
+            _cancel(watch)
+            begun |= {one.name for one in watch.conditions() if one.begun}
+        self._drop(function, begun)
+
+    # -- what happens to calls
+
+    def note_end(self, end: InvocationEnd) -> None:
+        """Record that an invocation has ended."""
+        if (watch := self._watches.get(end.function)) is None:
+            return
+        now_s, timeline = time.monotonic(), end.timeline
+        watch.errors.note(now_s, failed=end.code >= FAILED)
+        if watch.cold is not None and timeline.activation is not None:
+            watch.cold.note(timeline.cold_start_s * 1000, end.request_id)
+        self._look(end.function, watch, now_s)
+
+    def note_refused(self, function: str, error: PilotflameError) -> None:
+        """Record that a call was refused. The refusal counts as a failed call unless the caller is at fault."""
+        if error.status >= FAILED and (watch := self._watches.get(function)) is not None:
+            now_s = time.monotonic()
+            watch.errors.note(now_s, failed=True)
+            self._look(function, watch, now_s)
+
+    # -- what is sent
+
+    def _watch(self, live: Live, settings: Alerts, url: str) -> _Watch:
+        begun, now_s = self._begun.pop(live.record.function, set()), time.monotonic()
+        errors = ErrorShare(
+            settings.pause_s, ErrorShare.name in begun, limit=settings.error_share, window_s=settings.window_s,
+            min_calls=settings.min_calls, quiet_until_s=now_s + settings.window_s,
+        )  # fmt: skip
+        cold = None
+        if settings.cold_start_ms is not None:
+            cold = SlowColdStart(
+                settings.pause_s, SlowColdStart.name in begun, limit_ms=settings.cold_start_ms
+            )
+        self._drop(live.record.function, begun - {errors.name, *([cold.name] if cold is not None else [])})
+        record = live.record
+        return _Watch(settings, url, record.revision, record.deployed_by, live.logs, errors, cold)
+
+    def _look(self, function: str, watch: _Watch, now_s: float) -> None:
+        """Send alerts for the conditions that have changed. Set the timer to the time when a condition may change
+        without a call.
+        """
+        for condition in watch.conditions():
+            if condition.changed(now_s):
+                alert = Alert(
+                    function, watch.revision, condition.name, watch.url, watch.owner, condition.begun,
+                    condition.figures(),
+                )  # fmt: skip
+                self._tasks.create_task(self._store_alert(watch, condition, alert), name="alert")
+        due_s = min(condition.due_s(now_s) for condition in watch.conditions())
+        if due_s < watch.timer_s:
+            _cancel(watch)
+            loop, watch.timer_s = asyncio.get_running_loop(), due_s
+            watch.timer = loop.call_later(max(0.0, due_s - now_s), self._on_timer, function, watch)
+
+    def _on_timer(self, function: str, watch: _Watch) -> None:
+        watch.timer, watch.timer_s = None, math.inf
+        self._look(function, watch, time.monotonic())
+
+    async def _store_alert(self, watch: _Watch, condition: Condition, alert: Alert) -> None:
+        # Store alerts in their order: an end must not be stored before its beginning.
+        async with watch.storing:
+            try:
+                await self._store.alert(alert)
+            except JobStoreFailed as error:
+                condition.not_sent()
+                watch.log.write("gateway", f"alert {condition.name} is not sent: {error.message}", "error")
+                return
+        level = "warning" if alert.begun else "info"
+        watch.log.write("gateway", alert.text, level, revision=alert.revision)
+
+    def _drop(self, function: str, conditions: set[str]) -> None:
+        """Delete the store's records of the beginnings of `conditions`, so that the gateway sends no alerts for their
+        ends.
+        """
+        if conditions:
+            self._tasks.create_task(self._store_end(function, frozenset(conditions)), name="alert")
+
+    async def _store_end(self, function: str, conditions: frozenset[str]) -> None:
+        try:
+            await self._store.drop_alerts(function, conditions)
+        # The next start of the gateway drops these conditions, or their ends are sent then.
+        except JobStoreFailed:
+            return
+
+
+def _cancel(watch: _Watch) -> None:
+    if watch.timer is not None:
+        watch.timer.cancel()
+    watch.timer, watch.timer_s = None, math.inf

@@ -1,0 +1,69 @@
+"""Defines a message queue and a sink as consumers use them. Plugins implement both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ....snapshot.sources.access import ANY, Access
+from ..stored.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One delivery of a message. `receipt` identifies the delivery in later requests to the queue."""
+
+    id: str
+    receipt: str
+    body: bytes
+    received: int
+    """How many times the message was delivered, including this one."""
+    attributes: Mapping[str, str]
+    sent_s: float
+    """When the message was sent, as Unix time in seconds."""
+    group: str = ""
+    """The message group. The queue delivers the messages of a group in order. "" means that there is no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The function whose source is opened: its secrets now, and the rule for what else may be used."""
+
+    secrets: Callable[[], Mapping[str, str]] = dict[str, str]
+    access: Access = ANY
+
+
+class MessageQueue(Protocol):
+    """A queue that delivers each message at least once. All methods raise BusFailed if a request fails."""
+
+    batch: int
+    """The largest number of messages that one request returns."""
+
+    async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
+        """Return up to `limit` messages, at most `batch`. With `wait`, wait some seconds for the first message.
+
+        Messages that arrive after the caller was cancelled are released.
+        """
+
+    async def depth(self) -> int:
+        """Return about how many messages wait to be received."""
+
+    async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
+        """Hide messages from other receivers for another lease. Return the ids of messages for which this failed."""
+
+    async def delete(self, message: Message) -> None: ...
+
+    async def release(self, messages: Sequence[Message], delay_s: int) -> None:
+        """Let messages be delivered again, after a delay. After too many deliveries, they go to the dead-letter queue."""
+
+    async def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """A receiver of the outputs of jobs."""
+
+    async def put(self, message: Message, job: Job) -> None:
+        """Send the output of a COMPLETED job. It may be called again for the same message. Raise BusFailed."""
+
+    async def close(self) -> None: ...

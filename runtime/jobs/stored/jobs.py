@@ -1,0 +1,292 @@
+"""Offers the operations on jobs to routes and event sources: submit, read, wait, cancel, retry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+from ....errors import GatewayError, JobStoreFailed, UnknownFunction
+from ...ground.settings.gateway_settings import GatewaySettings
+from ...ground.telemetry.background import BackgroundTasks
+from ...ground.telemetry.metrics import Numbers, Reading
+from ...node.functions.live import Live
+from ..webhooks.http_post import AddressPolicy
+from ..webhooks.sender import MAX_SLEEP_S, WebhookSender, wait
+from ..webhooks.signing import SigningKey
+from .database import Database
+from .dispatcher import JobDispatcher
+from .job import ALL, Job, NewJob
+from .outbox import WebhookBodies
+from .schema import SCRIPTS
+from .store import JobStore
+from .stored_bytes import StoredBytes
+from .transaction import Transaction
+
+DATABASE_FILE = "jobs.sqlite3"
+CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits until attempts are stored, and how long it then waits for webhook requests."""
+EXPIRY_RETRY_S = 5.0
+"""The pause after the store failed, before jobs are expired again."""
+
+
+class Jobs:
+    """All jobs of a gateway. Every id and state that its methods return is durably on disk."""
+
+    def __init__(
+        self,
+        state: Path,
+        key: SigningKey,
+        live: Callable[[str], Live],
+        tasks: BackgroundTasks,
+        settings: GatewaySettings,
+        on_written: Callable[[bool], None] = lambda _failed: None,
+        bodies: WebhookBodies = MappingProxyType({}),
+    ) -> None:
+        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see
+        `Database`. `bodies` makes the bodies of webhooks whose form is not pilotflame's own.
+        """
+        self._database = Database(state / DATABASE_FILE, SCRIPTS, on_written)
+        self._tasks = tasks
+        self._live = live
+        self._keep_s = settings.keep_result_s
+        self._addresses = AddressPolicy.parse(settings.webhook_networks)
+        self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit, bodies=bodies)
+        self._stored = StoredBytes(0)
+        self._dispatcher = JobDispatcher(
+            self.store, live, tasks, full=lambda owner: self._stored.refusal(owner, 0) is not None
+        )
+        self._most_stored, self._state = settings.max_stored_bytes, state
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._key = key
+        self._sender = WebhookSender(self.store, key, self._addresses, on_attempt=self._attempted)
+        self._webhook_attempts: Counter[tuple[str, ...]] = Counter()
+        self._expiry: asyncio.Task[None]
+        self._next_expiry_s = 0.0
+        self._earlier_expiry = asyncio.Event()
+
+    # -- startup and shutdown
+
+    async def start(self) -> tuple[int, int]:
+        """Open the store and resume the jobs of the previous run.
+
+        Return how many of the jobs that were running are queued again, and how many of them have failed.
+        """
+        await asyncio.to_thread(self._database.open)
+        self._stored.load(await self.store.stored_bytes())
+        if (most_bytes := self._most_stored) is None:
+            most_bytes = await asyncio.to_thread(self._default_most)
+        self._stored.most = self.store.most_stored_bytes = most_bytes
+        self._sender.start(self._tasks)
+        recovered = await self.store.recover()
+        for function in await self.store.functions_waiting():
+            self._dispatcher.wake(function)
+        self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
+        return recovered
+
+    def _default_most(self) -> int:
+        """Return the stored bytes, and half of the space that is free on the disk."""
+        return self._stored.of_all + shutil.disk_usage(self._state).free // 2
+
+    def stop(self) -> None:
+        """Submit no more jobs to workers. Call it before the functions are closed."""
+        self._dispatcher.stop()
+
+    async def close(self) -> None:
+        """Wait until the results of all attempts are stored, and close. Close the functions first."""
+        self.stop()
+        await self._dispatcher.join(CLOSE_TIMEOUT_S)
+        self._expiry.cancel()
+        await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._database.close)
+        await asyncio.to_thread(self.store.close)
+
+    # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
+
+    async def submit(self, new: NewJob) -> tuple[Job, bool]:
+        """Queue a job. Return what `transitions.submit` returns, and raise its errors. Also raise WebhookRefused if its
+        webhook is not allowed.
+        """
+        if new.webhook is not None:
+            self.check_webhook(new.webhook.url)
+        job, replayed = await self.store.submit(new)
+        self._expect_expiry(job.created_s + min(job.ttl_s, self._keep_s))
+        return job, replayed
+
+    async def run(self, new: NewJob, wait_s: float) -> tuple[Job, bool]:
+        """Submit a job, and wait at most `wait_s` for its end. Return what `submit` returns, and raise its errors.
+
+        The caller gets the job's id only when this returns. So a job that ends soon is stored only at its end, in one commit.
+        """
+        until_s = time.monotonic() + wait_s
+        has_room = self._stored.refusal(new.owner, len(new.input)) is None
+        if has_room and (attempt := self._dispatcher.run_unstored(new)) is not None:
+            # Shield the attempt: it goes on if the caller is cancelled.
+            stored = await asyncio.shield(attempt.stored)
+            if stored is not None:
+                self._expect_expiry(stored.expires_s or stored.created_s + min(stored.ttl_s, self._keep_s))
+                if stored.state.final:
+                    return stored, False
+                return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
+            # The job was not run. This raises if the function was deleted, or if the gateway is shutting down.
+            self._live(new.function)
+        job, replayed = await self.submit(new)
+        return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
+
+    @contextlib.contextmanager
+    def watch(self, job_id: str) -> Iterator[asyncio.Event]:
+        """Yield an event that is set when the job's state, progress or pieces change.
+
+        Read the job inside the `with` block: a change before the block does not set the event.
+        """
+        news = asyncio.Event()
+        self._watchers.setdefault(job_id, set()).add(news)
+        try:
+            yield news
+        finally:
+            self._watchers[job_id].discard(news)
+            if not self._watchers[job_id]:
+                del self._watchers[job_id]
+
+    async def wait(self, function: str, job_id: str, timeout_s: float) -> Job:
+        """Wait until the job is final, but not longer than `timeout_s`, and return the job."""
+        with self.watch(job_id) as news, contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (await self.store.glance(function, job_id)).state.final:
+                    await news.wait()
+                    news.clear()
+        return await self.store.get(function, job_id)
+
+    async def follow(
+        self, function: str, job_id: str, after: int, *, every_s: float = MAX_SLEEP_S
+    ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
+        """Yield the job and its new pieces, numbered above `after`, until the job is final.
+
+        Yields at each change of the job, and after `every_s` without a change. Only the last job has its input and result.
+        """
+        with self.watch(job_id) as news:
+            while True:
+                news.clear()
+                job = await self.store.glance(function, job_id)
+                pieces = await self.store.pieces(job_id, after)
+                after = pieces[-1][0] if pieces else after
+                if job.state.final and not pieces:
+                    yield await self.store.get(function, job_id), pieces
+                    return
+                yield job, pieces
+                if not pieces:
+                    await wait(news, every_s)
+
+    async def purge(self, function: str, owner: str = ALL) -> int:
+        """Cancel an owner's queued jobs, and return their number. The purge goes on if the caller is cancelled."""
+        # Don't use the task group, which would log an error instead of raising it here.
+        return await asyncio.shield(asyncio.create_task(self.store.purge(function, owner)))
+
+    # -- for functions that are deployed or deleted
+
+    def wake(self, function: str) -> None:
+        """Run the queued jobs of a function that has become live."""
+        self._dispatcher.wake(function)
+
+    def forget(self, function: str) -> None:
+        """Cancel all jobs of a deleted function, in the background, and drop its counts."""
+        for key in [key for key in self._webhook_attempts if key[0] == function]:
+            del self._webhook_attempts[key]
+        self._tasks.create_task(self._forget(function))
+
+    async def _forget(self, function: str) -> None:
+        # If the store fails, the jobs stay queued until their ttl ends or the function is deployed again.
+        with contextlib.suppress(JobStoreFailed):
+            await self.store.purge(function, running=True)
+
+    def _attempted(self, function: str, outcome: str) -> None:
+        # A deleted function's deliveries are still sent, but not counted: names come and go.
+        with contextlib.suppress(UnknownFunction, GatewayError):
+            self._live(function)
+            self._webhook_attempts[function, outcome] += 1
+
+    def check_webhook(self, url: str) -> None:
+        """Raise WebhookRefused if webhooks may not be sent to this URL."""
+        self._addresses.check(url)
+
+    def webhook_secret(self, function: str) -> str:
+        """Return the secret with which receivers verify a function's deliveries."""
+        return self._key.of(function).secret
+
+    def owner_secret(self, owner: str) -> str:
+        """Return the secret with which an owner's receivers verify the deliveries of all the owner's jobs."""
+        return self._key.of_owner(owner).secret
+
+    def seal(self, purpose: str, job: Job) -> str:
+        """Return a signature of the job, as proof of the permission `purpose`. Only this gateway can make the
+        signature.
+        """
+        return self._key.seal(purpose, f"{job.function}:{job.id}")
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of jobs and webhooks. If the store cannot be read, return only the metric that says so."""
+        up = "1 if the jobs database can be read, else 0."
+        try:
+            counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()
+        except JobStoreFailed:
+            return [Reading("job_store_up", up, {(): 0.0}, ())]
+
+        def by_state(*states: str) -> Numbers:
+            return {(name, state): getattr(of, state) for name, of in counts.items() for state in states}
+
+        live, ended = by_state("in_queue", "in_progress"), by_state("completed", "failed", "cancelled")
+        state, outcome = ("function", "state"), ("function", "outcome")
+        retried: Numbers = {(name,): of.retried for name, of in counts.items()}
+        size: Numbers = {(name,): of.queued_bytes for name, of in counts.items()}
+        waiting: Numbers = {(name,): count for name, count in pending.items()}
+        sent: Numbers = dict(self._webhook_attempts)
+        return [
+            Reading("job_store_up", up, {(): 1.0}, ()),
+            Reading("jobs", "Jobs that wait or run.", live, state),
+            Reading("jobs_ended", "Jobs that have ended, by final state.", ended, state, total=True),
+            Reading("job_retries", "Retries of jobs that callers requested.", retried, total=True),
+            Reading("job_queue_bytes", "Size of the inputs of waiting jobs.", size),
+            Reading("webhooks_pending", "Webhook deliveries to be sent, now or later.", waiting),
+            Reading(
+                "webhook_attempts", "Attempts to send a delivery, by outcome.", sent, outcome, total=True
+            ),
+        ]
+
+    # -- after each transaction
+
+    def _on_commit(self, transaction: Transaction) -> None:
+        for function in sorted(transaction.queued):
+            self._dispatcher.wake(function)
+        if transaction.queued or transaction.changed:
+            # Jobs that end in this transaction expire then.
+            self._expect_expiry(time.time() + self._keep_s)
+        for function, job_id in transaction.cancelled:
+            self._dispatcher.cancel(function, job_id)
+        for job_id in transaction.changed:
+            for news in self._watchers.get(job_id, ()):
+                news.set()
+        if transaction.notified:
+            self._sender.wake()
+        self._stored.add(transaction.stored)
+
+    def _expect_expiry(self, at_s: float) -> None:
+        if at_s < self._next_expiry_s:
+            self._next_expiry_s = at_s
+            self._earlier_expiry.set()
+
+    async def _expire(self) -> None:
+        while True:
+            self._earlier_expiry.clear()
+            self._next_expiry_s = time.time() + MAX_SLEEP_S
+            try:
+                while (due_s := await self.store.next_expiry(time.time())) <= time.time():
+                    await self.store.expire()
+            except JobStoreFailed:
+                due_s = time.time() + EXPIRY_RETRY_S
+            self._next_expiry_s = min(self._next_expiry_s, due_s)
+            await wait(self._earlier_expiry, self._next_expiry_s - time.time())

@@ -1,0 +1,54 @@
+"""Limits the bytes of inputs and results that the store holds. The owners of jobs share the limit.
+
+The table `stored` has the bytes of each owner, and of all jobs. Transactions change it together with the bodies. This object
+has a copy of the table, which follows each commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from ....errors import QueueFull
+from ...ground.access.fair_share import share_used
+from .job import ALL
+
+REMEDY = "Try again when results have expired, or raise max_stored_bytes, or lower keep_result_s."
+
+
+class StoredBytes:
+    """The stored bytes by owner. `ALL` has the sum."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._of: Counter[str] = Counter()
+
+    @property
+    def of_all(self) -> int:
+        return self._of[ALL]
+
+    def load(self, found: Mapping[str, int]) -> None:
+        self._of = Counter(found)
+
+    def add(self, added: Mapping[str, int]) -> None:
+        """Count the changes of a committed transaction."""
+        for owner, size in added.items():
+            self._of[owner] += size
+            if not self._of[owner]:
+                del self._of[owner]
+
+    def refusal(self, owner: str, size: int) -> QueueFull | None:
+        """Return the error for an owner that may not store `size` more bytes, and then a result; else None."""
+        free = self.most - self.of_all - size
+        if free < 0:
+            return QueueFull(
+                f"The gateway stores as many bytes of jobs as max_stored_bytes allows, which is {self.most}.",
+                remedy=REMEDY,
+            )
+        if owner and share_used(self._of[owner] + size, free):
+            return QueueFull(
+                f"The gateway stores {self._of[owner]} bytes of your jobs. The rest of max_stored_bytes is kept for"
+                " other callers.",
+                remedy=REMEDY,
+            )
+        return None

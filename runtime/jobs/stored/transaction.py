@@ -1,0 +1,242 @@
+"""Changes the states of jobs in a transaction. No other module changes a job's state.
+
+Three mechanisms make a stored job safe:
+
+Group commit: the writer thread takes all queued changes as one group, runs each in its own savepoint of one
+SQLite transaction, and commits once, with synchronous=FULL. A caller gets its result after that commit. So
+every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
+
+Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence. The attempt
+passes the fence with every change that it requests. `running_row` returns None if the fence is out of date. So an
+attempt that reports after its job was requeued changes nothing.
+
+Counters: a function's rows of `counters` hold the number of jobs in each state, over all owners and for each owner.
+They are updated in the transaction that changes the state, so they are exact even after a crash.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import orjson
+
+from ....errors import JobConflict, JobExpired, UnknownJob
+from . import outbox
+from .job import ALL, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from .schema import (
+    SELECT_WHOLE,
+    SELECT_WITH_RESULT,
+    SELECT_WITHOUT_BODIES,
+    SIZE_OF_INPUT,
+    find_row,
+    insert_job,
+    large_bodies,
+    read_job,
+    size_of_result,
+    webhook_of,
+)
+
+COUNTERS = {
+    JobState.IN_QUEUE: "in_queue",
+    JobState.IN_PROGRESS: "in_progress",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "failed",
+    JobState.CANCELLED: "cancelled",
+}
+"""The column of `counters` for each state."""
+_COUNT_NEW = """
+INSERT INTO counters (function, owner, in_queue, queued_bytes) VALUES (?, ?, 1, ?) ON CONFLICT (function, owner)
+DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes"""
+_COUNT_ENDED = {
+    state: f"INSERT INTO counters (function, owner, {name}) VALUES (?, ?, 1) "  # noqa: S608
+    f"ON CONFLICT (function, owner) DO UPDATE SET {name} = {name} + 1"
+    for state, name in COUNTERS.items()
+}
+
+
+@dataclass(slots=True)
+class Transaction:
+    """The changes of one caller within a group's SQLite transaction, and the notifications that follow the commit."""
+
+    connection: sqlite3.Connection
+    now_s: float
+    keep_s: float
+    """How long the jobs that end in this transaction are kept."""
+    bodies: outbox.WebhookBodies = field(default_factory=dict)
+    """By `Webhook.form`, the functions that make the bodies of webhooks, for all forms except ""."""
+    most_stored_bytes: int = sys.maxsize
+    queued: set[str] = field(default_factory=set)
+    """The functions to whose queue a job was added or returned."""
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
+    """(function, job id) of the cancelled jobs, whose attempts must be stopped."""
+    changed: list[str] = field(default_factory=list)
+    """The ids of the jobs whose state, progress or pieces changed."""
+    notified: bool = False
+    """True if webhook deliveries may be due."""
+    stored: Counter[str] = field(default_factory=Counter)
+    """The added bytes of inputs and results, by owner. `ALL` has the sum."""
+    unused_bodies: set[str] = field(default_factory=set)
+    """The names of large bodies to which no row refers after this transaction: their files are deleted."""
+
+    def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
+        """Return the row of the job if it runs and its current attempt has this fence, else None."""
+        row = find_row(self.connection, job_id)
+        if row is None or row["state"] != JobState.IN_PROGRESS or row["attempts"] != fence:
+            return None
+        return row
+
+    def add(self, new: NewJob) -> Job:
+        """Insert a new job into its function's queue and return it."""
+        job = new.queued(new.wanted_id or new_job_id(self.now_s), self.now_s)
+        insert_job(self.connection, new, job)
+        self.unused_bodies.discard(new.large_input)
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
+        self.count_bytes(new.owner, len(new.input))
+        self.queued.add(new.function)
+        return job
+
+    def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+        """Insert a job without webhook whose first attempt has ended, and its result. Return the job.
+
+        `job` has the attempt's worker and times. The rows are the same as after `add`, `move` and `end`.
+        """
+        expires_s, error = self.now_s + self.keep_s, outcome.error
+        ended = replace(
+            job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=error,
+            output=outcome.output, output_type=outcome.output_type, logs=outcome.logs,
+            metrics=outcome.metrics,
+        )  # fmt: skip
+        number = insert_job(
+            self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
+            ended_s=self.now_s, expires_s=expires_s, until_s=expires_s,
+            error=orjson.dumps(error).decode() if error is not None else None,
+        )  # fmt: skip
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
+        self.unused_bodies.discard(new.large_input)
+        self._insert_result(number, outcome)
+        self.count_bytes(new.owner, len(new.input) + outcome.size_bytes)
+        return ended
+
+    def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
+        """Change the state of the job in `row` and set the columns in `fields`. With `retried`, count a retry.
+
+        Raises JobConflict if TRANSITIONS does not allow this change.
+        """
+        was = JobState(row["state"])
+        if to not in TRANSITIONS[was]:
+            raise JobConflict(f"Job {row['id']} is {was}: it cannot become {to}.")
+        self._update(row, {"state": to.value, **self._fields_of(to, row), **fields})
+        self._count(row, was, to, retried=retried)
+        if to is JobState.IN_QUEUE:
+            self.count_bytes(row["owner"], -size_of_result(self.connection, row["number"]))
+            self.unused_bodies.update(large_bodies(self.connection, row["number"], "results"))
+            self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
+            self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
+            self.queued.add(row["function"])
+
+    def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
+        """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
+        error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
+        self.move(row, outcome.state, error=error)
+        if outcome.state is JobState.CANCELLED:
+            self.cancelled.append((row["function"], row["id"]))
+        self._insert_result(row["number"], outcome)
+        self.count_bytes(row["owner"], outcome.size_bytes)
+        self.notify(row, "completed")
+
+    def touch(self, row: sqlite3.Row, **fields: Any) -> None:
+        """Set the columns in `fields`, and add the webhook delivery of "output"."""
+        self._update(row, fields)
+        self.notify(row, "output")
+
+    def notify(self, row: sqlite3.Row, event: str, logs: str = "") -> None:
+        """Add a webhook delivery if the job's webhook subscribes to the event. `logs` are the lines that a running job
+        has logged.
+        """
+        if (webhook := webhook_of(row)) is not None and event in webhook.events:
+            select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
+            job = read_job(self.connection, row["number"], select)
+            outbox.add(self.connection, replace(job, logs=logs or job.logs), event, self.now_s, self.bodies)
+            self.notified = True
+
+    def count_bytes(self, owner: str, added: int) -> None:
+        """Count bytes of inputs and results that were stored for an owner, or deleted."""
+        if not added:
+            return
+        for one in (ALL, owner) if owner else (ALL,):
+            self.stored[one] += added
+            self.connection.execute(
+                "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes",
+                (one, added),
+            )
+        if added < 0:
+            self.connection.execute("DELETE FROM stored WHERE owner = ? AND bytes <= 0", (owner,))
+
+    def _insert_result(self, number: int, outcome: JobOutcome) -> None:
+        if outcome.output is not None or outcome.logs or outcome.metrics:
+            body = None if outcome.large_output else outcome.output
+            self.connection.execute(
+                "INSERT INTO results (number, type, logs, body, metrics, large) VALUES (?, ?, ?, ?, ?, ?)",
+                (number, outcome.output_type, outcome.logs, body, outcome.metrics, outcome.large_output),
+            )
+            self.unused_bodies.discard(outcome.large_output)
+
+    def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
+        assignments = ", ".join(f"{name} = ?" for name in fields)
+        update = f"UPDATE jobs SET {assignments} WHERE number = ?"  # noqa: S608
+        self.connection.execute(update, (*fields.values(), row["number"]))
+        self.changed.append(row["id"])
+
+    def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
+        if to is JobState.IN_QUEUE:
+            unset = {"started_s": 0.0, "ended_s": 0.0, "expires_s": 0.0, "progress": None, "pieces": 0}
+            return {**unset, "worker": "", "due_s": 0.0, "until_s": row["stale_s"]}
+        if to is JobState.IN_PROGRESS:
+            attempt = {"attempts": row["attempts"] + 1, "started_s": self.now_s}
+            return {**attempt, "due_s": 0.0, "until_s": None}
+        expires_s = self.now_s + self.keep_s
+        return {"ended_s": self.now_s, "expires_s": expires_s, "until_s": expires_s}
+
+    def _count(self, row: sqlite3.Row, was: JobState, to: JobState, *, retried: bool) -> None:
+        less, more = COUNTERS[was], COUNTERS[to]
+        queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
+        size = f"(SELECT {SIZE_OF_INPUT} FROM inputs WHERE number = ?)"  # noqa: S608
+        states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
+        changes = f"{states}, queued_bytes = queued_bytes + ? * {size}"
+        update = f"UPDATE counters SET {changes} WHERE function = ? AND owner IN (?, ?)"  # noqa: S608
+        self.connection.execute(update, (retried, queued, row["number"], row["function"], ALL, row["owner"]))
+
+
+def row_of(
+    connection: sqlite3.Connection,
+    function: str,
+    job_id: str,
+    owner: str,
+    select: str = SELECT_WITHOUT_BODIES,
+) -> sqlite3.Row:
+    """Return the row of an owner's job, read with a query of schema.py. Raise what `missing` returns."""
+    row = find_row(connection, job_id, select)
+    if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
+        raise missing(connection, function, job_id, owner)
+    return row
+
+
+def missing(
+    connection: sqlite3.Connection, function: str, job_id: str, owner: str
+) -> UnknownJob | JobExpired:
+    """Return the error for a job that the owner does not have: JobExpired if it was deleted."""
+    deleted = "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)"
+    if connection.execute(deleted, (tombstone_key(function, job_id), owner, ALL)).fetchone():
+        return JobExpired(
+            f"Job {job_id!r} of {function!r} has ended, and its result was deleted.",
+            remedy="Ask sooner, or keep results longer.",
+        )
+    return UnknownJob(f"{function!r} has no job {job_id!r}.", remedy="`jobs list` shows all ids.")

@@ -1,0 +1,171 @@
+"""Sends the webhook deliveries of an outbox, and repeats each until it is accepted or given up.
+
+A delivery is sent at least once, even if the gateway crashes. Each attempt has the same id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Protocol
+
+from ....errors import JobStoreFailed
+from ...ground.telemetry.background import BackgroundTasks
+from .delivery import GONE, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
+from .http_post import AddressPolicy, HttpPoster
+from .signing import SigningKey
+
+_log = logging.getLogger(__name__)
+
+MAX_SLEEP_S = 300.0
+"""The longest sleep before the wall clock is read again, since the clock may have been set forward."""
+MAX_REQUESTS = 128
+MAX_REQUESTS_PER_HOST = 16
+"""An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
+TIMEOUT_S = 15.0
+PAUSE_S = 5.0
+"""The pause after the store failed. An attempt that cannot be stored would be sent again and again."""
+
+
+class Outbox(Protocol):
+    """The stored deliveries. Its methods raise JobStoreFailed if they cannot be read or written."""
+
+    async def due_deliveries(
+        self, *, most: int, most_per_host: int, sending: Collection[Delivery]
+    ) -> tuple[list[Delivery], float | None]:
+        """Return deliveries that may be sent now, and the time at which the next is due; None: never.
+
+        With those that are being sent, they are at most `most`, and `most_per_host` to a host. Their owners share both limits.
+        """
+
+    async def webhook_body(self, delivery: Delivery) -> bytes | None:
+        """Return the body of a delivery that has none; None if its job is missing."""
+
+    async def record_attempt(
+        self, delivery: Delivery, attempt: DeliveryAttempt, schedule: RetrySchedule
+    ) -> DeliveryState | None:
+        """Store an attempt, and return the delivery's new state; None if the delivery was deleted."""
+
+
+class WebhookSender:
+    """Sends due deliveries in tasks of a task group. Call `wake` when a delivery may be due."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        key: SigningKey,
+        policy: AddressPolicy,
+        schedule: RetrySchedule | None = None,
+        *,
+        on_attempt: Callable[[str, str], None] = lambda _function, _outcome: None,
+    ) -> None:
+        """`key` is the gateway's key, from which the key of each function is derived.
+
+        After each attempt, the sender calls `on_attempt` with the function and the outcome.
+        """
+        self._outbox = outbox
+        self._key = key
+        self._policy = policy
+        self._schedule = schedule or RetrySchedule()
+        self._awake = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._requests: dict[asyncio.Task[None], Delivery] = {}
+        """For each sending task, its delivery."""
+        self._running: asyncio.Task[None]
+        self._paused = False
+        self._on_attempt = on_attempt
+
+    def start(self, tasks: BackgroundTasks) -> None:
+        """Start to send deliveries, including the deliveries that the previous run of the gateway left pending."""
+        self._running = tasks.keep(partial(self._run, tasks), name="webhooks")
+
+    def wake(self) -> None:
+        """Make the sender look for due deliveries. Call it on the event loop."""
+        self._awake.set()
+
+    async def close(self, *, deadline_s: float) -> None:
+        """Start no more requests, and cancel the requests that have not ended after `deadline_s` seconds."""
+        self._closing.set()
+        self.wake()
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=deadline_s)
+        for task in list(self._requests):
+            task.cancel()
+        await asyncio.wait([self._running])
+
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
+        async with HttpPoster(self._policy, timeout_s=TIMEOUT_S) as poster:
+            while not self._closing.is_set():
+                self._awake.clear()
+                await wait(self._awake, await self._send_due(tasks, poster))
+                if self._paused:
+                    self._paused = False
+                    await wait(self._closing, PAUSE_S)
+            # The HTTP client must stay open until its requests end. `close` cancels them at its deadline.
+            if self._requests:
+                await asyncio.wait(self._requests)
+
+    async def _send_due(self, tasks: asyncio.TaskGroup, poster: HttpPoster) -> float:
+        """Start to send as many due deliveries as MAX_REQUESTS and MAX_REQUESTS_PER_HOST allow.
+
+        Return the seconds after which to call this again, unless the sender is woken before.
+        """
+        if len(self._requests) >= MAX_REQUESTS:
+            # When a request ends, `_ended` wakes the loop.
+            return MAX_SLEEP_S
+        try:
+            deliveries, next_s = await self._outbox.due_deliveries(
+                most=MAX_REQUESTS, most_per_host=MAX_REQUESTS_PER_HOST, sending=list(self._requests.values())
+            )
+        except JobStoreFailed as error:
+            self._pause(error)
+            return 0.0
+        if self._closing.is_set() or self._paused:
+            return 0.0
+        for delivery in deliveries:
+            task = tasks.create_task(self._send(delivery, poster), name=f"webhook {delivery.id}")
+            self._requests[task] = delivery
+            task.add_done_callback(self._ended)
+        # Due deliveries for which there was no room are read again when a request ends.
+        return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
+
+    async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
+        now_s = time.time()
+        keys = self._key.of(delivery.function), self._key.of_owner(delivery.owner)
+        try:
+            body = delivery.body or await self._outbox.webhook_body(delivery)
+            if body is None:
+                attempt = DeliveryAttempt(now_s, GONE, "its job was deleted", 0)
+            else:
+                signed = keys[0].headers(delivery.id, body, now_s, *keys[1:])
+                attempt = await poster.post(delivery.url, {**delivery.trace, **signed}, body, now_s)
+            state = await self._outbox.record_attempt(delivery, attempt, self._schedule)
+        except JobStoreFailed as error:
+            self._pause(error)
+            return
+        outcome = "delivered" if state is DeliveryState.DELIVERED else "failed"
+        self._on_attempt(delivery.function, "given_up" if state is DeliveryState.DEAD else outcome)
+        if state is DeliveryState.DEAD:
+            _log.warning(
+                "webhook %s (%s of %s) was given up after %d attempts: %s", delivery.id, delivery.event,
+                delivery.job_id or delivery.subject, delivery.attempts + 1, attempt.error or f"status {attempt.status}",
+            )  # fmt: skip
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._requests[task]
+        self.wake()
+
+    def _pause(self, error: JobStoreFailed) -> None:
+        self._paused = True
+        _log.error("webhooks pause for %g s: %s", PAUSE_S, error)
+
+
+async def wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for the event, but not longer than the smaller of `timeout_s` and MAX_SLEEP_S."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(min(timeout_s, MAX_SLEEP_S)):
+            await event.wait()

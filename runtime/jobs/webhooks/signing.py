@@ -1,0 +1,99 @@
+"""Signs webhooks as https://www.standardwebhooks.com defines it, with one secret per function.
+
+Each function's secret is derived from the gateway's secret. So a receiver, which knows the secret of one function,
+cannot sign messages of another function. Signatures that the gateway makes for itself have separate keys.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+
+from standardwebhooks import Webhook
+
+from ....errors import GatewayError
+from ...ground.access import private_files
+
+PREFIX = "whsec_"
+SECRET_FILE = "webhook-secret"  # noqa: S105
+SECRET_BYTES = 32
+MIN_BYTES, MAX_BYTES = 24, 64
+"""The smallest and the largest size of a secret that Standard Webhooks allows."""
+
+
+class SigningKey:
+    """A secret that signs messages. The repr does not show the secret."""
+
+    __slots__ = ("_key", "_signer")
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._signer = Webhook(key)
+
+    @property
+    def secret(self) -> str:
+        """The secret in the text form that receivers configure. Never log it."""
+        return PREFIX + base64.b64encode(self._key).decode()
+
+    def of(self, function: str) -> SigningKey:
+        """Return a function's key: the HMAC-SHA256 of its name under the gateway's key."""
+        return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
+
+    def of_owner(self, owner: str) -> SigningKey:
+        """Return the signing key of all jobs of an API key, which is the `owner`. Replicate, too, has one signing key
+        for each account.
+        """
+        return self.of(f"owner:{owner}")
+
+    def seal(self, purpose: str, text: str) -> str:
+        """Return a signature of `text` that only this gateway can make. Each purpose has its own key, which no receiver
+        knows.
+
+        This key differs from the keys of functions and owners, because no function's name contains a colon.
+        """
+        key = hmac.digest(self._key, f"seal:{purpose}".encode(), hashlib.sha256)
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+    def sign(self, message_id: str, body: bytes, now_s: float) -> str:
+        """Return the signature of a message that is sent at this time."""
+        sent_at = datetime.fromtimestamp(int(now_s), UTC)
+        # The signer needs text. A body that is not UTF-8 is not valid JSON, and no receiver would accept it, signed or
+        # not.
+        text = body.decode("utf-8", "replace")
+        return self._signer.sign(message_id, sent_at, text)
+
+    def headers(self, message_id: str, body: bytes, now_s: float, *others: SigningKey) -> dict[str, str]:
+        """Return the headers with the message's id, the time `now_s` of this attempt and a signature by each key."""
+        signatures = [key.sign(message_id, body, now_s) for key in (self, *others)]
+        return {
+            "webhook-id": message_id,
+            "webhook-timestamp": str(int(now_s)),
+            "webhook-signature": " ".join(signatures),
+        }
+
+
+def load_key(state_dir: Path) -> SigningKey:
+    """Return the gateway's key from its state folder, or create it there. Blocks.
+
+    Raises GatewayError if the file is damaged or cannot be used.
+    """
+    path = state_dir / SECRET_FILE
+    secret = private_files.read(path)
+    if secret is None:
+        key = SigningKey(secrets.token_bytes(SECRET_BYTES))
+        private_files.write(path, key.secret.encode() + b"\n")
+        return key
+    prefix, text = PREFIX.encode(), secret.strip()
+    with contextlib.suppress(ValueError):
+        key_bytes = base64.b64decode(text.removeprefix(prefix), validate=True)
+        if text.startswith(prefix) and MIN_BYTES <= len(key_bytes) <= MAX_BYTES:
+            return SigningKey(key_bytes)
+    raise GatewayError(
+        f"{path} does not hold a webhook secret.",
+        remedy="Remove it: a new secret is created, which receivers have to be told.",
+    )

@@ -1,0 +1,418 @@
+"""Prepares a deploy: makes the checked files of a revision from a folder or an archive.
+
+`prepare` and `worker_spec` read and write files, so they block. They start no process of the function, but
+`prepare` may run uv to install its requirements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....errors import BaseChanged, RequirementsError, SettingsError, SnapshotError
+from ....handlers.dialect import OWN, Entry, Requirements, parse_reference
+from ....handlers.recognise import Dialects
+from ....handlers.source_file import SourceFile
+from ....machine import processors
+from ....snapshot.extras import require
+from ....snapshot.handle import subject_of
+from ....snapshot.sources.access import Access
+from ...calls.link.worker_spec import Weights, WorkerSpec
+from ...ground.access.deploy_policy import ALL_ALLOWED, DeployPolicies
+from ...ground.settings.function_settings import (
+    FunctionSettings,
+    SnapshotPart,
+    read_settings,
+    setting_of,
+    setting_origins,
+)
+from ..packaging import code, requirements
+from ..packaging.archive import unpack
+from ..packaging.environment import Log, ensure_environment
+from ..packaging.reuse import ReusedRevision, take
+from ..packaging.snapshots import (
+    ASSETS_FOLDER,
+    MANIFEST_FILE,
+    SourceRules,
+    describe_local,
+    describe_remote,
+    folder_of,
+    read_versions,
+)
+from .progress import Progress
+from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
+
+REQUIREMENTS_FILE = "requirements.txt"
+# Modules that a base zygote imports once for all functions that import the package. The imports take seconds and many
+# megabytes. They start no threads, so the base zygote can fork afterwards. `transformers` imports its submodules on first
+# use: without this entry, each function's zygote would import the submodules of models for itself.
+HEAVY = ("numpy", "torch", "transformers.modeling_utils")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A request to deploy a function.
+
+    The function's code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
+    settings that take precedence over pilotflame.toml. With `install`, the deploy installs requirements that are not
+    met. With `check`, it starts a worker and waits until the worker is ready. `read_settings` describes `standalone`.
+    """
+
+    path: Path | None = None
+    archive: bytes | None = None
+    folder_name: str = ""
+    """The name of the folder that was packed into `archive`."""
+    base: ReusedRevision | None = None
+    """The live revision from which the upload takes the files that `archive` lists and does not have."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    install: bool = False
+    check: bool = True
+    standalone: bool = False
+    owner: str = ""
+    """The id of the API key that deploys the function; "" without a key."""
+    deployer: str = ""
+    """The name of that key."""
+    authorize: Callable[[str], None] | None = None
+    """`prepare` calls this with the function's name. It raises Forbidden if the caller may not deploy that function."""
+
+
+def prepare(
+    store: Store,
+    environments: Path,
+    dialects: Dialects,
+    request: Deployment,
+    log: Log,
+    secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
+    progress: Progress | None = None,
+    on_name: Callable[[str], None] = lambda _name: None,
+    policies: DeployPolicies = ALL_ALLOWED,
+) -> tuple[Path, RevisionFields]:
+    """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
+
+    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `prepare` calls
+    `on_name` with the function's name, once it is known that the caller may deploy the function. `policies` say what
+    may be deployed. If an error is raised, the staged folder has been removed.
+    """
+    progress, staged = progress or Progress(), store.stage()
+    staged_code = staged / CODE_FOLDER
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, staged, ignore_errors=True)
+        if request.path is not None:
+            policies.check_path(request.owner)
+        with progress.step("code"):
+            folder = _source_folder(store, request, staged_code)
+            settings, needs = _settings(folder, request, dialects)
+            on_name(settings.name)
+            policies.check(settings, _outside(settings, folder, uploaded=request.path is None), request.owner)
+            local = _local_snapshots(settings, folder)
+            if request.path is not None:
+                code.copy_folder(folder, staged_code, exclude=local.values())
+            store.weights.share(staged_code, local.values())
+        with progress.step("packages"):
+            environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
+        with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
+            rules = SourceRules(secrets_of(settings.name), policies, request.owner)
+            live = store.current(settings.name)
+            earlier = None if live is None else store.code(live).parent
+            fields = _fields(staged, settings, local, environment, log, rules, earlier)
+            for name in settings.all_snapshots:
+                assets = folder_of(staged, name) / ASSETS_FOLDER
+                store.weights.share(assets, [assets])
+        origins = {f"env.{variable}": needs.file for variable in needs.env}
+        origins |= setting_origins(folder, overrides=request.overrides)
+        undo.pop_all()
+    deployed = {"setting_origins": origins, "deployed_by": request.owner, "deployer": request.deployer}
+    return staged, fields.model_copy(update=deployed)
+
+
+def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[FunctionSettings, Requirements]:
+    """Return the settings of the function in `folder`, and the requirements in a file of its handler's platform.
+
+    Raise Forbidden if the caller may not deploy the function, and SettingsError if the function cannot be deployed with
+    these settings.
+    """
+    uploaded = request.archive is not None
+    settings = read_settings(
+        folder, overrides=request.overrides, place="the uploaded folder" if uploaded else "",
+        standalone=request.standalone, folder_name=request.folder_name if uploaded else None,
+    )  # fmt: skip
+    needs = dialects.requirements(folder, settings.handler)
+    update: dict[str, Any] = {"env": dict(needs.env) | dict(settings.env)}
+    if "concurrency" not in settings.model_fields_set:
+        update["concurrency"] = dialects.concurrency(folder, settings.handler)
+    settings = settings.model_copy(update=update)
+    if request.authorize is not None:
+        # A function with `after` starts when an upstream function is called, which reveals this call to the caller. So
+        # the caller must also have the right to deploy the upstream functions.
+        for name in (settings.name, *settings.after):
+            request.authorize(name)
+    if request.base is not None and request.base.function != settings.name:
+        message = f"An upload of {settings.name!r} cannot reuse files of {request.base.function!r}."
+        raise BaseChanged(message, remedy="Upload the whole folder.")
+    if settings.image.unbuilt:
+        raise _unbuilt(settings)
+    require(settings.packages)
+    return settings, needs
+
+
+def _outside(settings: FunctionSettings, folder: Path, *, uploaded: bool) -> dict[str, str]:
+    """Return the URLs and absolute paths of the snapshots that are not in the uploaded code, by name.
+
+    The snapshots of a folder of this machine are not copied, so they are outside the code.
+    """
+    root = folder.resolve()
+    paths = settings.snapshot_paths(folder).items()
+    outside = {name: str(path) for name, path in paths if not (uploaded and path.is_relative_to(root))}
+    return settings.snapshot_urls | outside
+
+
+def stored_outside(record: RevisionRecord) -> dict[str, str]:
+    """Return the URLs and absolute paths of the snapshots that are not in the code of a stored revision, by name."""
+    roots = {name: stored.root for name, stored in record.snapshots.items()}
+    paths = {name: str(root) for name, root in roots.items() if root is not None and root.is_absolute()}
+    return record.settings.snapshot_urls | paths
+
+
+def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
+    """Return the paths of the snapshots on this node, by name. Raise SnapshotError if a snapshot does not exist."""
+    found = settings.snapshot_paths(folder)
+    for name, path in found.items():
+        if not path.exists():
+            key = setting_of(name)
+            fault = f"{key} is {settings.all_snapshots[name]!r}: {path} does not exist."
+            option = " (or --snapshot)" if not name else ""
+            raise SnapshotError(
+                fault, remedy=f"Put the weights there, or set `{key}`{option} to where they are."
+            )
+    return found
+
+
+def _fields(
+    staged: Path,
+    settings: FunctionSettings,
+    local: dict[str, Path],
+    environment: tuple[Path, str],
+    log: Log,
+    rules: SourceRules,
+    earlier: Path | None,
+) -> RevisionFields:
+    """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record.
+
+    `earlier` is the folder of the live revision.
+    """
+    snapshots = {}
+    for name in settings.all_snapshots:
+        try:
+            snapshots[name] = _described(staged, name, settings, local, log, rules, earlier)
+        except SnapshotError as error:
+            raise error.about(subject_of(name)) from error
+    return RevisionFields(
+        code_digest=code.code_digest(staged / CODE_FOLDER), settings=settings, snapshots=snapshots,
+        python=environment[0], requirements_digest=environment[1],
+    )  # fmt: skip
+
+
+def _described(
+    staged: Path,
+    name: str,
+    settings: FunctionSettings,
+    local: dict[str, Path],
+    log: Log,
+    rules: SourceRules,
+    earlier: Path | None,
+) -> StoredSnapshot:
+    """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
+    folder = folder_of(staged, name)
+    part = settings.snapshot_part if not name else SnapshotPart()
+    folder.mkdir(parents=True, exist_ok=True)
+    if (root := local.get(name)) is None:
+        return StoredSnapshot(url=describe_remote(settings.all_snapshots[name], folder, part, log, rules))
+    stored = root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve())
+    before = None if earlier is None else folder_of(earlier, name)
+    describe_local(root, folder, part, log, rules, earlier=before, stored=stored)
+    # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
+    return StoredSnapshot(root=root.relative_to(uploaded) if stored else root)
+
+
+def worker_spec(
+    store: Store,
+    record: RevisionRecord,
+    cache: Path,
+    dialects: Dialects,
+    policies: DeployPolicies = ALL_ALLOWED,
+) -> WorkerSpec:
+    """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots. `policies` say what
+    may be used to fetch them.
+
+    If the dialect of the revision's handler is no longer installed, the start of a worker fails with an error that says
+    this.
+    """
+    settings, folder = record.settings, store.code(record)
+    entry = _entry(folder, record, dialects)
+    named = settings.all_snapshots
+    weights = [
+        # The stored URL may name a commit. The policies are about the URL in the settings, as at the deploy.
+        _weights(folder, name, stored, cache, policies.access(named.get(name, ""), record.deployed_by))
+        for name, stored in record.snapshots.items()
+    ]
+    return WorkerSpec(
+        function=record.function, revision=record.revision, code=folder, handler=entry.reference,
+        resolver=dialects.resolver(entry), python=str(record.python),
+        weights=tuple(weights),
+        concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings),
+        image=settings.image.name or "", resources=settings.resources, env=settings.env,
+        build_timeout_s=settings.build_timeout_s,
+        preload=heavy_imports(folder / entry.file),
+        compiled=store.compiled(record), prefixes=store.prefixes(record),
+        parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,
+        wait_for_weights=settings.wait_for_weights,
+    )  # fmt: skip
+
+
+def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
+    """Return where the handler of a stored revision is."""
+    # The zygote has reported these, and it runs the function's own code.
+    dialect, entry = record.handler.get("dialect", OWN), record.handler.get("entry")
+    if (
+        dialect != OWN
+        and isinstance(dialect, str)
+        and dialect.isidentifier()
+        and dialects.find(dialect) is None
+    ):
+        found = parse_reference(f"{dialect}:{entry}")
+        if (folder / found.file).resolve().is_relative_to(folder.resolve()):
+            return found
+    return dialects.recognise(folder, record.settings.handler)
+
+
+def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, access: Access) -> Weights:
+    folder = folder_of(code_folder.parent, name)
+    assets, manifest = folder / ASSETS_FOLDER, folder / MANIFEST_FILE
+    if stored.url is not None:
+        return Weights(
+            name=name, root=assets, manifest=manifest, source=stored.url, cache=cache, access=access
+        )
+    # Weights in the code have their assets there, and a revision of an earlier release has no copies of them.
+    return Weights(
+        name=name, root=code_folder / (stored.root or ""), manifest=manifest, assets=assets if assets.is_dir() else None,
+        versions=read_versions(folder),
+    )  # fmt: skip
+
+
+def fair_threads(settings: FunctionSettings) -> int:
+    """Return how many threads each worker of a function should use, so that all share the processors equally."""
+    # If all workers together had more threads than there are processors, they would be far slower. A forward
+    # pass of MiniLM took 476 ms with 2 threads, and 11 ms with 1, while 2 processors were busy.
+    return max(1, int(min(processors(), settings.resources.cpus or math.inf)) // settings.scale.max)
+
+
+def heavy_imports(file: Path) -> tuple[str, ...]:
+    """Return the modules in `HEAVY` whose packages a handler's file imports. The file is parsed and not run."""
+    # If the file cannot be parsed, the zygote fails to import it, with an error that names the line.
+    source = SourceFile.read(file)
+    found = set(source.packages) if source is not None else set()
+    if "sentence_transformers" in found:
+        found.add("transformers")
+    if "transformers" in found:
+        found.add("torch")
+    return tuple(name for name in HEAVY if name.partition(".")[0] in found)
+
+
+def _unbuilt(settings: FunctionSettings) -> SettingsError:
+    remedy = (
+        "Run `pilotflame build`, and write the name that it prints into [image], or deploy with"
+        " --set image.name=NAME."
+    )
+    message = f"[image] of {settings.name} says how its image is built, but image.name is not set."
+    return SettingsError(message, remedy=remedy, details={"problems": ["image.name is missing"]})
+
+
+def _source_folder(store: Store, request: Deployment, staged_code: Path) -> Path:
+    """Return the folder that the request names. If the request has an archive, unpack the archive into `staged_code`,
+    and return `staged_code`.
+    """
+    if request.archive is not None:
+        unpack(request.archive, staged_code)
+        if request.base is not None:
+            _reuse(store, request, request.base, staged_code)
+        # Archives that other programs have packed may hold credentials and caches.
+        code.remove_ignored(staged_code)
+        return staged_code
+    if request.path is None:
+        raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
+    if not request.path.is_absolute():
+        raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
+    return request.path
+
+
+def _reuse(store: Store, request: Deployment, base: ReusedRevision, staged_code: Path) -> None:
+    """Take the files that the upload keeps from the live revision. Raise BaseChanged if the live revision is not
+    `base`.
+    """
+    if request.authorize is not None:
+        request.authorize(base.function)
+    live = store.current(base.function)
+    if live is None or live.revision != base.revision:
+        message = f"{base.revision[:40]!r} is not the live revision of {base.function!r}."
+        raise BaseChanged(message, remedy="Upload the whole folder.")
+    take(store.code(live), staged_code)
+
+
+def requirements_of(spec: WorkerSpec, dialects: Dialects) -> str:
+    """Return the requirements of a stored revision, from which its environment was made."""
+    return function_requirements(spec.code, dialects.requirements(spec.code, spec.handler))[0]
+
+
+def function_requirements(code_folder: Path, needs: Requirements) -> tuple[str, str]:
+    """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
+    file = code_folder / REQUIREMENTS_FILE
+    try:
+        text, name = _beginning(file) if file.is_file() else "", REQUIREMENTS_FILE
+    except UnicodeDecodeError:
+        message = f"{REQUIREMENTS_FILE} is not UTF-8."
+        raise RequirementsError(message, remedy="Save it as UTF-8; PowerShell's > writes UTF-16.") from None
+    if more := needs.text:
+        name = f"{REQUIREMENTS_FILE}, followed by the packages of {needs.file}," if text else needs.file
+        text = f"{text}\n{more}" if text else more
+    return text, name
+
+
+def _beginning(file: Path) -> str:
+    """Return the text of a file, or as much of it as is more than `parse_requirements` accepts."""
+    with file.open(encoding="utf-8") as text:
+        return text.read(requirements.MAX_CHARS + 1)
+
+
+def _environment(
+    code_folder: Path,
+    environments: Path,
+    settings: FunctionSettings,
+    request: Deployment,
+    needs: Requirements,
+    dialects: Dialects,
+    log: Log,
+) -> tuple[Path, str]:
+    """Return the path of the Python that runs the function, and the digest of its requirements.
+
+    If the function has an image, the image must hold the requirements, and this does not check them. Otherwise, raise
+    RequirementsError if the requirements are not met and the request does not ask to install them, or if their
+    installation fails.
+    """
+    text, name = function_requirements(code_folder, needs)
+    digest = requirements.requirements_digest(text)
+    try:
+        if settings.image.name is None:
+            stood_in = frozenset[str]() if request.install else dialects.stands_in
+            requirements.check_requirements(text, file=name, stood_in=stood_in)
+    except RequirementsError:
+        if not request.install:
+            raise
+        return ensure_environment(environments, text, log), digest
+    # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
+    return Path(sys.executable), digest

@@ -1,0 +1,471 @@
+"""Holds a deployed function with its live revision, and describes its status for the control routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Any, Literal
+
+import psutil
+from pydantic import BaseModel, computed_field
+
+from ....handlers.example import example_of
+from ....snapshot.sources.location import shown
+from ...calls.serving.dispatcher import Policy
+from ...ground.billing.budget import BudgetSpec, BudgetState
+from ...ground.settings.function_settings import FunctionSettings
+from ...ground.settings.scale_spec import WINDOW_S, ScaleSpec
+from ...ground.telemetry.cold_starts import ColdStart
+from ...ground.telemetry.invocation_end import Source
+from ...ground.telemetry.log_files import LogLine, LogQuery, function_file
+from ...ground.telemetry.logs import LogChannel, Logs
+from ...ground.telemetry.rung_name import RungName
+from ..reconciling.function import Function
+from ..reconciling.idle_ladder import PLANNED, LadderSpec
+from ..reconciling.revision_workers import RevisionWorkers
+from ..scaling.rung_figures import HoldingPrices
+from .progress import DeployStep, Progress, Replaced
+from .store import RevisionRecord
+
+# How many of the latest errors the status shows, and how many characters of each.
+LAST_ERRORS = 5
+MAX_ERROR_CHARS = 500
+
+
+class Workers(BaseModel, frozen=True):
+    """How many workers there are, by state."""
+
+    ready: int
+    parked: int
+    """Workers whose weights have given back their device memory. A parked worker wakes faster than a new worker starts.
+    """
+    starting: int
+    draining: int
+
+
+class DesiredWorkers(BaseModel, frozen=True):
+    """How many workers the live revision should have now, and why (docs/workers.md)."""
+
+    awake: int
+    held: int
+    """The number of awake and parked workers together."""
+    because: list[str]
+
+
+class Process(BaseModel, frozen=True):
+    """One process of a function, and the memory that the process holds."""
+
+    pid: int
+    role: str
+    name: str
+    rss_mb: float
+    uss_mb: float
+    pss_mb: float
+
+
+class LastError(BaseModel, frozen=True):
+    """An error in the function's log, cut to one line."""
+
+    at: datetime
+    source: str
+    request_id: str
+    text: str
+
+
+class BudgetUse(BaseModel, frozen=True):
+    """How much a function has used of its budget for the day. A limit that is None does not apply."""
+
+    state: BudgetState
+    money: float
+    money_per_day: float | None
+    worker_s: float
+    seconds_per_day: float | None
+
+
+class SourceStatus(BaseModel, frozen=True):
+    """The status of an event source of a function. Counts begin when the gateway starts the source."""
+
+    queue: str
+    state: Literal["connecting", "connected", "failing"]
+    in_flight: int
+    completed: int
+    left: int
+    """The number of messages that stay in the queue, because their job failed or their output could not be sent."""
+    lag_s: float | None
+    """How long the latest message had waited when the gateway first received it; 0 if the queue was empty after that.
+    """
+    backlog: int | None = None
+    """About how many messages waited at the last query. The gateway queries this number after a request that returned
+    as many messages as requested. 0 after an empty response.
+    """
+    last_error: str
+    """Why the latest request to the queue failed; "" if the latest request succeeded."""
+    last_error_at: datetime | None
+
+
+class ScheduleStatus(BaseModel, frozen=True):
+    """A schedule of a function, and the time at which it fires next."""
+
+    cron: str
+    timezone: str
+    workers: int
+    for_s: float
+    next_at: datetime | None
+
+
+class FunctionStatus(BaseModel, frozen=True):
+    """The status of a function, as the control routes return it."""
+
+    name: str
+    revision: str
+    created_at: datetime
+    dialect: str = "pilotflame"
+    entry: str = ""
+    kind: str
+    streaming: bool
+    batch: int | None
+    snapshot: str | None
+    snapshots: dict[str, str] = {}
+    stopped: str = ""
+    """Why the function refuses calls now, as "budget"; "" if it accepts calls."""
+    workers: Workers
+    desired: DesiredWorkers
+    standby: bool
+    zygote: bool
+    rung: RungName
+    """How warm the function is on this node."""
+    next_rung: RungName | None = None
+    """The next rung that the keep-alive policy plans, if there is no request before `next_rung_at`."""
+    next_rung_at: datetime | None = None
+    queued: int
+    in_flight: int
+    activations: int
+    """How many workers of this revision were started, without the workers that its deploy started."""
+    rest_mb: float | None = None
+    """The memory (PSS) of the function's zygote and standby in MiB, at the last measurement."""
+    memory_bytes: int | None = None
+    """The memory (PSS) of all processes of the function. None if the caller did not ask for it, or if it is not
+    measured yet.
+    """
+    last_cold_start_ms: float | None
+    """How long the latest cold start took, of this revision or an earlier one: from the arrival of the invocation
+    until it was sent to the new worker, without the handler's own time."""
+    last_cold_start_phases_ms: dict[str, float]
+    """The phases that sum to `last_cold_start_ms`."""
+    latest_cold_starts: list[ColdStart] = []
+    """The latest cold starts, the newest last. Only the status of a single function has them, not the list of all
+    functions.
+    """
+    invocations: dict[Source, dict[str, int]] = {}
+    """How many invocations have ended since the gateway started, by source and by HTTP status."""
+    latency_curve: list[tuple[float, float]] = []
+    """Pairs of a batch size and the median seconds that a batch of this size takes."""
+    budget: BudgetUse | None = None
+    """None if the function has no budget."""
+    warnings: list[str]
+    last_errors: list[LastError] = []
+    sources: list[SourceStatus] = []
+    schedules: list[ScheduleStatus] = []
+    settings: FunctionSettings
+    setting_origins: dict[str, str] = {}
+    input_schema: dict[str, Any]
+    output_schema: dict[str, Any]
+    processes: list[Process] = []
+
+    @computed_field
+    def input_example(self) -> Any:
+        """An example of an input that fits `input_schema`."""
+        return example_of(self.input_schema)
+
+
+class Deployed(FunctionStatus, frozen=True):
+    """The status of a function after a deploy, and what the deploy did."""
+
+    replaces: Replaced | None
+    """The revision that was live before the deploy. None if the deploy has created the function."""
+    steps: list[DeployStep]
+
+
+class Prefetched(BaseModel, frozen=True):
+    """What a prefetch has brought to this node. `image` and `snapshot` are None if the function has none.
+
+    `snapshots` has the URLs of named snapshots. `fetched_bytes` counts the bytes fetched for all snapshots.
+    """
+
+    function: str
+    image: Literal["present", "pulled"] | None = None
+    snapshot: str | None = None
+    snapshots: dict[str, str] = {}
+    fetched_bytes: int = 0
+
+
+class RevisionFacts(BaseModel, frozen=True):
+    """A stored revision of a function. `size_bytes` is the size of the revision's files, without files that a newer
+    revision shares.
+    """
+
+    revision: str
+    number: int
+    created_at: datetime
+    state: Literal["live", "draining", "stored"]
+    code_digest: str
+    snapshot: str | None
+    snapshots: dict[str, str] = {}
+    size_bytes: int
+
+    @classmethod
+    def of(cls, record: RevisionRecord, size_bytes: int, *, live: bool, busy: bool) -> RevisionFacts:
+        snapshots = snapshots_of(record)
+        return cls(
+            revision=record.revision, number=record.number, created_at=record.created_at,
+            state="live" if live else "draining" if busy else "stored", code_digest=record.code_digest,
+            snapshot=snapshots.pop("", None), snapshots=snapshots, size_bytes=size_bytes,
+        )  # fmt: skip
+
+
+# The facts of a handler that the status shows. These values are shown until the facts are known.
+_FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": False, "batch": None, "input_schema": {},
+          "output_schema": {}}  # fmt: skip
+
+
+class Live:
+    """A deployed function: the record of a revision, the revision with its workers, and the function's log.
+
+    During a deploy, there is a Live for the new revision before that revision is live.
+    """
+
+    def __init__(self, record: RevisionRecord, workers: RevisionWorkers, logs: LogChannel) -> None:
+        self.record = record
+        self.workers, self.revision = workers, workers.revision
+        self.logs = logs
+        self.warnings = list(record.warnings)
+        self.since_s = time.monotonic()
+        """When this object was made, in monotonic seconds."""
+        self._rest_mb: float | None = None
+
+    @property
+    def function(self) -> Function:
+        """The Function object that all revisions of the function share."""
+        return self.workers.function
+
+    def builds_within(self, seconds: float) -> bool:
+        """Return True if the zygote took at most `seconds` to import and build the handler."""
+        return bool(self.record.handler.get("build_s", math.inf) <= seconds)
+
+    @property
+    def devices(self) -> float:
+        """How many GPUs a worker of the function holds, in the mean. A share of a GPU counts by its memory."""
+        held = [self.workers.devices(replica) for replica in self.workers.replicas]
+        return fmean(held) if held else 0.0
+
+    @property
+    def unavailable(self) -> str:
+        """Why calls of the function fail now; "" if they do not. A function without workers is available: a call starts one."""
+        if stopped := self.function.stopped:
+            return f"The function is stopped: {stopped}."
+        if not self.workers.worker_counts().ready and self.workers.breaker.failures:
+            return "The latest starts of its workers have failed."
+        return ""
+
+    def open_account(self) -> None:
+        """Give the function's account the budget of this revision, which is live now."""
+        budget = self.record.settings.budget
+        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
+        self.function.account.open(spec, self.record.deployed_by)
+
+    def budget(self) -> BudgetUse | None:
+        """Return how much of the budget is used today; None if there is no budget."""
+        account = self.function.account
+        limits = account.budget
+        if not account.limited:
+            return None
+        account.check()
+        return BudgetUse(
+            state=account.state, money=account.spent.money, money_per_day=limits.money_per_day,
+            worker_s=account.spent.seconds, seconds_per_day=limits.seconds_per_day,
+        )  # fmt: skip
+
+    def note_rest(self, held_mb: float) -> None:
+        """Record how much memory the zygote and the standby hold. `status` shows it."""
+        self._rest_mb = held_mb
+
+    async def prove(self, *, check: bool, progress: Progress, ready: int = 0) -> None:
+        """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
+
+        With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. These workers stay
+        when the revision goes live. The zygote also reports the facts of the handler, which this stores in the record
+        and passes to the policy.
+        """
+        began_s = time.monotonic()
+        progress.begin("import")
+        with self.logs.listen(lambda line: _tell_warning(progress, line)):
+            source = await self.workers.open()
+        build_s = float(source.facts.get("build_s", 0.0)) - float(source.facts.get("import_s", 0.0))
+        progress.add("import", time.monotonic() - began_s - build_s)
+        progress.add("build", build_s)
+        if source.spawn_reason:
+            self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
+        self.warnings += source.facts.get("notes", ())
+        if source.facts.get("streaming") and self.record.settings.response_cache.ttl_s is not None:
+            self.warnings.append("response_cache has no effect: the handler streams its output.")
+        # The record is stored when the revision goes live, so the warnings survive a restart.
+        found = {"handler": source.facts, "warnings": tuple(self.warnings)}
+        self.record = self.record.model_copy(update=found)
+        self.revision.configure(policy_of(self.record))
+        if check:
+            with progress.step("proof start"):
+                await self.workers.prove(min(ready, self.record.settings.scale.max))
+
+    def limit_batches(self, most: int | None) -> None:
+        """Form no batches of more than `most` invocations from now on. None: only the handler limits them."""
+        self.revision.configure(policy_of(self.record, most))
+
+    @property
+    def rest_mb(self) -> float | None:
+        """The memory of the zygote and the standby in MiB, when it was last measured."""
+        return round(self._rest_mb, 1) if self._rest_mb is not None else None
+
+    def last_cold_phases_ms(self) -> dict[str, float]:
+        """Return the milliseconds of each phase of the latest cold start, or nothing if there was none."""
+        latest = self.function.cold_starts.latest
+        phases = latest.cold_start_phases() if latest is not None else {}
+        return {name: seconds * 1000 for name, seconds in phases.items()}
+
+    async def last_errors(self, logs: Logs) -> list[LastError]:
+        """Return the latest errors in the function's log, the newest last."""
+        query = LogQuery(LAST_ERRORS, level="error")
+        lines = await logs.history(function_file(self.record.function), query)
+        return [
+            LastError(
+                at=datetime.fromtimestamp(line.at, UTC), source=line.source, request_id=line.request_id,
+                text=line.text.partition("\n")[0][:MAX_ERROR_CHARS],
+            )
+            for line in lines
+        ]  # fmt: skip
+
+    def status(self, processes: Sequence[Process] = ()) -> FunctionStatus:
+        """Return the status of the function. `processes` are its processes with their memory, if the caller has
+        measured them.
+        """
+        record, worker_counts, cold = (
+            self.record,
+            self.workers.worker_counts(),
+            self.function.cold_starts.latest,
+        )
+        facts, settings = record.handler, record.settings
+        budget, account = self.budget(), self.function.account
+        warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
+        snapshots, step = snapshots_of(record), self.function.ladder.next_step
+        # The URLs without their credentials.
+        settings = settings.with_snapshots({name: snapshots[name] for name in settings.snapshot_urls})
+        snapshot = snapshots.pop("", None)
+        return FunctionStatus(
+            name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
+            snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
+                ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining
+            ),
+            desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.stands_on,
+            next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
+            queued=worker_counts.queued, in_flight=worker_counts.in_flight,
+            activations=self.workers.activations,
+            rest_mb=self.rest_mb,
+            last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,
+            last_cold_start_phases_ms=self.last_cold_phases_ms(),
+            schedules=self.schedules(datetime.now(UTC)),
+            latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
+            budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=list(processes),
+            **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
+        )  # fmt: skip
+
+    def desired(self) -> DesiredWorkers:
+        """Return how many workers the revision should have now, and why."""
+        row, limit = self.workers.desired(), self.workers.reached
+        replicas = self.workers.replicas
+        missing = row.awake - len(replicas.ready) - replicas.starting
+        limits = (
+            [f"{limit.name} ({limit.most}) refuses {missing}"] if limit is not None and missing > 0 else []
+        )
+        because = [*row.reasons(time.monotonic()), *limits]
+        return DesiredWorkers(awake=row.awake, held=row.held, because=because)
+
+    def schedules(self, now: datetime) -> list[ScheduleStatus]:
+        """Return the function's schedules, and when each of them fires next."""
+        return [
+            ScheduleStatus(next_at=schedule.next_fire(now), **dict(schedule))
+            for schedule in self.record.settings.schedule
+        ]
+
+    async def processes(self) -> list[Process]:
+        """Measure the memory of the function's processes, in a thread, because the system calls take long."""
+        rows = self.process_rows
+        return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
+
+    @property
+    def process_rows(self) -> list[tuple[int, str, str]]:
+        """The pid, the role and the name of each process of the revision."""
+        return self.workers.processes()
+
+
+def snapshots_of(record: RevisionRecord) -> dict[str, str]:
+    """Return the paths or URLs of a revision's weights, by the name of the snapshot. A single unnamed snapshot has the
+    name "".
+
+    Credentials in a URL are left out.
+    """
+    return {
+        name: shown(stored.url) if stored.url is not None else str(stored.root)
+        for name, stored in record.snapshots.items()
+    }
+
+
+def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:
+    """Return the policy by which the gateway queues, sends and limits the invocations of a revision.
+
+    A batch has at most `most_batch` invocations, and at most as many as the handler takes.
+    """
+    settings, batch = record.settings, record.handler.get("batch") or 1
+    batch = min(batch, most_batch or batch)
+    scale, in_flight = settings.scale, settings.concurrency * batch
+    timeout_s = scale.idle_timeout_s
+    return Policy(
+        settings,
+        ScaleSpec(
+            scale.min, scale.max, scale.buffer, in_flight, WINDOW_S if timeout_s is None else timeout_s,
+            WINDOW_S if timeout_s is None else min(timeout_s, WINDOW_S),
+            math.inf if scale.park_after_s is None else scale.park_after_s,
+        ),
+        max_batch=batch,
+        streaming=bool(record.handler.get("streaming")),
+        aggregates=bool(record.handler.get("aggregate", True)),
+        owner=record.deployed_by,
+    )  # fmt: skip
+
+
+def _tell_warning(progress: Progress, line: LogLine) -> None:
+    """Pass on the gateway's warnings while the deploy waits for an import or a build."""
+    if (line.source, line.level) == ("gateway", "warning"):
+        progress.note(line.text)
+
+
+def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
+    """Return the rungs that the owner of a revision allows, and the prices of holding and of waiting."""
+    scale = record.settings.scale
+    if scale.price_waiting_s is not None:
+        prices = prices._replace(waiting_s=scale.price_waiting_s)
+    held = {RungName.ZYGOTE: scale.rest == "zygote", RungName.RESIDENT: bool(record.settings.snapshot_urls)}
+    rungs = tuple(rung for rung in PLANNED if held.get(rung, True))
+    planned = scale.idle_timeout_s is None and not scale.min
+    return LadderSpec(rungs, prices, planned=planned, slow_share=scale.slow_share)
+
+
+def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:
+    """Yield the process with its memory. Yield nothing if the process has ended or may not be measured."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        memory = psutil.Process(pid).memory_full_info()
+        sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}
+        yield Process(pid=pid, role=role, name=name, **sizes)

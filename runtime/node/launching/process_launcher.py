@@ -1,0 +1,237 @@
+"""Launches zygotes and workers as processes of the gateway's machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....errors import LauncherError
+from ...calls.link.child import KILLED_S
+from ...calls.link.worker_spec import Confinement, WorkerSpec
+from ...ground.telemetry.logs import Log, LogChannel
+from .confinements import Confinements
+from .gpus import ASK_WITHOUT_USE, PREFIXES
+from .launcher import NO_SECRETS
+from .listener import Listener
+from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
+
+# How long a base may take to start. Importing large packages from a disk that is not cached is slow.
+BASE_TIMEOUT_S = 300.0
+# How long a base may take to end after its link is closed. Then it is killed.
+BASE_EXIT_S = 10.0
+# The variables of the gateway's environment that functions inherit. They contain no credentials.
+INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
+             "LD_LIBRARY_PATH")  # fmt: skip
+INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "COVERAGE_", *PREFIXES)
+SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+# These variables stop libraries from starting thread pools at import, because a zygote must not have threads. In
+# workers, `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                   "ORT_DISABLE_TELEMETRY": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
+
+
+# The key of a base: the path of its Python, and the packages that it imports.
+BaseKey = tuple[str, tuple[str, ...]]
+
+
+class ProcessLauncher:
+    """Runs one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
+
+    def __init__(self, listener: Listener, tasks: asyncio.TaskGroup, state: Path, cache: Path) -> None:
+        """`state` is the state folder of the gateway, `cache` the node's cache of fetched snapshots."""
+        self._listener, self._tasks = listener, tasks
+        self._confinements = Confinements(state, cache)
+        self._removing_left = tasks.create_task(asyncio.to_thread(self._confinements.remove_left))
+        # The specs and their confinements, by the id of the spec. The spec stays in memory, so that no other spec gets
+        # its id. Threads make the confinements.
+        self._confined: dict[int, tuple[WorkerSpec, asyncio.Future[Confinement]]] = {}
+        self._bases: dict[BaseKey, ZygoteProcess] = {}
+        self._starting: dict[BaseKey, asyncio.Lock] = {}
+        # The ids of the specs that need a base, by the base's key. The revisions keep the specs in memory.
+        self._specs: dict[BaseKey, set[int]] = {}
+        self._processes: set[asyncio.subprocess.Process] = set()
+        # The tasks that wait for the ends of `_processes`.
+        self._reaping: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def launch(
+        self,
+        spec: WorkerSpec,
+        logs: Log,
+        on_death: Callable[[], None],
+        secrets: Mapping[str, str] = NO_SECRETS,
+    ) -> ZygoteSource:
+        base = await self._base(spec)
+        return await base.launch(spec, logs, on_death, secrets, await self._confine(spec))
+
+    async def _confine(self, spec: WorkerSpec) -> Confinement:
+        if (known := self._confined.get(id(spec))) is None:
+            made = asyncio.get_running_loop().run_in_executor(None, self._confinements.make, spec)
+            known = self._confined[id(spec)] = spec, made
+            made.add_done_callback(lambda _: self._drop_failed(spec, made))
+        # Shield the future: the thread goes on if the caller is cancelled, and `forget` removes the confinement that it
+        # makes.
+        return await asyncio.shield(known[1])
+
+    def _drop_failed(self, spec: WorkerSpec, made: asyncio.Future[Confinement]) -> None:
+        if (made.cancelled() or made.exception() is not None) and id(spec) in self._confined:
+            del self._confined[id(spec)]
+
+    async def _remove(self, made: asyncio.Future[Confinement]) -> None:
+        await asyncio.wait([made])
+        if not made.cancelled() and made.exception() is None:
+            await asyncio.to_thread(self._confinements.remove, made.result())
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        await self._base(spec)
+
+    async def provide(self, _spec: WorkerSpec) -> bool:
+        """Do nothing: the deploy has already brought everything that a process needs."""
+        return False
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        await self._forget_base(spec)
+        if (known := self._confined.pop(id(spec), None)) is not None:
+            await self._remove(known[1])
+
+    async def _forget_base(self, spec: WorkerSpec) -> None:
+        specs = self._specs.get(key := _key(spec), set())
+        specs.discard(id(spec))
+        if specs or key not in self._specs:
+            return
+        del self._specs[key]
+        # Keep a lock that a launch holds: launches that come meanwhile wait for that lock, and then use the same base.
+        if not self._starting[key].locked():
+            del self._starting[key]
+        if (base := self._bases.pop(key, None)) is not None:
+            base.close()
+            base.child.kill_after(BASE_EXIT_S)
+            await base.child.wait_killed(BASE_EXIT_S + KILLED_S)
+
+    def base_pids(self) -> list[int]:
+        return [base.child.pid for base in self._bases.values() if base.alive]
+
+    def end_unused(self) -> None:
+        for key, base in list(self._bases.items()):
+            if base.childless:
+                del self._bases[key]
+                base.close()
+                base.child.kill_after(BASE_EXIT_S)
+
+    async def close(self) -> None:
+        self._closed = True
+        for base in self._bases.values():
+            base.close()
+        for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    end(process)
+            if self._reaping:
+                await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
+        # A launch may just have spawned a base, which it then kills itself.
+        for lock in list(self._starting.values()):
+            async with lock:
+                pass
+        if self._reaping:
+            await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
+        for _, made in list(self._confined.values()):
+            await self._remove(made)
+        await asyncio.wait([self._removing_left])
+        await asyncio.to_thread(self._confinements.close)
+
+    async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
+        key = _key(spec)
+        self._specs.setdefault(key, set()).add(id(spec))
+        async with self._starting.setdefault(key, asyncio.Lock()):
+            self._check_open()
+            base = self._bases.get(key)
+            if base is None or not base.alive:
+                base = self._bases[key] = await self._start_base(*key)
+            # `forget` may have removed this entry while the base started. The next call of `forget` needs the entry.
+            self._specs.setdefault(key, set()).add(id(spec))
+            return base
+
+    async def _start_base(self, python: str, preload: tuple[str, ...]) -> ZygoteProcess:
+        name = f"base {' '.join(preload)}".strip()
+        dialled: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
+        token = self._listener.expect(
+            "zygote", name, LogChannel(),
+            lambda link, pid, _: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
+        )  # fmt: skip
+        try:
+            request = {"address": str(self._listener.path), "token": token, "preload": preload}
+            process = await _spawn_base(python, request)
+            self._processes.add(process)
+            ended = self._tasks.create_task(self._reap(process, dialled, name))
+            self._reaping.add(ended)
+            ended.add_done_callback(self._reaping.discard)
+            try:
+                self._check_open()
+                async with asyncio.timeout(BASE_TIMEOUT_S):
+                    base = ZygoteProcess(await dialled, self._listener)
+                await base.wait_built(BASE_TIMEOUT_S)
+            except BaseException as error:
+                # Kill the process here: nothing else refers to it, for example if the caller was cancelled.
+                dialled.cancel()
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                if not isinstance(error, TimeoutError):
+                    raise
+                await ended
+                raise LauncherError(f"{name} did not start within {BASE_TIMEOUT_S:.0f} s.") from None
+        finally:
+            self._listener.forget(token)
+        return base
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LauncherError("The gateway is shutting down.")
+
+    async def _reap(
+        self, process: asyncio.subprocess.Process, dialled: asyncio.Future[ChildProcess], name: str
+    ) -> None:
+        code = await process.wait()
+        self._processes.discard(process)
+        if not dialled.done():
+            remedy = "Run `pilotflame doctor`, and see the gateway's standard error for the output."
+            message = f"The {name} process ended with code {code} before it was ready."
+            dialled.set_exception(LauncherError(message, remedy=remedy))
+
+
+def _key(spec: WorkerSpec) -> BaseKey:
+    return spec.python or sys.executable, spec.preload
+
+
+async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            python, "-m", "pilotflame.zygote", "base",
+            stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
+            # No signal of the gateway's terminal reaches it.
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        remedy = "Deploy again if its environment was moved."
+        raise LauncherError(f"{python} cannot be started: {error.strerror}.", remedy=remedy) from error
+    if process.stdin is not None:
+        process.stdin.write(json.dumps(request).encode())
+        process.stdin.close()
+    return process
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a base: without credentials of the gateway, without thread pools, and with
+    ASK_WITHOUT_USE.
+    """
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
+    }
+    return {**kept, **SINGLE_THREADED, **ASK_WITHOUT_USE, "PYTHONUNBUFFERED": ""}

@@ -1,0 +1,136 @@
+"""Tells the accounts how much memory and disk functions hold, after processes changed and while workers run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...ground.billing.ledger import Ledger
+from ...ground.billing.usage import GB, Holding, Usage
+from ...ground.telemetry.background import BackgroundTasks
+from ..functions.live import Live
+from ..functions.registry import Functions
+from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, MemoryMeter
+
+# A measurement of the node begins SETTLE_S after a process came or went, and every EVERY_S while there are workers.
+SETTLE_S = 1.0
+EVERY_S = 60.0
+
+
+class _Told(NamedTuple):
+    """The last figures that the account of a function has got."""
+
+    memory: FunctionMemory
+    revision: str
+    """The revision that was live when the files were measured."""
+    disk_gb: float
+
+
+class NodeProcesses:
+    """The bases or the gateway, as their account sees them. Their time counts from the creation of this object."""
+
+    held_workers = 0
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def usage(self, now_s: float) -> Usage:
+        return Usage(occupied_s=now_s - self._since_s)
+
+    def on_budget(self, *, changed: bool) -> None:
+        """Do nothing: the bases and the gateway have no budget."""
+
+
+class Metering:
+    """Measures the node after a change of its processes, and tells the accounts of functions, bases and gateway."""
+
+    def __init__(
+        self, functions: Functions, ledger: Ledger, memory: MemoryMeter, tasks: BackgroundTasks
+    ) -> None:
+        self._functions, self._ledger, self._memory, self._tasks = functions, ledger, memory, tasks
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s, self._closed = math.inf, False
+        # By function: the last figures that its account has got.
+        self._told: dict[str, _Told] = {}
+        self._processes = NodeProcesses()
+        for name in (GATEWAY, BASES):
+            ledger.open_node(name, self._processes)
+
+    def note_change(self, *_: str) -> None:
+        """Measure soon, because a process came or went, or a function was deployed. Ignore the arguments."""
+        self._measure_in(max(SETTLE_S, self._memory.pause_s))
+
+    def forget(self, function: str) -> None:
+        """Forget the figures of a deleted function, and measure soon."""
+        self._told.pop(function, None)
+        self.note_change()
+
+    def close(self) -> None:
+        """Measure no more. Later reports about processes have no effect."""
+        self._closed = True
+        for name in (GATEWAY, BASES):
+            self._ledger.account(name).detach(self._processes)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _measure_in(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if (due_s := loop.time() + delay_s) >= self._due_s or self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s, self._timer = due_s, loop.call_later(delay_s, self._start)
+
+    def _start(self) -> None:
+        self._due_s = math.inf
+        self._tasks.create_task(self._measure())
+
+    async def _measure(self) -> None:
+        found = await self._memory.measure()
+        if not self._memory.is_current and not any(
+            live.workers.replicas.starting for live in self._functions.running
+        ):
+            # Callers share a measurement. So this one may have begun before the processes changed.
+            self.note_change()
+        # `found` is None if a starting worker has stopped the measurement. The end of the start calls `note_change`.
+        if found is not None:
+            for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
+                self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
+            for live in self._functions.all():
+                memory = found.functions.get(live.record.function, NO_MEMORY)
+                told = self._told.get(live.record.function)
+                if told is None or told.memory is not memory or told.revision != live.record.revision:
+                    await self._tell(live, memory, told)
+                    # Let requests go on: there may be a thousand functions.
+                    await asyncio.sleep(0)
+        if any(live.workers.replicas.held for live in self._functions.all()):
+            self._measure_in(EVERY_S)
+
+    async def _tell(self, live: Live, memory: FunctionMemory, told: _Told | None) -> None:
+        """Pass the holding of a function to its account. Weights that several functions share count for each function."""
+        function, revision = live.record.function, live.record.revision
+        if told is not None and told.revision == revision:
+            disk_gb = told.disk_gb
+        else:
+            sizes: Callable[[str], dict[str, int]] = self._functions.store.sizes
+            disk_gb = sum((await asyncio.to_thread(sizes, function)).values()) / GB
+        self._told[function] = _Told(memory, revision, disk_gb)
+        account = live.function.account
+        account.measured(_holding(account.holding, memory, disk_gb, live.devices))
+
+
+def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:
+    """Return the memory, disk and devices that a function holds. Figures that cannot be measured at present keep their
+    last values.
+    """
+    workers, rest_gb = memory.workers, memory.rest_bytes / GB
+    return Holding(
+        worker_gb=memory.workers_bytes / workers / GB if workers else before.worker_gb,
+        rest_gb=rest_gb if rest_gb and not workers else before.rest_gb,
+        disk_gb=disk_gb,
+        devices=devices if workers else before.devices,
+        beside_gb=rest_gb if workers else before.beside_gb,
+    )

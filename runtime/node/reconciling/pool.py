@@ -1,0 +1,322 @@
+"""Starts, parks, wakes and ends the workers of one revision. It decides nothing: the reconciler calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from ....errors import ActivationFailed, PilotflameError
+from ...calls.link.child import KILLED_S, Child
+from ...calls.link.worker_spec import WorkerSpec
+from ...calls.serving.replica import START_TIMEOUT_S, CallEvents, Replica, ReplicaState, WorkerEvents
+from ...calls.serving.replicas import ReplicaList
+from ...ground.billing.usage import RungClock, Usage
+from ...ground.settings.function_settings import Scale
+from ...ground.telemetry.logs import Log
+from ...ground.telemetry.rung_name import RungName
+from ...ground.telemetry.timeline import Activation
+from ..launching.fetcher_client import FetcherClient
+from ..launching.launcher import Launcher
+from ..scaling.placement import Holding
+from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
+from .held_weights import HeldWeights
+from .standby_places import StandbyPlaces
+from .zygote_supervisor import ZygoteSupervisor
+
+# An idle worker that is stopped is killed if it has not exited after this time.
+STOP_TIMEOUT_S = 30.0
+
+
+class PoolEvents(WorkerEvents, Protocol):
+    """The events that the pool reports, in addition to the events of its workers."""
+
+    def on_processes_changed(self) -> None:
+        """A worker, the zygote or the standby has started or ended."""
+
+    def keeps_zygote(self) -> bool:
+        """Return True if the revision should have a zygote now."""
+
+    def on_zygote_died(self) -> None:
+        """The zygote has died. `ZygoteSupervisor.relaunch_at_s` says when to launch a new one."""
+
+
+class Pool:
+    """The workers of one revision, and the holds on their weights."""
+
+    def __init__(
+        self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
+        calls: CallEvents, events: PoolEvents, fetcher: FetcherClient, secrets: Callable[[], dict[str, str]],
+        measure: bool, gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
+    ) -> None:  # fmt: skip
+        """If `measure`, new workers measure their latency curve, until one worker has measured it. `numbers` yields the
+        last part of each worker's name.
+
+        `secrets` returns, by name, the environment variables that only the zygote and its workers get.
+        """
+        self.replicas = replicas
+        self.activations = 0
+        """The number of workers that were started, except the workers that deploys have started."""
+        self.used_s = 0.0
+        """The latest time at which a worker ended that had run invocations; 0 before the first such end."""
+        self._rung = RungClock(time.monotonic())
+        self.zygote = ZygoteSupervisor(
+            spec,
+            scale,
+            launcher,
+            logs,
+            tasks,
+            lambda: replicas.in_flight > 0,
+            self._note_rung,
+            secrets,
+            numbers,
+            StandbyPlaces(gpus, claimant, tasks),
+            events.keeps_zygote,
+            events.on_zygote_died,
+        )
+        self._spec, self._tasks, self._secrets = spec, tasks, secrets
+        self._calls, self._events = calls, events
+        self._measure = measure
+        self.forking: list[GpuPlace | None] = []
+        """The places of the workers that are being forked; None for a worker without GPUs."""
+        self._starts = set[asyncio.Task[None]]()
+        self._gpus, self._claimant = gpus, claimant
+        self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
+        self._past_held_s = self._past_parked_s = 0.0
+        self.weights = HeldWeights(spec, fetcher, secrets)
+        """The fetched weights, which all workers share."""
+        self._ending = 0
+        """The number of removed workers whose processes still run. While they do, the weights stay in memory."""
+
+    # -- state
+
+    def worked_s(self, now_s: float) -> tuple[float, float]:
+        """Return two sums over all workers, dead ones included: seconds with work, and seconds since ready."""
+        busy_s, ready_s = self._past_busy_s, self._past_ready_s
+        for replica in self.replicas:
+            busy_s += replica.outstanding.total_busy_s(now_s)
+            ready_s += now_s - replica.activation.ready_s if replica.activation.ready_s else 0.0
+        return busy_s, ready_s
+
+    @property
+    def holds_processes(self) -> bool:
+        """True if there is a zygote or a worker, or one of them is being started."""
+        return self.zygote.exists or self.replicas.held > 0
+
+    def usage(self, now_s: float) -> Usage:
+        """Return the usage so far of the zygote and of all workers, including dead workers."""
+        busy_s, ready_s = self.worked_s(now_s)
+        held_s = self._past_held_s + sum(now_s - replica.activation.asked_s for replica in self.replicas)
+        parked_s = self._past_parked_s + sum(replica.parked_s(now_s) for replica in self.replicas)
+        occupied_s, zygote_s, local_s = (
+            self._rung.seconds(rung, now_s) for rung in (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
+        )
+        return Usage(
+            busy_s=busy_s, idle_s=ready_s - busy_s, starting_s=held_s - ready_s, occupied_s=occupied_s,
+            parked_s=parked_s, zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.replicas.completed,
+        )  # fmt: skip
+
+    def _note_rung(self) -> None:
+        """Record that a worker, the zygote or the standby has started or ended."""
+        rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
+        self._rung.move(RungName.READY if len(self.replicas) else rest, time.monotonic())
+        self._events.on_processes_changed()
+
+    def load_s(self, now_s: float) -> float:
+        """Return the seconds that invocations have spent at workers so far, summed over all invocations.
+
+        Invocations at dead workers are included.
+        """
+        load_s = self._past_load_s
+        for replica in self.replicas:
+            load_s += replica.outstanding.load_s(now_s)
+        return load_s
+
+    # -- starting
+
+    def start(
+        self, count: int, signal: str = "", places: Sequence[Holding | None] = (), *, deploying: bool = False
+    ) -> None:
+        """Start `count` workers. The standby becomes the first worker, and the others are forked.
+
+        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. The caller has
+        checked that the GPUs have room for them, at `places` if these are given. Workers that a deploy starts
+        (`deploying`) are not counted as activations.
+        """
+        if not deploying:
+            self.activations += count
+        for number in range(count):
+            activation = Activation(time.monotonic(), signal=signal)
+            standby = self.zygote.take_standby()
+            at = places[number] if number < len(places) else None
+            place = self._gpus.take(self._claimant, standby, at)
+            if standby is not None and not self.weights.at_start:
+                self._activate(standby, activation, place)
+            else:
+                self.replicas.note_asked(activation.asked_s)
+                self.forking.append(place)
+                start = self._tasks.create_task(self._start(activation, standby, place))
+                self._starts.add(start)
+                start.add_done_callback(self._starts.discard)
+
+    async def _start(self, activation: Activation, child: Child | None, place: GpuPlace | None) -> None:
+        """Activate `child`, or fork a child first if it is None. Fetch the weights at the same time."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self.weights.at_start:
+                    tasks.create_task(self.weights.fetch(activation))
+                child = child or await self.zygote.fork(self._gpus.rehearsal_mb(self._claimant, place))
+            self.zygote.check_open()
+        except BaseException as failed:
+            self._note_answered(activation, place)
+            self._give_back(place, child)
+            error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
+            if not isinstance(error, Exception):
+                raise
+            self._events.on_start_failed(error if isinstance(error, PilotflameError) else _unexpected(error))
+            if not isinstance(error, PilotflameError):
+                raise
+        else:
+            self._note_answered(activation, place)
+            self._activate(child, activation, place)
+
+    def _note_answered(self, activation: Activation, place: GpuPlace | None) -> None:
+        self.replicas.note_answered(activation.asked_s)
+        self.forking.remove(place)
+
+    def _activate(self, child: Child, activation: Activation, place: GpuPlace | None) -> None:
+        activation.mark_forked(time.monotonic())
+        # `setup` may have to wait for weights that are still being fetched.
+        weights_s = self.weights.left_s
+        contained = bool(self._spec.image)
+        env = (
+            self._gpus.environment(self._spec.resources, place, contained=contained)
+            if place is not None
+            else {}
+        )
+        replica = Replica(
+            child,
+            activation,
+            self._calls,
+            self._events,
+            env,
+            START_TIMEOUT_S,
+            measure=self._measure,
+            weights_s=weights_s,
+        )
+        self.replicas.add(replica)
+        if place is not None:
+            self._gpus.assign(place, replica)
+            self._tasks.create_task(self._gpus.free_at_end(place, child))
+        self._note_rung()
+
+    def _give_back(self, place: GpuPlace | None, child: Child | None) -> None:
+        """Give back the place of a start that failed. If a child was forked, end it first."""
+        if child is None:
+            self._gpus.free(place)
+            return
+        child.link.close()
+        if place is not None:
+            place.child = child
+            self._tasks.create_task(self._gpus.free_at_end(place, child))
+
+    def note_ready(self, replica: Replica) -> None:
+        """Learn that a worker is ready. If it measured the latency curve, later workers do not measure it again."""
+        self.zygote.reset_delay()
+        self._measure = self._measure and not replica.measured
+
+    # -- weights
+
+    def drop_weights(self) -> None:
+        """Let the fetched weights leave the memory once there is no worker. Weights that are not on the disk stay."""
+        self.weights.drop()
+        self._drop_unused_weights()
+
+    def note_gone(self) -> None:
+        """Learn that the process of a worker that was removed has ended."""
+        self._ending -= 1
+        self._drop_unused_weights()
+
+    def _drop_unused_weights(self) -> None:
+        if not (self.replicas.held or self._ending):
+            self.weights.drop_unused()
+
+    # -- parking
+
+    def park(self, replicas: Iterable[Replica], *, given: bool = False) -> None:
+        """Park ready workers without work. `given` is True if they make room for other revisions."""
+        now_s = time.monotonic()
+        for replica in replicas:
+            replica.park(now_s)
+            self._gpus.note_parking(replica, given=given)
+
+    def wake(self, replicas: Iterable[Replica], most: int) -> int:
+        """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.
+
+        A worker whose GPUs have no room stays parked.
+        """
+        now_s, woken = time.monotonic(), 0
+        for replica in replicas:
+            if woken < most and self._gpus.resume(replica):
+                replica.wake(now_s)
+                woken += 1
+        return woken
+
+    # -- stopping
+
+    def stop(self, replicas: Iterable[Replica]) -> None:
+        """Drain workers: each ends after its invocations, which callers' deadlines limit. Cancel starts under way."""
+        for replica in list(replicas):
+            if replica.state is ReplicaState.RESTORING:
+                replica.cancel_start()
+            else:
+                replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a dead worker from the replicas, and add its seconds to the sums."""
+        self.replicas.remove(replica)
+        self._ending += 1
+        self._past_busy_s += replica.outstanding.busy_s
+        self._past_load_s += replica.outstanding.load_s(time.monotonic())
+        if replica.completed:
+            self.used_s = time.monotonic()
+        if replica.activation.ready_s:
+            self._past_ready_s += time.monotonic() - replica.activation.ready_s
+        self._past_held_s += time.monotonic() - replica.activation.asked_s
+        self._past_parked_s += replica.parked_s(time.monotonic())
+        self._note_rung()
+        # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
+        if not len(self.replicas):
+            self.zygote.replenish()
+
+    def release(self) -> None:
+        """If there is no worker, release the weights, and end the zygote unless the settings keep it."""
+        if not self.replicas.held:
+            self.weights.release()
+            self.zygote.release()
+
+    async def close(self, timeout_s: float) -> None:
+        """Drain all workers, kill those that do not exit within `timeout_s`, and end the zygote."""
+        self.zygote.close()
+        children = [replica.child for replica in self.replicas]
+        for replica in list(self.replicas):
+            replica.drain(timeout_s)
+        gone_by_s = time.monotonic() + timeout_s + KILLED_S
+        for child in children:
+            await child.wait_killed(gone_by_s - time.monotonic())
+            if child.gone.is_set():
+                # The gateway may not have read the worker's last answers yet.
+                child.link.drain()
+            else:
+                child.link.close()
+        self.weights.close()
+        await self.zygote.wait_closed()
+        # The unfinished starts have failed, but they count as workers until they have given their places back.
+        if self._starts:
+            await asyncio.wait(self._starts, timeout=KILLED_S)
+
+
+def _unexpected(error: Exception) -> ActivationFailed:
+    message = f"A worker could not be started: {type(error).__name__}: {error}"
+    return ActivationFailed(message, remedy="See the gateway's log for the traceback.")

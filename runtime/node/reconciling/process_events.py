@@ -1,0 +1,271 @@
+"""Handles the events of one revision's processes: recovers calls, logs how workers end, and has the reconciler look."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from ....errors import PilotflameError
+from ...calls.link.child import UNKNOWN_CAUSE, EndCause
+from ...calls.link.worker_spec import Weights
+from ...calls.serving.invocation import Invocation
+from ...calls.serving.replica import Replica
+from ...calls.serving.replicas import ReplicaList
+from ...calls.serving.revision import Revision
+from ...ground.telemetry.logs import RevisionLog
+from ..scaling.revision_state import Phase
+from ..scaling.seen import Seen
+from ..scaling.table import Row
+from .function import Function
+from .gpu_places import GpuPlace
+from .idle_ladder import LadderTarget
+from .node_parts import NodeParts
+from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
+from .start_outcomes import StartOutcomes
+
+# After a failed start, the error is held back for up to this time until the fetcher reports the reason.
+CAUSE_TIMEOUT_S = 2.0
+# When a worker dies, the log repeats this many of the last lines that the worker printed.
+LAST_WORDS = 5
+# When a worker dies, the log names at most this many of the invocations that the worker ran.
+MOST_IDS = 10
+
+
+class RevisionParts(LadderTarget, Protocol):
+    """The workers of one revision, as their events see them (revision_workers.py)."""
+
+    function: Function
+    node: NodeParts
+    phase: Phase
+    pool: Pool
+    replicas: ReplicaList
+    revision: Revision
+
+    def look(self) -> None: ...
+    def decide(self, now_s: float) -> tuple[Row, Seen]: ...
+    def keeps_zygote(self) -> bool: ...
+    def devices(self, replica: Replica) -> float: ...
+
+
+class ProcessEvents(PoolEvents):
+    """The events of the workers, the zygote and the standby of one revision."""
+
+    def __init__(
+        self, one: RevisionParts, tasks: asyncio.TaskGroup, logs: RevisionLog, on_activation: Callable[[str], None],
+        on_processes: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """See `Listeners` for the callbacks."""
+        self._one, self._tasks, self._logs = one, tasks, logs
+        self._on_activation, self._on_processes = on_activation, on_processes
+        self.starts = StartOutcomes()
+        self.deaths = 0
+        """The number of workers that have ended unexpectedly."""
+        self.unexplained = 0
+        """The number of failed starts whose cause the fetcher, or the parent of the process, has yet to report."""
+        self.unrecovered = 0
+        """The number of dead workers whose calls have been neither queued again nor failed yet."""
+        # The tasks that recover the calls of ended workers, and log why the workers ended.
+        self._endings: set[asyncio.Task[None]] = set()
+
+    def tell_workers(self) -> None:
+        """Tell the callers that wait for workers how many workers are ready, and how many start."""
+        self.starts.note_workers(len(self._one.replicas.ready), self._one.replicas.starting)
+
+    async def wait_told(self, timeout_s: float) -> None:
+        """Wait until the function's log says how the last workers have ended."""
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=timeout_s)
+
+    def keeps_zygote(self) -> bool:
+        return self._one.keeps_zygote()
+
+    def on_ready(self, replica: Replica) -> None:
+        self._one.function.prewarms.watch(replica)
+        self._one.revision.dispatcher.adopt(replica)
+        # `adopt` has sent the waiting invocations. Only now learn from the start.
+        self._one.pool.note_ready(replica)
+        self.starts.note_ready()
+        self.tell_workers()
+        self._one.function.ladder.note_ready(
+            self._one, usual=not replica.measured, devices=self._one.devices(replica)
+        )
+        self._on_activation("ready")
+        # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
+        self._one.node.reconciler.note_change()
+        self._one.look()
+
+    def on_zygote_died(self) -> None:
+        self._one.look()
+
+    def on_processes_changed(self) -> None:
+        # From now on, the start of a forked worker can be cancelled to make room.
+        self._one.node.reconciler.note_change()
+        self._on_processes()
+
+    def on_leaving(self, replica: Replica) -> None:
+        self._one.node.reconciler.note_change()
+        self._one.look()
+
+    def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
+        gpus = self._one.node.gpus
+        self._one.function.decisions.note(
+            "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
+        )
+        if (place := gpus.of(replica)) is not None:
+            self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
+
+    async def _note_kept(
+        self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
+    ) -> None:
+        """Let other functions use the GPU memory that a parked worker has given back."""
+        parks, kept = replica.parks, await self._one.node.gpus.kept(place, replica.child, reserved)
+        # Meanwhile the worker may have been woken, and parked again.
+        if parks == replica.parks:
+            self._one.node.gpus.note_parked(replica, freed_bytes, kept)
+
+    def on_need(self, replica: Replica, name: str) -> None:
+        self._tasks.create_task(self._hold_adapter(replica, name))
+
+    async def _hold_adapter(self, replica: Replica, name: str) -> None:
+        """Have an adapter fetched that a worker needs, and tell the worker when it can be mapped."""
+        try:
+            held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
+        except PilotflameError as error:
+            self._logs.write("gateway", f"adapter {name[:80]} could not be fetched: {error}", "error")
+            held = error
+        if not replica.child.link.closed:
+            replica.tell_held(name, held)
+
+    def on_start_failed(self, error: PilotflameError) -> None:
+        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
+        if self._one.pool.weights.unheard(error):
+            self.unexplained += 1
+            self._tasks.create_task(self._fail_start_later(error))
+        else:
+            self._fail_start(error)
+
+    async def _fail_start_later(self, error: PilotflameError) -> None:
+        """Wait until the fetcher reports why the weights are missing: its report may come after the worker's report."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUSE_TIMEOUT_S):
+                while fetching := self._one.pool.weights.unheard(error):
+                    ended = [one.ended for one in fetching]
+                    await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        self.unexplained -= 1
+        self._fail_start(error)
+
+    def _fail_start(self, error: PilotflameError) -> None:
+        error = self._one.pool.weights.explain(error)
+        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
+        self._on_activation("failed")
+        self.starts.note_failure(error)
+        self.tell_workers()
+        if not self._one.replicas.ready:
+            self._one.revision.dispatcher.fail_queued(error)
+        self._one.node.reconciler.note_change()
+        self._one.look()
+        if not len(self._one.revision.dispatcher.queue):
+            self._one.pool.release()
+
+    def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
+        self._one.pool.remove(replica)
+        self.unrecovered += 1
+        if _died_in_start(replica):
+            # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
+            self.unexplained += 1
+            self._one.decide(time.monotonic())
+        self._one.node.reconciler.note_change()
+        self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
+        ending = self._tasks.create_task(self._recover(replica, unstarted, started))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        if self._one.revision.dispatcher.queue:
+            # Waiting invocations need another worker now, not only when the cause of this end is known.
+            self._one.look()
+
+    async def _recover(
+        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
+    ) -> None:
+        was_ready = replica.activation.ready_s > 0
+        cause = await self._cause(replica) if started or not was_ready else EndCause()
+        self.unrecovered -= 1
+        self._one.revision.dispatcher.recover(unstarted, started, cause)
+        if _died_in_start(replica):
+            self.unexplained -= 1
+            self._note_death(cause)
+        self._one.look()
+        if not len(self._one.replicas) and not len(self._one.revision.dispatcher.queue):
+            self._one.pool.release()
+            self._tasks.create_task(self._one.revision.dispatcher.store_curve())
+        text = cause.text or (await self._cause(replica)).text
+        end = describe_end(replica, text, started, self._logs, retiring=self._one.phase is Phase.RETIRING)
+        self.deaths += end.unexpected
+        self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
+        await replica.child.wait_gone(STOP_TIMEOUT_S)
+        self._one.pool.note_gone()
+
+    async def _cause(self, replica: Replica) -> EndCause:
+        """Return how a worker ended. A read beyond the end of a mapped file ends it with SIGBUS: name the file."""
+        cause = await replica.child.cause()
+        local = [one for one in self._one.revision.spec.weights if not one.source]
+        if not local or not cause.text.startswith(f"signal {signal.SIGBUS.value} "):
+            return cause
+        short = await asyncio.to_thread(_truncated, local)
+        told = f": {short} was truncated; deploy again, or put the file back" if short else ""
+        return cause._replace(text=f"{cause.text}{told}")
+
+    def _note_death(self, cause: EndCause) -> None:
+        """Count a worker that died while it started. After too many such deaths, fail the waiting invocations."""
+        self._on_activation("failed")
+        error = self.starts.note_death(cause.text)
+        self.tell_workers()
+        if not self._one.replicas.ready and self.starts.give_up():
+            self._one.revision.dispatcher.fail_queued(error)
+
+
+def _died_in_start(replica: Replica) -> bool:
+    """Return True if a worker ended before it was ready, without a report of a failure and without being cancelled."""
+    return not (replica.activation.ready_s or replica.reported_failure or replica.left)
+
+
+def _truncated(weights: list[Weights]) -> str:
+    """Return the path of a file of local weights that is shorter than at the deploy; "" if there is none."""
+    from ....snapshot.format.compared import truncated  # noqa: PLC0415  only weights of a dead worker need it
+
+    return next((found for one in weights if (found := truncated(one.folder, one.manifest))), "")
+
+
+class WorkerEnd(NamedTuple):
+    """The log entry for the end of a worker."""
+
+    text: str
+    level: str = "info"
+    request_id: str = ""
+    """The id of the invocation that the worker ran; "" if it ran no invocation or several."""
+    unexpected: bool = False
+    """True if the worker ended by itself, without the report of a failed start."""
+
+
+def describe_end(
+    replica: Replica, cause: str, started: list[Invocation], logs: RevisionLog, *, retiring: bool
+) -> WorkerEnd:
+    """Return why a worker has ended, what it printed last, and which invocations it ran."""
+    # At a shutdown, the zygote ends before its workers, so it cannot report their exit codes.
+    if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
+        return WorkerEnd(f"worker {replica.name} has drained and ended")
+    words = logs.last_words(replica.name, LAST_WORDS)
+    said = f"; its last words: {words}" if words else "; it printed nothing"
+    # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision.
+    expected = replica.reported_failure or (replica.left and (retiring or replica.relieved))
+    ids = [invocation.id for invocation in started]
+    ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
+    return WorkerEnd(
+        f"worker {replica.name} ended with {cause}{ran}{said}",
+        "info" if expected else "error",
+        ids[0] if len(ids) == 1 else "",
+        unexpected=not (expected or replica.left),
+    )

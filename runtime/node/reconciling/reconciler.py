@@ -1,0 +1,369 @@
+"""The one loop of a node that decides about workers: it compares each revision's row with its workers, and acts.
+
+A look at one revision computes the revision's row and carries it out in the same call, so that the worker for a first
+request starts without another turn of the event loop. A start waits only if it does not fit beside the processes of all
+revisions. Then an allocation (scaling/allocation.py) weighs the claims of all revisions, at most once in a turn of the
+event loop. One timer wakes the loop, at the earliest time that a row or an allocation names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple, Protocol, cast
+
+from ...ground.settings.scale_spec import ReachedLimit
+from ...ground.telemetry.metrics import Reading
+from ..scaling.allocation import allocate
+from ..scaling.claims import Allocation, Grant, Limits, RevisionClaim
+from ..scaling.seen import Seen
+from ..scaling.table import Row
+from .gpu_places import GpuClaimant, GpuPlaces
+
+NOTHING_SEEN = Seen(0, 0, 0, 0)
+# A look carries out at most this many rows: after workers wake, stop or park, the revision gets a new row.
+MOST_LOOKS = 3
+# Allocations take at most this share of the event loop's time, however many events there are.
+MOST_SHARE = 0.1
+# uvloop rounds timers to a millisecond. This time is added to each delay, so that a timer is never early.
+ROUNDING_S = 0.0005
+
+
+class Member(GpuClaimant, Protocol):
+    """The workers of one revision, as the reconciler sees them (revision_workers.py)."""
+
+    @property
+    def key(self) -> str:
+        """The id of this revision among the members."""
+
+    @property
+    def owner(self) -> str:
+        """The owner, whose limit of workers applies to this revision in addition to the limit of the gateway."""
+
+    @property
+    def held_workers(self) -> int:
+        """The number of the revision's workers, including workers that are being forked."""
+
+    row: Row
+    """The row of the last look."""
+
+    @property
+    def urgent(self) -> bool:
+        """True if other revisions make room for this one: callers, a deploy or an urgent signal wait for a worker."""
+
+    def __hash__(self) -> int: ...
+
+    # -- one look
+
+    def look(self) -> None:
+        """Call `Reconciler.look`."""
+
+    def advance(self, now_s: float) -> float:
+        """Take the steps that are due. Return when the next step is due."""
+
+    def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
+        """Return its row, and the observations that the row follows from. `arriving` invocations are about to be queued."""
+
+    def settle(self, row: Row, seen: Seen, now_s: float) -> None:
+        """After the row is carried out, hold the plan's rung and note the load."""
+
+    # -- actions
+
+    def start(self, workers: int, row: Row, seen: Seen) -> None: ...
+    def wake(self, workers: int, queued: int) -> int:
+        """Wake at most this number of parked workers, if their GPUs have room. Return how many woke."""
+
+    def stop(self, workers: int, seen: Seen) -> None: ...
+    def park(self, workers: int) -> None: ...
+
+    # -- shared limits
+
+    def fits_gpus(self, workers: int) -> bool:
+        """Return True if the GPUs have room for this number of additional workers that are awake."""
+
+    def claim(self, waiting_since_s: float) -> RevisionClaim:
+        """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
+
+    def carry_out(self, grant: Grant, seen: Seen) -> None:
+        """Start, wake, park and stop workers as the allocation says."""
+
+    def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
+        """Record that the limit `reached` keeps `missing` workers from starting. None means that no limit keeps workers
+        from starting any more.
+        """
+
+
+class _Short(NamedTuple):
+    """A revision that wants more workers than fit."""
+
+    since_s: float
+    """The beginning of the wait; infinity if neither callers nor a deploy wait."""
+    missing: int
+    """The number of workers that it lacks."""
+    reached: ReachedLimit | None = None
+    """The limit that the last allocation has named; None before the first allocation."""
+
+
+class Reconciler:
+    """The revisions of a node, their rows, and the limits that they share."""
+
+    def __init__(
+        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None,
+        drain_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
+        functions. None means no limit. Callers wait for `drain_s` for the places of replaced revisions."""
+        self.gpus, self._most, self._of_owner, self.drain_s = gpus, most, of_owner, drain_s
+        self._loop = asyncio.get_running_loop()
+        self._members: dict[str, Member] = {}
+        # Revisions that retire: they get no more looks, but their processes count until they have ended.
+        self._leaving: dict[str, Member] = {}
+        self._short: dict[Member, _Short] = {}
+        # By key, when to look at each revision again. The heap has the same entries; an entry that differs is outdated.
+        self._due: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf
+        # When to allocate next: an event may have changed the result, or the result changes at that time without an
+        # event.
+        self._allocate_at_s = math.inf
+        self._pending = False
+        self._rested_at_s = 0.0
+        self._looks = 0
+        gpus.on_freed = self.note_change
+
+    def join(self, one: Member) -> None:
+        self._members[one.key] = one
+
+    def leave(self, one: Member) -> None:
+        """Stop looking at a revision, because it retires. Its processes count until `forget`."""
+        if self._members.pop(one.key, None) is not None:
+            self._leaving[one.key] = one
+        self._due.pop(one.key, None)
+        self._note_short(one, None)
+
+    def forget(self, one: Member) -> None:
+        """Forget a revision whose processes have ended."""
+        self.leave(one)
+        self._leaving.pop(one.key, None)
+        self.gpus.leave(one)
+        self.note_change()
+
+    def reached(self, one: Member) -> ReachedLimit | None:
+        """Return the limit that keeps a revision from the workers that it wants; None without such a limit."""
+        short = self._short.get(one)
+        return short.reached if short is not None else None
+
+    def due_s(self, one: Member) -> float:
+        """Return when the next look at a revision is due if no event causes an earlier look."""
+        return self._due.get(one.key, math.inf)
+
+    async def readings(self) -> list[Reading]:
+        """Return the number of looks at revisions so far."""
+        text = "Looks at revisions, each of which computes the number of workers and acts."
+        return [Reading("reconciler_looks", text, {(): self._looks}, (), total=True)]
+
+    # -- one revision
+
+    def look(self, one: Member, arriving: int = 0) -> None:
+        """Have a revision start, wake, stop and park workers until it has the number of workers that its row names."""
+        if one.key not in self._members:
+            return
+        self._looks += 1
+        now_s, before = time.monotonic(), one.row
+        again_s = one.advance(now_s)
+        for _ in range(MOST_LOOKS):
+            row, seen = one.decide(now_s, arriving)
+            if not self._act(one, row, seen, now_s):
+                break
+        one.settle(row, seen, now_s)
+        if self._short and row.wants != before.wants:
+            # Other revisions may get the workers that this revision gives up.
+            self.note_change()
+        self.look_by(one, min(row.again_s, again_s))
+
+    def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
+        """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
+        missing = row.start(seen)
+        if missing and not self._fits(one, missing, seen):
+            self._wait(one, missing, now_s)
+            return False
+        self._note_short(one, None)
+        if missing and seen.parked and one.wake(missing, seen.queued):
+            return True
+        # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
+        room = max(0, row.most - seen.held)
+        if missing:
+            one.start(min(missing, room), row, seen)
+        stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
+        if stop:
+            one.stop(stop, seen)
+        if park:
+            one.park(park)
+        if self._short and stop + park:
+            # A parked worker gives up its place sooner than a ready worker.
+            self.note_change()
+        return stop + park > 0
+
+    def look_by(self, one: Member, when_s: float) -> None:
+        """Look again at this time, unless an earlier look is due. An extra look costs less than moving the timer."""
+        if one.key in self._members and when_s < self._due.get(one.key, math.inf):
+            self._due[one.key] = when_s
+            heapq.heappush(self._heap, (when_s, one.key))
+            self._set_timer(when_s)
+
+    def _set_timer(self, when_s: float) -> None:
+        if self._timer is not None:
+            # Not `TimerHandle.when`: for a delay of zero, uvloop returns a handle without it.
+            if self._timer_at_s <= when_s:
+                return
+            self._timer.cancel()
+        self._timer_at_s = when_s
+        delay_s = max(0.0, when_s - time.monotonic()) + ROUNDING_S
+        self._timer = self._loop.call_at(self._loop.time() + delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, now_s = None, time.monotonic()
+        # Each look runs in a callback of its own, so that an error in one look does not stop the others.
+        if self._allocate_at_s <= now_s:
+            self._allocate_at_s, self._pending = math.inf, True
+            self._loop.call_soon(self._allocate_pending)
+        while self._heap and self._heap[0][0] <= now_s:
+            due_s, key = heapq.heappop(self._heap)
+            if self._due.get(key) == due_s:
+                del self._due[key]
+                self._loop.call_soon(self._members[key].look)
+        next_s = min(self._allocate_at_s, self._heap[0][0] if self._heap else math.inf)
+        if next_s < math.inf:
+            self._set_timer(next_s)
+
+    # -- the limits that all revisions share
+
+    def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
+        """Return True if a revision may have `missing` more workers awake now.
+
+        The workers that other revisions wait for count as if they were there.
+        """
+        starting = max(0, missing - seen.parked)
+        for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
+            if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
+                return False
+        if one.gpu_need is not None and any(
+            other.gpu_need is not None for other in self._short if other is not one
+        ):
+            return False
+        return one.fits_gpus(missing)
+
+    def _awaited(self, one: Member, owner: str | None) -> int:
+        """Return the number of workers that other revisions wait for."""
+        waiting = (other for other in self._short if other is not one and owner in (None, other.owner))
+        return sum(self._short[other].missing for other in waiting)
+
+    def _held(self, owner: str | None = None) -> int:
+        return sum(one.held_workers for one in self._all() if owner in (None, one.owner))
+
+    def _all(self) -> Iterator[Member]:
+        """Yield the revisions that have processes or may get some."""
+        return chain(self._members.values(), self._leaving.values())
+
+    def _wait(self, one: Member, missing: int, now_s: float) -> None:
+        """Have the next allocation decide which workers a revision gets."""
+        since_s = now_s if one.urgent else math.inf
+        if (short := self._short.get(one)) is None:
+            self._note_short(one, _Short(since_s, missing))
+        else:
+            waits_anew = (since_s < math.inf) != (short.since_s < math.inf)
+            self._short[one] = short._replace(
+                missing=missing, since_s=since_s if waits_anew else short.since_s
+            )
+        self.note_change()
+
+    def _note_short(self, one: Member, short: _Short | None) -> None:
+        before = self._short.pop(one, None)
+        if short is not None:
+            self._short[one] = short
+        elif before is not None:
+            one.note_limit(None, 0, NOTHING_SEEN)
+            self.note_change()
+        if before is not short:
+            self.gpus.waiting = sum(other.gpu_need is not None for other in self._short)
+
+    def note_change(self) -> None:
+        """Learn that a place may be free, or that a worker has become idle: waiting revisions may get workers now."""
+        if not self._short:
+            self._pending, self._allocate_at_s = False, math.inf
+            self.gpus.renew_standby()
+        elif not self._pending:
+            self._pending = True
+            now_s = time.monotonic()
+            if self._rested_at_s <= now_s:
+                self._loop.call_soon(self._allocate_pending)
+            else:
+                self._allocate_at_s = min(self._allocate_at_s, self._rested_at_s)
+                self._set_timer(self._allocate_at_s)
+
+    def _allocate_pending(self) -> None:
+        if self._pending:
+            self._allocate(time.monotonic())
+
+    def _allocate(self, now_s: float) -> None:
+        """Share the workers and the GPU memory among all revisions, and have the revisions carry out their grants."""
+        self._pending, self._allocate_at_s = False, math.inf
+        if not self._short:
+            return
+        present = (one for one in self._all() if one.held_workers or one in self._short)
+        # A process that ends may hold GPU memory for a moment after its revision was forgotten.
+        members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
+        claims = [self._claim(one) for one in members]
+        allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
+        self._rested_at_s = time.monotonic() + (time.monotonic() - now_s) * (1 / MOST_SHARE - 1)
+        self._carry_out(allocation, members, now_s)
+        if self._short:
+            self._allocate_at_s = min(self._allocate_at_s, max(allocation.again_s, self._rested_at_s))
+            if self._allocate_at_s < math.inf:
+                self._set_timer(self._allocate_at_s)
+
+    def _claim(self, one: Member) -> RevisionClaim:
+        """Return the claim of a revision. A retiring revision wants nothing, because its last row is out of date."""
+        claim = one.claim(self._short[one].since_s if one in self._short else math.inf)
+        return claim if one.key in self._members else claim._replace(wants={}, awake=0, held=0)
+
+    def _limits(self, members: list[Member]) -> Limits:
+        owners = {owner: self._of_owner(owner) for owner in {one.owner for one in members}}
+        known = {owner: most for owner, most in owners.items() if most is not None}
+        return Limits(self._most, known, self.drain_s)
+
+    def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
+        changed = list[Member]()
+        # First stop and park the workers that make room for other workers.
+        for one in members:
+            if (grant := allocation.grants.get(one.key)) and (grant.stop or grant.park or grant.end):
+                one.carry_out(grant._replace(start=(), wake=()), one.decide(now_s)[1])
+                changed.append(one)
+                if (short := self._short.get(one)) is not None and short.since_s < math.inf:
+                    # Until now the revision had workers, so its wait begins now.
+                    self._short[one] = short._replace(since_s=now_s)
+        for one in members:
+            grant = allocation.grants.get(one.key, Grant())
+            if grant.start or grant.wake:
+                one.carry_out(grant._replace(stop=(), park=(), end=()), one.decide(now_s)[1])
+                changed.append(one)
+            if one in self._short:
+                self._learn(one, grant, now_s)
+        for one in dict.fromkeys(changed):
+            self._loop.call_soon(one.look)
+
+    def _learn(self, one: Member, grant: Grant, now_s: float) -> None:
+        """Record which limit keeps workers from a revision, or that no limit keeps workers from it any more."""
+        short = self._short[one]
+        if grant.limit is None:
+            self._note_short(one, None)
+            return
+        if short.reached is None or short.reached.name != grant.limit.name:
+            row, seen = one.decide(now_s)
+            one.note_limit(grant.limit, row.start(seen), seen)
+        self._short[one] = short._replace(reached=grant.limit)

@@ -1,0 +1,97 @@
+"""Books the memory of a node's GPUs that each worker, parked worker and standby may hold. It does no I/O and reads no clock.
+
+A process is booked before it may use a GPU. Its booking is lowered only after it is known to hold less. So as long as
+each process keeps to its booking, all processes together hold at most the booked memory, and the bookings fit into the
+GPUs. Sizes are in MiB.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ...ground.settings.resources import CONTEXT_MB
+from .placement import Gpu, GpuNeed, Holding, candidates, fits, place
+
+# With less memory than this, a rehearsal would have no room beside the context of the GPU.
+REHEARSAL_MB = 2 * CONTEXT_MB
+
+
+@dataclass(eq=False)
+class Booking:
+    """The memory of the node's GPUs that one process may use."""
+
+    full: Holding
+    """The limit of the process while it is not parked."""
+    holding: Holding
+    """The present limit of the process."""
+
+
+AnyBooking = TypeVar("AnyBooking", bound=Booking)
+
+
+class GpuLedger(Generic[AnyBooking]):
+    """The bookings of a node."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self.gpus = tuple(gpus)
+        self.bookings: list[AnyBooking] = []
+
+    @property
+    def booked(self) -> Counter[str]:
+        """The booked memory of each GPU."""
+        total = Counter[str]()
+        for one in self.bookings:
+            total.update(one.holding)
+        return total
+
+    def held(self, but: Booking | None = None) -> list[Holding]:
+        return [one.holding for one in self.bookings if one is not but]
+
+    def room(self, need: GpuNeed, but: Booking | None = None) -> Holding | None:
+        """Return a holding for one more worker; None if there is no room.
+
+        If the standby with the booking `but` becomes that worker, its booking counts as free.
+        """
+        return place(self.gpus, self.held(but), need)
+
+    def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
+        """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
+        rehearse.
+
+        A standby rehearses on the GPUs that it will have as a worker. They are known only if the node has no more
+        usable GPUs than one worker needs.
+        """
+        known = candidates(self.gpus, need)
+        if len(known) != need.gpus:
+            return None
+        booked = self.booked
+        full = {gpu.id: need.of(gpu) for gpu in known}
+        found = {gpu.id: min(full[gpu.id], gpu.memory_mb - booked[gpu.id]) for gpu in known}
+        return (full, found) if min(found.values()) >= REHEARSAL_MB else None
+
+    def add(self, booking: AnyBooking) -> None:
+        """Book a process that has not begun to use GPUs. There must be room for it."""
+        self.bookings.append(booking)
+
+    def promote(self, booking: Booking, found: Holding) -> None:
+        """Book a standby as the worker that it becomes, with the holding that `room` has found."""
+        booking.full = booking.holding = found
+
+    def wake(self, booking: Booking) -> bool:
+        """Raise the booking of a parked worker to the full memory of a worker. Return False if there is no room."""
+        if not fits(self.gpus, self.held(booking), booking.full):
+            return False
+        booking.holding = booking.full
+        return True
+
+    def note_held(self, booking: Booking, held: Holding) -> None:
+        """Lower the booking of a process that gave memory back to `held`. Before `wake`, it must not take more."""
+        booking.holding = held
+
+    def remove(self, booking: AnyBooking) -> None:
+        """Drop a booking: the process has ended."""
+        if booking in self.bookings:
+            self.bookings.remove(booking)

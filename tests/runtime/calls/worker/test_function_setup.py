@@ -1,0 +1,158 @@
+"""The hint for handlers that load weights at import: it has the class that the code used, and works as it stands.
+
+The last tests show that settings of the function reach the snapshots of its workers.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pilotflame.runtime.calls.link.frames import FrameKind
+from pilotflame.runtime.calls.link.worker_spec import Weights, WorkerSpec
+from pilotflame.runtime.calls.worker import function_setup
+from pilotflame.runtime.calls.worker.function_setup import weights_hint
+from pilotflame.runtime.ground.settings.resources import Resources
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from pilotflame.snapshot.handle import Snapshot
+from safetensors.torch import save_file
+from worker_process import WorkerProcess
+
+CONFIG = "AutoConfig.from_pretrained(context.snapshot.path)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    from tiny_models import write_bert
+
+    # Large enough for a hint.
+    sizes = {"hidden_size": 256, "vocab_size": 9000}
+    return write_bert(tmp_path_factory.mktemp("bert"), "BertForSequenceClassification", **sizes)
+
+
+def hinted(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the lines of code in the hint for a handler with this source."""
+    module = types.ModuleType("hinted_handler")
+    module.__file__ = str(folder / "code" / "handler.py")
+    exec(source.format(path=str(folder)), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    hint = weights_hint(folder / "code")
+    assert "were loaded at import" in hint
+    return [line.removeprefix("    ") for line in hint.splitlines() if line.startswith("    ")]
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("AutoModelForSequenceClassification", f"AutoModelForSequenceClassification.from_config({CONFIG})"),
+        ("BertForSequenceClassification", f"BertForSequenceClassification({CONFIG})"),
+    ],
+)
+def test_a_model_keeps_its_head(name: str, made: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = f"from transformers import AutoModel, {name}\nmodel = {name}.from_pretrained({{path!r}})"
+    lines = hinted(source, folder, monkeypatch)
+    assert f"        model = {made}.eval()" in lines
+    assert lines[-1] == "    return model"
+
+
+def test_the_hint_for_a_pipeline_is_code_that_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = 'from transformers import pipeline\npipe = pipeline("text-classification", model={path!r})'
+    lines = hinted(source, folder, monkeypatch)
+    code: dict[str, object] = {}
+    exec("from transformers import AutoConfig, BertForSequenceClassification, pipeline", code)
+    exec("\n".join(lines), code)
+    build = code["build"]
+    snapshot = Snapshot(folder, create(folder))
+    pipe = build(types.SimpleNamespace(snapshot=snapshot))  # type: ignore[operator]
+    snapshot.open()
+    # On a machine with a GPU, the pipeline of the handler uses it, and the hint has these lines.
+    if setup := code.get("setup"):
+        setup(types.SimpleNamespace(state=pipe))  # type: ignore[operator]
+    [found] = pipe("the sea is calm")
+    [wanted] = vars(sys.modules["hinted_handler"])["pipe"]("the sea is calm")
+    assert found["label"] == wanted["label"]
+    assert found["score"] == pytest.approx(wanted["score"], abs=1e-5)
+
+
+# -- settings that reach the snapshots of a worker
+
+ON_DEVICE = """
+import ctypes
+from torch import nn
+from pilotflame.snapshot.restoring.device import simulated
+
+# Copies that take longer than the start of a worker.
+simulated.SimulatedDevice.__init__.__defaults__ = (0, 0.2)
+
+def build(context):
+    with context.snapshot.skeleton():
+        net = nn.Linear(8, 8)
+    context.snapshot.restore(net, device=DEVICE)
+    return net
+
+def handler(event, context):
+    if event == "checksums":
+        context.snapshot.wait()
+        return sum(len(upload.sums) for _, upload in context.snapshot._uploads)
+    # As an extension reads that gets the address past the dispatcher.
+    return list(ctypes.string_at(context.state.weight.untyped_storage().data_ptr(), 8))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
+    root, started = tmp_path / "weights", list[WorkerProcess]()
+    root.mkdir()
+    save_file({"weight": torch.ones(8, 8), "bias": torch.ones(8)}, root / "model.safetensors")
+    create(root).write(root / MANIFEST_NAME)
+    weights = Weights(name="", root=root, manifest=root / MANIFEST_NAME)
+
+    def start(device: str, **spec: Any) -> WorkerProcess:
+        started.append(
+            WorkerProcess(tmp_path, ON_DEVICE.replace("DEVICE", repr(device)), weights=(weights,), **spec)
+        )
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_auto_is_an_error_in_a_function_with_gpus(start: Callable[..., WorkerProcess]) -> None:
+    worker = start("auto", resources=Resources(gpus=1))
+    worker.send(FrameKind.ACTIVATE, 0, {"env": {"CUDA_VISIBLE_DEVICES": ""}})
+    assert 'resources.gpus is 1, but torch finds no CUDA device for "auto"' in str(
+        worker.expect(FrameKind.FAILED).json()
+    )
+
+
+def test_a_worker_waits_for_all_weights_if_the_function_says_so(start: Callable[..., WorkerProcess]) -> None:
+    worker = start("simulated", wait_for_weights=True)
+    worker.ready()
+    assert worker.ask(1) == [0, 0, 128, 63, 0, 0, 128, 63]
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_checksums_are_made_where_a_function_parks(start: Callable[..., WorkerProcess], parks: bool) -> None:
+    worker = start("simulated", parks=parks)
+    worker.ready()
+    assert worker.ask(1, "checksums") == parks
+
+
+def test_a_plugin_that_an_environment_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The function works without the observers of its calls."""
+    places = ("no_such_plugin.worker:observe", "json:no_such_name")
+    spec = WorkerSpec(function="f", revision="r1", code=Path("/code"), observers=places)
+    assert list(function_setup._observers(spec)) == []
+    first, second = capsys.readouterr().err.splitlines()
+    assert (
+        first == "calls are not observed by no_such_plugin.worker:observe: No module named 'no_such_plugin'"
+    )
+    assert second.startswith("calls are not observed by json:no_such_name: ")

@@ -1,0 +1,186 @@
+"""The owner of a function sees all of it. On each route, other keys see only the public part."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import pytest_asyncio
+from live import TRUSTED, Gateway, gateway_here, short_folder
+from pilotflame.runtime.node.packaging.code import KEPT_FILE
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENGINE = "unix:///nonexistent/engine.sock"
+ENDLESS_S = 0.3
+METHODS = ("get", "post", "put", "delete", "patch")
+HANDLER = """
+def handler(event):
+    # A caller sees what was printed during a job of its own.
+    if "planted" in str(event):
+        print("planted-log", event)
+    raise ValueError("no")  # planted-traceback
+"""
+BROKEN = """
+def setup(context):
+    raise RuntimeError("no")  # planted-setup
+
+def handler(event):
+    return event
+"""
+SETTINGS = {
+    "env.PLACE": "planted-env", "alerts.url": "https://alerts.example/planted-alert", "request_log.store": "/tmp/planted-store",
+    "after": "planted-upstream", "request_log.sample": 1e-9,
+}  # fmt: skip
+STARTING = ("/invoke/{function}", "/v2/{function}/warmup")
+PLANTED = ("log", "traceback", "setup", "env", "alert", "store", "input", "upstream")
+OTHERS: list[dict[str, Any]] = [
+    {"name": "containers", "scopes": ["deploy", "invoke"]},
+    {"name": "monitor", "scopes": ["read", "invoke"]},
+]
+
+
+class House(NamedTuple):
+    """A gateway with two functions of a trusted key, and a job."""
+
+    gateway: Gateway
+    admin: httpx.AsyncClient
+    owner: httpx.AsyncClient
+    job: str
+
+    async def key(self, **fields: Any) -> httpx.AsyncClient:
+        made = await self.admin.post("/v1/keys", json=fields)
+        assert made.status_code == 201, made.text
+        headers = {"Authorization": f"Bearer {made.json()['key']}"}
+        return httpx.AsyncClient(base_url=self.gateway.url, headers=headers, timeout=30)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house() -> AsyncIterator[House]:
+    with short_folder() as folder:
+        async with (
+            gateway_here(folder / "state", auth="always", engine=ENGINE) as gateway,
+            gateway.at_home() as admin,
+            await House(gateway, admin, admin, "").key(
+                name="team", scopes=["deploy", "invoke"], policy=TRUSTED
+            ) as owner,
+        ):
+            gateway.client.headers.update(owner.headers)
+            await gateway.deploy(HANDLER, SETTINGS, name="victim")
+            await gateway.deploy(BROKEN, name="broken", check=False)
+            run = await owner.post("/v2/victim/runsync?wait=20000", json={"input": {"x": "planted-input"}})
+            assert run.json()["status"] == "FAILED", run.text
+            yield House(gateway, admin, owner, run.json()["id"])
+
+
+async def text_of(client: httpx.AsyncClient, method: str, url: str, **sent: Any) -> str:
+    """Return status, headers and the text that arrives in time: some answers are endless."""
+    text = b""
+    try:
+        async with (
+            asyncio.timeout(ENDLESS_S if method == "get" else 30.0),
+            client.stream(method, url, **sent) as response,
+        ):
+            text = f"{response.status_code} {response.headers}".encode()
+            async for part in response.aiter_bytes():
+                text += part
+    except TimeoutError:
+        pass
+    return text.decode(errors="replace")
+
+
+async def everything(house: House, client: httpx.AsyncClient) -> dict[str, str]:
+    """Try every route about the functions and the job, and return what was answered."""
+    document = (await house.admin.get("/openapi.json")).json()
+    found = dict[str, str]()
+    for path, operations in document["paths"].items():
+        for method in (name for name in METHODS if name in operations):
+            for function in ("victim", "broken") if path in STARTING else ("victim",):
+                url = path
+                while "{" in url:
+                    before, _, rest = url.partition("{")
+                    name, _, after = rest.partition("}")
+                    url = (
+                        before
+                        + (function if name in ("function", "model", "name", "version") else house.job)
+                        + after
+                    )
+                body = {"input": 1, "model": function, "version": function, "workers": 1, "wait_s": 20}
+                sent = {"json": body} if method != "get" else {}
+                found[f"{method} {url}"] = await text_of(client, method, url, **sent)
+    return found
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=lambda fields: fields["name"])
+async def test_no_route_shows_what_is_private_to_another_key(house: House, fields: dict[str, Any]) -> None:
+    async with await house.key(**fields) as other:
+        answers = await everything(house, other)
+    shown = [f"{route}: {text}" for route, text in answers.items() if "planted-" in text]
+    assert not shown, shown
+    # The public part is there.
+    assert '"name":"victim"' in answers["get /v1/functions/victim"]
+    assert '"victim"' in answers["get /v1/functions"]
+
+
+async def test_the_owner_sees_all_of_it(house: House) -> None:
+    """Otherwise the test above would show nothing."""
+    found = [
+        await text_of(house.owner, "get", "/v1/functions/victim"),
+        await text_of(house.owner, "get", "/v1/functions/victim/logs"),
+        await text_of(house.owner, "post", "/invoke/victim", json=1),
+        await text_of(house.owner, "post", "/v2/broken/warmup?wait_s=20", json={}),
+    ]
+    for word in PLANTED:
+        assert any(f"planted-{word}" in text for text in found), (word, found)
+
+
+async def test_another_owner_ends_no_warm_up(house: House) -> None:
+    async with await house.key(**OTHERS[0]) as other:
+        for method, url in (
+            ("post", "/v2/victim/warmup?workers=0"),
+            ("put", "/torchserve/models/victim?min_worker=0"),
+        ):
+            assert (await text_of(other, method, url)).startswith("403"), url
+            assert not (await text_of(house.owner, method, url)).startswith("403"), url
+
+
+async def test_an_upload_tells_no_digest_of_another_owner(house: House) -> None:
+    """A kept file with the right digest is answered like one with a wrong digest."""
+    revision = (await house.owner.get("/v1/functions/victim")).json()["revision"]
+    right = hashlib.sha256(HANDLER.encode()).hexdigest()
+
+    async def answer(client: httpx.AsyncClient, digest: str) -> tuple[int, str]:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            kept = json.dumps({"files": [{"path": "handler.py", "sha256": digest}]}).encode()
+            member = tarfile.TarInfo(KEPT_FILE)
+            member.size = len(kept)
+            archive.addfile(member, io.BytesIO(kept))
+        query = {
+            "folder": "victim",
+            "base": f"victim/{revision}",
+            "check": "0",
+            "set": "image.name=registry/mine:1",
+        }
+        response = await client.post(
+            "/v1/functions",
+            content=packed.getvalue(),
+            params=query,
+            headers={"Content-Type": "application/gzip"},
+        )
+        return response.status_code, response.json().get("error", {}).get("message", "")
+
+    async with await house.key(**OTHERS[0]) as other:
+        found = [await answer(other, digest) for digest in (right, "0" * 64)]
+        files = {"files": [{"path": "handler.py", "sha256": right}]}
+        asked = await other.post("/v1/functions/victim/lacking", json=files)
+    assert found[0] == found[1]
+    assert (found[0][0], asked.status_code) == (403, 403)
+    assert (await answer(house.owner, "0" * 64))[0] == 409

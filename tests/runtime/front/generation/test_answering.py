@@ -1,0 +1,112 @@
+"""While a call of a language model waits, its stream has the number of earlier calls of the same key. Gateway and worker are real."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+from live import Gate, Gateway, until
+from pilotflame.runtime.calls.serving.invocation import Invocation
+from pilotflame.runtime.front.generation import answering, deltas
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WRITES = """
+import gate
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    if event.prompt != "now":
+        gate.wait(event.prompt)
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    yield Delta(text=event.prompt, tokens=[1], finish_reason="stop", usage=usage)
+"""
+
+
+async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
+    gateway: Gateway, gate: Gate, deploy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "HEARTBEAT_S", 0.02)
+    function = await deploy(WRITES, {"scale.max": 1}, gate=gate)
+
+    async def ask(prompt: str, told: asyncio.Event | None = None) -> tuple[str | None, str]:
+        body = {"model": function.name, "prompt": prompt, "stream": True}
+        async with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            text = ""
+            async for piece in response.aiter_text():
+                text += piece
+                if told is not None and "waiting" in piece:
+                    told.set()
+            return response.headers.get("X-Queue-Ahead"), text
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(ask("run"))
+        begun = await gate.next("run")
+        events = [asyncio.Event() for _ in range(2)]
+        waiting = []
+        for told in events:
+            waiting.append(tasks.create_task(ask("now", told)))
+            await told.wait()
+        begun.go()
+    assert (await running)[0] is None
+    for number, one in enumerate(waiting):
+        ahead, text = await one
+        assert ahead == str(number)
+        assert f": waiting for a worker, {number} ahead\n\n" in text
+        assert text.endswith("data: [DONE]\n\n")
+
+
+ENDLESS = """
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    while True:
+        yield Delta(text="word ", tokens=[1])
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/tgi/{name}/generate"])
+async def test_an_answer_has_a_limit_of_bytes(
+    gateway: Gateway, deploy: Any, monkeypatch: pytest.MonkeyPatch, path: str, *, stream: bool
+) -> None:
+    monkeypatch.setattr(deltas, "MOST_BYTES", 100_000)
+    function = await deploy(ENDLESS)
+    body = {"model": function.name, "prompt": "a", "stream": stream}
+    if "responses" in path:
+        body = {"model": function.name, "input": "a", "stream": stream}
+    elif "tgi" in path:
+        body, path = {"inputs": "a"}, path.format(name=function.name) + "_stream" * stream
+    found = await gateway.client.post(path, json=body)
+    assert "are larger than 100000 bytes" in found.text
+    assert found.status_code == (200 if stream else 500)
+
+
+BREAKS = """
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    yield Delta(text="word ", tokens=[1])
+    raise ValueError("no")
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_request_keeps_nothing(gateway: Gateway, deploy: Any, *, stream: bool) -> None:
+    """No cycle of references holds its prompts until the garbage collector runs."""
+    function = await deploy(BREAKS)
+    gc.collect()
+    gc.disable()
+    try:
+        body = {"model": function.name, "prompt": ["a", "b"], "stream": stream}
+        assert "ValueError" in (await gateway.client.post("/v1/completions", json=body)).text
+
+        async def freed() -> bool:
+            return not [found for found in gc.get_objects() if isinstance(found, (deltas.Deltas, Invocation))]
+
+        await until(freed, "the end of all references to the request")
+    finally:
+        gc.enable()

@@ -1,0 +1,116 @@
+"""Secrets outlive the process, only their owner can read them, and messages never quote them."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownSecret
+from pilotflame.runtime.ground.access.secrets import MAX_SECRETS, MAX_VALUE_BYTES, Secrets
+
+VALUE = "s3cr3t-välue\n with lines"
+
+
+def loaded(state: Path) -> Secrets:
+    secrets = Secrets(state)
+    secrets.load()
+    return secrets
+
+
+def test_secrets_outlive_the_process(tmp_path: Path):
+    secrets = loaded(tmp_path)
+    assert secrets.set("f", "TOKEN", "old") is False
+    assert secrets.set("f", "TOKEN", VALUE) is True
+    secrets.set("g", "TOKEN", "g's")
+    again = loaded(tmp_path)
+    assert again.of("f") == {"TOKEN": VALUE}
+    assert again.of("g") == {"TOKEN": "g's"}
+    assert again.of("h") == {}
+    assert list(again.of("f")) == ["TOKEN"]
+
+
+def test_files_are_their_owners(tmp_path: Path):
+    loaded(tmp_path).set("f", "TOKEN", VALUE)
+    [path] = (tmp_path / "access" / "secrets").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_unset_and_forgotten_ones_leave_nothing(tmp_path: Path):
+    secrets = loaded(tmp_path)
+    secrets.set("f", "A", "1")
+    secrets.set("f", "B", "2")
+    secrets.set("g", "A", "3")
+    secrets.unset("f", "A")
+    assert loaded(tmp_path).of("f") == {"B": "2"}
+    with pytest.raises(UnknownSecret, match="'A'"):
+        secrets.unset("f", "A")
+    secrets.forget("f")
+    secrets.forget("never-there")
+    assert secrets.of("f") == loaded(tmp_path).of("f") == {}
+    assert [path.name for path in (tmp_path / "access" / "secrets").iterdir()] == ["g.json"]
+
+
+@pytest.mark.parametrize("key", ["", "1A", "A-B", "A B", "A=B", "Ä", "A" * 256, "../A"])
+def test_a_name_must_be_a_variables(tmp_path: Path, key: str):
+    with pytest.raises(BadInput, match="secret's name"):
+        loaded(tmp_path).set("f", key, VALUE)
+
+
+@pytest.mark.parametrize("function", ["", "../f", "F", "models"])
+def test_a_function_must_have_a_functions_name(tmp_path: Path, function: str):
+    with pytest.raises(SettingsError):
+        loaded(tmp_path).set(function, "A", VALUE)
+    with pytest.raises(SettingsError):
+        loaded(tmp_path).forget(function)
+
+
+def test_messages_about_limits_do_not_quote_the_value(tmp_path: Path):
+    secrets = loaded(tmp_path)
+    for value in ("x" * (MAX_VALUE_BYTES + 1), "xx\0xx"):
+        with pytest.raises(BadInput) as caught:
+            secrets.set("f", "A", value)
+        assert "xx" not in str(caught.value)
+    for number in range(MAX_SECRETS):
+        secrets._secrets.setdefault("f", {})[f"K{number}"] = ""
+    with pytest.raises(BadInput, match="100 secrets"):
+        secrets.set("f", "A", "1")
+
+
+@pytest.mark.parametrize("text", ["", VALUE, f'{{"secrets": {{"A": 1, "B": "{VALUE[:6]}"}}}}'])
+def test_messages_about_a_damaged_file_do_not_quote_it(tmp_path: Path, text: str):
+    loaded(tmp_path).set("f", "A", VALUE)
+    (tmp_path / "access" / "secrets" / "f.json").write_text(text)
+    with pytest.raises(GatewayError, match=r"f\.json") as caught:
+        loaded(tmp_path)
+    assert "s3cr3t" not in repr(caught.value) + repr(caught.value.details)
+
+
+def test_half_written_files_are_removed(tmp_path: Path):
+    loaded(tmp_path).set("f", "A", VALUE)
+    leftover = tmp_path / "access" / "secrets" / ".f.json.abcd"
+    leftover.write_text(VALUE)
+    assert loaded(tmp_path).of("f") == {"A": VALUE}
+    assert not leftover.exists()
+
+
+def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secrets = loaded(tmp_path)
+    secrets.set("f", "A", "old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(GatewayError, match="No space left"):
+            secrets.set("f", "A", "new")
+    assert secrets.of("f") == loaded(tmp_path).of("f") == {"A": "old"}
+
+
+def test_what_is_given_away_is_a_copy(tmp_path: Path):
+    secrets = loaded(tmp_path)
+    secrets.set("f", "A", "1")
+    secrets.of("f")["A"] = "2"
+    assert secrets.of("f") == {"A": "1"}

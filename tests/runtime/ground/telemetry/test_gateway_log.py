@@ -1,0 +1,69 @@
+"""What the gateway itself says: on standard error, as text or JSON, and in its log."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pilotflame.runtime.ground.telemetry.gateway_log import Format, Level, gateway_logging
+from pilotflame.runtime.ground.telemetry.log_files import LogFiles, LogQuery
+from pilotflame.runtime.ground.telemetry.logs import Logs
+
+
+async def said(tmp_path: Path, level: Level, form: Format) -> list[Any]:
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs, log = Logs(files), logging.getLogger("pilotflame.runtime.tested")
+    with gateway_logging(logs, level, form):
+        channel = logs.channel("gateway")
+        with channel.subscribe() as news:
+            log.debug("of no use")
+            log.info("to be %s", "known")
+            try:
+                json.loads("broken")
+            except ValueError:
+                log.exception("it failed")
+            log.error("the end")
+            while (await news.get()).text != "the end":
+                pass
+    log.info("after the gateway")
+    lines = await logs.history("gateway", LogQuery())
+    files.close()
+    return [(line.level, line.text.splitlines()[0]) for line in lines]
+
+
+async def test_messages_are_printed_and_stored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = [("info", "to be known"), ("error", "it failed"), ("error", "the end")]
+    assert await said(tmp_path, "info", "text") == expected
+    printed = capfd.readouterr().err
+    assert "Z INFO pilotflame: to be known\n" in printed
+    assert "JSONDecodeError: Expecting value" in printed
+    assert "of no use" not in printed
+    assert "after the gateway" not in printed
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_a_message_about_a_request_has_its_id(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: Format
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs = Logs(files)
+    with gateway_logging(logs, "info", form), (channel := logs.channel("gateway")).subscribe() as news:
+        logging.getLogger("pilotflame.runtime.tested").error("failed", extra={"request_id": "q1"})
+        assert (await news.get()).request_id == "q1"
+    assert channel.tail(1)[0].text == "failed"
+    files.close()
+    printed = capfd.readouterr().err
+    if form == "json":
+        assert json.loads(printed)["request_id"] == "q1"
+    else:
+        assert printed.endswith("ERROR pilotflame: [q1] failed\n")
+
+
+async def test_a_level_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert [level for level, _ in await said(tmp_path, "warning", "json")] == ["error", "error"]
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["level"], line["source"]) for line in lines] == [("error", "gateway")] * 2
+    assert "JSONDecodeError: Expecting value" in lines[0]["text"]

@@ -1,0 +1,56 @@
+"""Which consumers run for the sources of a function."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from pilotflame.runtime.ground.settings.event_source import EventSource
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
+from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
+from pilotflame.runtime.jobs.events import sources
+from pilotflame.runtime.jobs.events.message_queue import Identity, Message
+from pilotflame.runtime.plugins.sqs.settings import SqsSource
+from pilotflame.snapshot.sources.access import ANY, Access
+
+
+class Silent:
+    """A queue without messages."""
+
+    batch = 10
+    closed = False
+
+    async def receive(self, limit: int, *, wait: bool) -> list[Message]:
+        del limit, wait
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_source_is_opened_again_only_with_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Access, Silent]] = []
+
+    def open_silent(_source: EventSource, identity: Identity) -> tuple[Silent, None]:
+        opened.append((identity.access, Silent()))
+        return opened[-1][1], None
+
+    monkeypatch.setattr(sources, "_opened", open_silent)
+    source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/orders")
+    settings = FunctionSettings(name="f", source=(source,))
+    rules = {"f": ANY}
+    jobs: Any = None
+    async with asyncio.timeout(20), BackgroundTasks() as tasks:
+        found = sources.Sources(
+            jobs, tasks, lambda *_: None, drain_s=0.0, identity=lambda name: Identity(access=rules[name])
+        )
+        found.start("f", settings)
+        found.start("f", settings)
+        assert [access for access, _ in opened] == [ANY]
+        rules["f"] = Access(own_only=True)
+        found.start("f", settings)
+        assert [access for access, _ in opened] == [ANY, Access(own_only=True)]
+        await found.close()
+    assert all(queue.closed for _, queue in opened)

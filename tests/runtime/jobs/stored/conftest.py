@@ -1,0 +1,39 @@
+"""Fixtures of the tests of jobs: stores on a file, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.stored.schema import SCRIPTS
+from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.testing.job_store import KEEP_S, Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest_asyncio.fixture
+async def open_store(tmp_path: Path, clock: Clock) -> AsyncIterator[Callable[..., tuple[JobStore, Database]]]:
+    databases: list[Database] = []
+
+    def open_one(**more: Any) -> tuple[JobStore, Database]:
+        databases.append(Database(tmp_path / "jobs.db", SCRIPTS))
+        databases[-1].open()
+        return JobStore(databases[-1], keep_s=KEEP_S, clock=clock, **more), databases[-1]
+
+    yield open_one
+    for database in databases:
+        await asyncio.to_thread(database.close)
+
+
+@pytest.fixture
+def store(open_store: Callable[..., tuple[JobStore, Database]]) -> JobStore:
+    return open_store()[0]

@@ -1,0 +1,165 @@
+"""Large inputs and outputs of jobs: files that follow the rows which refer to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from live import gateway_here, until
+from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
+from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
+from pilotflame.runtime.jobs.stored.large_bodies import MOST_INLINE_BYTES, LargeBodies, same_body, size_of
+from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.testing.job_store import Clock, new_job
+from receiver import receiving
+
+SIZE = MOST_INLINE_BYTES + 1
+BODY = b"x" * SIZE
+RESULT = JobOutcome(JobState.COMPLETED, b'"' + BODY + b'"')
+ECHO = "def handler(event):\n    return event['text']\n"
+
+
+@pytest.fixture
+def bodies(tmp_path: Path):
+    bodies = LargeBodies(tmp_path / "bodies")
+    yield bodies
+    bodies.close()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_a_body_is_read_until_it_is_deleted(bodies: LargeBodies, tmp_path: Path) -> None:
+    name = await bodies.write(BODY)
+    assert size_of(name) == SIZE
+    assert await bodies.read(name) == BODY
+    bodies.delete([name])
+    bodies.delete([name])
+
+    async def gone() -> bool:
+        return await bodies.read(name) is None
+
+    await until(gone, "the file is deleted")
+    assert not files(tmp_path / "bodies")
+
+
+async def test_names_tell_equal_bodies(bodies: LargeBodies) -> None:
+    one, same, other = [await bodies.write(body) for body in (BODY, BODY, b"y" * SIZE)]
+    assert one != same
+    assert same_body(one, same)
+    assert not same_body(one, other)
+    assert not same_body(one, "")
+    assert same_body("", "")
+
+
+async def test_a_full_disk_is_named_and_leaves_no_file(
+    bodies: LargeBodies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fdatasync", full)
+    with pytest.raises(JobStoreFailed, match="No space left on device"):
+        await bodies.write(BODY)
+    assert not files(tmp_path / "bodies")
+
+
+async def test_the_body_of_a_caller_who_leaves_is_deleted(bodies: LargeBodies, tmp_path: Path) -> None:
+    written = asyncio.create_task(bodies.write(BODY))
+    await asyncio.sleep(0)
+    written.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await written
+    await asyncio.to_thread(bodies.close)
+    assert not (tmp_path / "bodies").exists() or not files(tmp_path / "bodies")
+
+
+async def test_a_start_deletes_the_files_that_no_row_names(store: JobStore, tmp_path: Path) -> None:
+    job, _ = await store.submit(new_job(body=BODY))
+    (kept,) = files(tmp_path / "jobs.bodies")
+    (tmp_path / "jobs.bodies" / "5-0-0").write_bytes(b"stray")
+    await store.recover()
+    assert files(tmp_path / "jobs.bodies") == [kept]
+    assert (await store.get("tone", job.id)).input == BODY
+
+
+async def test_a_change_that_stores_nothing_leaves_no_file(store: JobStore, tmp_path: Path) -> None:
+    first, _ = await store.submit(new_job(body=BODY, idempotency="k"))
+    again, earlier = await store.submit(new_job(body=BODY, idempotency="k"))
+    assert (again.id, again.input, earlier) == (first.id, BODY, True)
+    for other in (b"y" * SIZE, b""):
+        with pytest.raises(IdempotencyConflict):
+            await store.submit(new_job(body=other, idempotency="k"))
+    assert not await store.finish(first.id, 7, RESULT)
+    await asyncio.to_thread(store.close)
+    assert len(files(tmp_path / "jobs.bodies")) == 1
+
+
+async def test_a_missing_file_ends_a_queued_job_and_is_named(store: JobStore, tmp_path: Path) -> None:
+    job, _ = await store.submit(new_job(body=BODY))
+    (name,) = files(tmp_path / "jobs.bodies")
+    (tmp_path / "jobs.bodies" / name).unlink()
+    with pytest.raises(JobBodyMissing, match=name):
+        await store.get("tone", job.id)
+    assert await store.due("tone", 10, 1_000_000.0) == []
+    (failed,) = await store.newest("tone")
+    assert (failed.state, failed.error and failed.error["type"]) == (JobState.FAILED, JobBodyMissing.code)
+
+
+async def test_an_attempt_that_is_repeated_drops_its_result(
+    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path, clock: Clock
+) -> None:
+    store, _ = open_store()
+    job, _ = await store.submit(new_job(max_attempts=1))
+    assert await store.take(job.id) == 1
+    assert await store.finish(job.id, 1, JobOutcome(JobState.FAILED, BODY))
+    assert (await store.get("tone", job.id)).output == BODY
+    await store.retry("tone", job.id)
+    await asyncio.to_thread(store.close)
+    assert not files(tmp_path / "jobs.bodies")
+    assert (await store.stored_bytes())["*"] == 2
+
+
+async def test_a_webhook_carries_a_large_result_also_after_the_results_end(
+    state: Path,
+) -> None:
+    async with (
+        receiving() as receiver,
+        gateway_here(state, keep_result_s=0.2, webhook_networks=["127.0.0.1"]) as gateway,
+    ):
+        released = asyncio.Event()
+        function = await gateway.deploy(ECHO)
+        text = "x" * SIZE
+
+        async def slow(_request: web.Request) -> web.StreamResponse:
+            await released.wait()
+            return web.Response(status=204)
+
+        receiver.responses = [slow]
+        body = {"input": {"text": text}, "webhook": receiver.url}
+        job_id = (await gateway.client.post(f"/v2/{function.name}/run", json=body)).json()["id"]
+        (came,) = await receiver.received(1)
+        assert (json.loads(came.body)["id"], json.loads(came.body)["output"]) == (job_id, text)
+        path = f"/v2/{function.name}/status/{job_id}"
+
+        async def expired() -> bool:
+            return (await gateway.client.get(path)).status_code == 410
+
+        # The delivery may have to be sent again, so its job stays.
+        store = gateway.server.jobs.store
+        while await store.next_expiry(time.time()) < time.time() + 30.0:
+            await asyncio.sleep(0.01)
+        assert not await expired()
+        released.set()
+
+        async def delivered() -> bool:
+            return not await store.pending_deliveries()
+
+        await until(delivered, "the webhook is delivered")

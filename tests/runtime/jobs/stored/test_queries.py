@@ -1,0 +1,60 @@
+"""Queries: a job that the caller may not see is unknown; pieces are read by size."""
+
+from __future__ import annotations
+
+import pytest
+from pilotflame.errors import JobExpired, UnknownJob
+from pilotflame.runtime.jobs.stored import queries
+from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.testing.job_store import KEEP_S, Clock, new_job
+
+BOTH = ("tone", "echo")
+
+
+async def test_a_job_is_found_by_callers_of_its_function(store: JobStore) -> None:
+    job, _ = await store.submit(new_job(wanted_id="mine"))
+    assert await store.find("mine", BOTH.__contains__, BOTH) == job
+    # A job of a deleted function.
+    assert await store.find("mine", BOTH.__contains__, ()) == job
+    for job_id, allowed in (("mine", ("echo",)), ("other", BOTH), ("\udcff", BOTH), ("x" * 10_000, BOTH)):
+        with pytest.raises(UnknownJob):
+            await store.find(job_id, allowed.__contains__, allowed)
+
+
+async def test_an_expired_job_is_reported_to_callers_who_might_have_seen_it(
+    store: JobStore, clock: Clock
+) -> None:
+    await store.submit(new_job(wanted_id="mine", ttl_s=1.0))
+    clock.now_s += 2.0
+    await store.expire()
+    clock.now_s += 1.8 * KEEP_S
+    await store.expire()
+    with pytest.raises(JobExpired):
+        await store.find("mine", BOTH.__contains__, BOTH)
+    with pytest.raises(UnknownJob):
+        await store.find("mine", ("echo",).__contains__, ("echo",))
+
+
+async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "PIECES_BYTES", 25)
+    job, _ = await store.submit(new_job())
+    await store.take(job.id)
+    pieces = [b"x" * 10, b"", b"x" * 10, b"x" * 10, b"x" * 100, b"y"]
+    await store.add_pieces(job.id, 1, 1, pieces)
+    read: list[list[int]] = []
+    while found := await store.pieces(job.id, read[-1][-1] if read else 0, 100):
+        assert [piece for _, piece in found] == [pieces[number - 1] for number, _ in found]
+        read.append([number for number, _ in found])
+    assert read == [[1, 2, 3, 4], [5], [6]]
+    assert len(await store.pieces(job.id, 0, 2)) == 2
+
+
+async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
+    extra = {"event": {"id": "1", "source": "straße", "n": 2, "yes": True}}
+    job, _ = await store.submit(new_job(extra=extra))
+    assert job.extra == extra
+    assert (await store.get("tone", job.id)).extra == extra
+    (queued,) = await store.due("tone", 10, clock.now_s)
+    assert queued.extra == extra
+    plain, _ = await store.submit(new_job(extra={}))
+    assert (await store.get("tone", plain.id)).extra is None is plain.extra

@@ -1,0 +1,50 @@
+"""Processes as launched by the gateway keep the contract of launchers, also behind the choice by image."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
+from pilotflame.runtime.node.launching.container_launcher import ContainerLauncher
+from pilotflame.runtime.node.launching.launcher import Launcher, LauncherByImage
+from pilotflame.runtime.node.launching.listener import Listener
+from pilotflame.runtime.node.launching.process_launcher import ProcessLauncher
+from pilotflame.runtime.testing.launcher import LauncherTests
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> Callable[[str], WorkerSpec]:
+    def make(source: str) -> WorkerSpec:
+        code = tmp_path / f"code-{len([*tmp_path.iterdir()])}"
+        code.mkdir()
+        (code / "handler.py").write_text(source)
+        return WorkerSpec(function="tone", revision=f"1-{code.name}", code=code)
+
+    return make
+
+
+class TestProcessLauncher(LauncherTests):
+    def made(self, listener: Listener, tasks: BackgroundTasks, state: Path) -> Launcher:
+        return ProcessLauncher(listener, tasks, state, state / "cache")
+
+    @pytest_asyncio.fixture
+    async def launcher(self, state: Path) -> AsyncIterator[Launcher]:
+        state.mkdir()
+        listener = Listener(state / "run" / "link.sock")
+        listener.open()
+        async with BackgroundTasks() as tasks:
+            launcher = self.made(listener, tasks, state)
+            yield launcher
+            await launcher.close()
+            listener.close()
+        assert tasks.failures == {}
+
+
+class TestLauncherByImage(TestProcessLauncher):
+    def made(self, listener: Listener, tasks: BackgroundTasks, state: Path) -> Launcher:
+        containers = ContainerLauncher(f"unix://{state}/none.sock", listener, tasks, str(state), print)
+        return LauncherByImage(super().made(listener, tasks, state), containers)

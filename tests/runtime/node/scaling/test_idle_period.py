@@ -1,0 +1,121 @@
+"""Where idle periods begin and end, the steps of a plan, and the callers that would have waited for a wake-up."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.runtime.node.scaling.idle_period import QUIET_S, Followers, IdlePeriod, IdleWatch
+from pilotflame.runtime.node.scaling.ladder import Step
+
+PLAN = (Step(0.0, 0), Step(10.0, 1), Step(30.0, 2), Step(50.0, 0), Step(60.0, 2))
+# Requests, one after the other: the seconds without work before each, and for how long it runs.
+requests = st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=30)
+
+
+@given(requests, st.booleans())
+def test_the_periods_are_the_gaps_that_are_longer_than_the_quiet(
+    calls: list[tuple[float, float]], workers_stay: bool
+) -> None:
+    watch, now_s, found = IdleWatch(), 0.0, list[tuple[float, float]]()
+    woken_s, expected, end_s = None, list[tuple[float, float]](), None
+    for gap_s, run_s in calls:
+        arrival_s = now_s + gap_s
+        if end_s is not None and gap_s > QUIET_S + 1e-6:
+            expected.append((gap_s, end_s - (end_s if woken_s is None else woken_s)))
+            woken_s = arrival_s
+        # Like the revision: look at the end of a request, and again at the time that `quiet` has returned.
+        due_s = watch.quiet(now_s, now_s if workers_stay else None) if end_s is not None else None
+        while due_s is not None and due_s < arrival_s:
+            due_s = watch.quiet(due_s, end_s if workers_stay else None)
+        if (ended := watch.busy(arrival_s)) is not None:
+            assert not ended.begun_s > arrival_s - QUIET_S + 1e-6
+            found.append((arrival_s - ended.begun_s, ended.since_s))
+        assert watch.busy(arrival_s) is None
+        now_s = end_s = arrival_s + run_s
+    assert [pytest.approx(one, abs=1e-6) for one in expected] == [
+        one for one in found if one[0] > QUIET_S + 1e-6
+    ]
+
+
+def test_later_requests_that_were_not_seen_move_the_beginning() -> None:
+    watch = IdleWatch()
+    assert watch.quiet(10.0, 10.0) == 10.0 + QUIET_S
+    assert watch.quiet(10.5, 10.4) == 10.4 + QUIET_S
+    assert watch.quiet(10.4 + QUIET_S, 10.4) is None
+    assert watch.period == IdlePeriod(10.4, 0.0, 10.4)
+
+
+def test_a_function_that_fails_is_not_idle() -> None:
+    watch = IdleWatch()
+    watch.open(0.0, 0.0)
+    watch.interrupt()
+    assert watch.period is None
+    assert watch.busy(5.0) is None
+    assert watch.quiet(100.0, None) == 100.0 + QUIET_S
+
+
+@given(st.floats(0, 100))
+def test_a_period_stands_where_its_plan_says(after_s: float) -> None:
+    period = IdlePeriod(5.0, 0.0, 7.0)
+    expected = [step.rung for step in PLAN if step.offset_s <= after_s][-1]
+    assert period.rung(PLAN, 7.0 + after_s) == expected
+    left = list(period.later(PLAN, 7.0 + after_s))
+    assert [step.rung for step in left] == [step.rung for step in PLAN if step.offset_s > after_s]
+    assert all(step.offset_s > 7.0 + after_s for step in left)
+
+
+def test_steps_that_are_due_after_a_month_are_never_taken() -> None:
+    assert list(IdlePeriod(0.0, 0.0, 0.0).later((Step(0.0, 0), Step(1e9, 1), Step(math.inf, 2)), 1.0)) == []
+
+
+def test_before_its_time_a_plan_stands_on_its_first_rung() -> None:
+    assert IdlePeriod(5.0, 0.0, 7.0).rung(PLAN, 6.0) == 0
+
+
+def counted(arrivals_s: list[float], wakes_s: list[float], *, late_s: float = 0.0) -> tuple[float, ...]:
+    """Return the waits if arrivals come at these delays after the first."""
+    count = Followers(100.0, wakes_s)
+    while (due_s := count.next_s) is not None:
+        now_s = due_s + late_s
+        count.count(now_s, 1 + sum(100.0 + after_s <= now_s for after_s in arrivals_s))
+    return tuple(one.waited_s for one in count.waits(wakes_s))
+
+
+@given(st.lists(st.floats(1e-3, 15), max_size=40), st.lists(st.floats(0.01, 20), max_size=3), st.floats(0, 3))
+def test_followers_are_counted_with_what_they_would_have_waited(
+    arrivals_s: list[float], wakes: list[float], late_s: float
+) -> None:
+    wakes_s = [0.0, *sorted(wakes)]
+    for wake_s, waited_s in zip(wakes_s, counted(arrivals_s, wakes_s, late_s=late_s), strict=True):
+        exact = wake_s + sum(max(0.0, wake_s - after_s) for after_s in arrivals_s)
+        # Each arrival is known to the nearest count.
+        assert abs(waited_s - exact) <= len(arrivals_s) * (max(wakes_s) / 4 + late_s) + 1e-6
+        assert waited_s >= wake_s - 1e-9
+
+
+def test_one_caller_alone_waits_for_the_wake_time() -> None:
+    assert counted([], [0.0, 0.03, 6.0]) == pytest.approx((0.0, 0.03, 6.0))
+
+
+def test_what_was_not_counted_yet_is_taken_as_quiet() -> None:
+    count = Followers(0.0, [0.0, 4.0])
+    count.count(1.0, 3)
+    assert count.waits([0.0, 4.0])[1].waited_s == pytest.approx(2.0 + 3 * 3.0)
+
+
+def test_no_wake_begins_while_another_one_is_under_way() -> None:
+    wakes_s = [0.0, 2.0, 10.0]
+    first = Followers(100.0, wakes_s)
+    second = Followers(105.0, wakes_s, first)
+    third = Followers(110.0, wakes_s, second)
+    assert [[one.wakes for one in each.waits(wakes_s)] for each in (first, second, third)] == [
+        [1, 1, 1], [1, 1, 0], [1, 1, 1]
+    ]  # fmt: skip
+    assert second.waits(wakes_s)[2].waited_s == 0.0
+
+
+def test_followers_of_another_ladder_begin_all_wakes() -> None:
+    after = Followers(101.0, [0.0, 5.0], Followers(100.0, [0.0, 2.0, 10.0]))
+    assert [one.wakes for one in after.waits([0.0, 5.0])] == [1, 1]
+    assert [one.wakes for one in after.waits([0.0, 2.0, 10.0])] == [1, 1, 1]

@@ -1,0 +1,136 @@
+"""Callers wait for old workers of their function where both do not fit, and not longer than `drain_s`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.runtime.node.scaling.allocation import allocate
+from pilotflame.runtime.node.scaling.claims import (
+    Allocation,
+    Limits,
+    NodeProcess,
+    ProcessState,
+    RevisionClaim,
+    WorkerTier,
+)
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding
+
+DRAINING, READY = ProcessState.DRAINING, ProcessState.READY
+NOW_S, DRAIN_S = 1000.0, 30.0
+ONE_GPU = [Gpu("0", 1000)]
+WHOLE: Holding = {"0": 1000}
+
+
+def draining(key: str, calls: int = 1, on: Holding | None = None) -> NodeProcess:
+    return NodeProcess(key, DRAINING, calls, 900.0, on or {}, on or {})
+
+
+def ready(key: str, calls: int = 0, on: Holding | None = None) -> NodeProcess:
+    return NodeProcess(key, READY, calls, 900.0, on or {}, on or {})
+
+
+def claim(
+    key: str, *processes: NodeProcess, function: str = "f", waits_s: float | None = None, retiring: bool = False,
+    tier: WorkerTier = WorkerTier.LOAD, wants: int = 0, need: GpuNeed | None = None,
+) -> RevisionClaim:  # fmt: skip
+    held = sum(one.state is READY for one in processes)
+    return RevisionClaim(
+        key, function, "", {tier: wants} if wants else {}, max(held, wants), max(held, wants), processes, need,
+        math.inf if waits_s is None else NOW_S - waits_s, 900.0, lambda _freed: 1.0, retiring,
+    )  # fmt: skip
+
+
+def allocated(claims: Sequence[RevisionClaim], most: int | None = 1, gpus: Sequence[Gpu] = ()) -> Allocation:
+    return allocate(claims, Limits(most, {}, DRAIN_S), gpus, NOW_S)
+
+
+def ended(found: Allocation) -> list[object]:
+    return [key for grant in found.grants.values() for key in grant.end]
+
+
+def test_callers_wait_until_drain_s_and_then_the_old_worker_ends() -> None:
+    old, other = claim("old", draining("busy"), retiring=True), claim("new", waits_s=29.0, wants=1)
+    waits = allocated([old, other])
+    assert (ended(waits), waits.again_s) == ([], NOW_S + 1.0)
+    late = claim("new", waits_s=30.0, wants=1)
+    assert ended(allocated([old, late])) == ["busy"]
+    # Once its calls have ended, its place is about to be free.
+    assert ended(allocated([claim("old", draining("busy", 0), retiring=True), late])) == []
+
+
+@pytest.mark.parametrize(
+    ("others", "most"),
+    [
+        # Its own callers have no use of its place: they may have no other worker.
+        ([claim("new", ready("has", 1), waits_s=60.0, wants=2)], 1),
+        # Another function waits, as it waits for all busy workers.
+        ([claim("new", waits_s=60.0, wants=1, function="g")], 1),
+        # A deploy waits, and no caller does.
+        ([claim("new", ready("has")), claim("next", waits_s=60.0, tier=WorkerTier.PROOF, wants=1)], 1),
+        # Nothing was replaced.
+        ([claim("live", draining("left"), waits_s=60.0, wants=1)], 1),
+        # There is room.
+        ([claim("new", waits_s=60.0, wants=1)], 2),
+    ],
+    ids=["no gain", "other function", "deploy", "not replaced", "room"],
+)
+def test_nothing_ends_for(others: list[RevisionClaim], most: int) -> None:
+    old = [] if others[0].key == "live" else [claim("old", draining("busy"), retiring=True)]
+    assert ended(allocated([*old, *others], most)) == []
+
+
+def test_as_many_end_as_start_the_least_busy_first() -> None:
+    old = claim("old", draining("a", 3), draining("b", 1), draining("c", 2), retiring=True)
+    assert ended(allocated([old, claim("new", waits_s=60.0, wants=2)], 3)) == ["b", "c"]
+
+
+def test_on_one_gpu_callers_wait_for_the_worker_that_makes_room_for_a_proof() -> None:
+    need = GpuNeed(1, 1000)
+    live = claim("live", draining("busy", on=WHOLE), waits_s=60.0, wants=1, need=need)
+    proof = claim("new", waits_s=60.0, tier=WorkerTier.PROOF, wants=1, need=need)
+    assert ended(allocated([live, proof], None, ONE_GPU)) == ["busy"]
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> tuple[list[RevisionClaim], int]:
+    claims = list[RevisionClaim]()
+    for function in ("f", "g"):
+        for number in range(draw(st.integers(0, 2))):
+            processes = [
+                draining(f"{function}{number}.{each}", draw(st.integers(0, 3)))
+                for each in range(draw(st.integers(0, 3)))
+            ]
+            claims.append(claim(f"{function}/{number}", *processes, function=function, retiring=True))
+        has = [
+            ready(f"{function}.{each}", draw(st.integers(0, 2))) for each in range(draw(st.integers(0, 2)))
+        ]
+        wants = len(has) + draw(st.integers(0, 3))
+        waits_s = draw(st.sampled_from([None, 10.0, 60.0])) if wants > len(has) else None
+        claims.append(claim(f"{function}/live", *has, function=function, wants=wants, waits_s=waits_s))
+    return claims, draw(st.integers(1, 6))
+
+
+@given(nodes())
+def test_whatever_runs_only_old_workers_with_calls_end_and_only_for_who_has_waited(node) -> None:
+    claims, most = node
+    found = allocated(claims, most)
+    keys = {process.key: (one, process) for one in claims for process in one.processes}
+    for key in ended(found):
+        one, process = keys[key]
+        assert one.retiring
+        assert process.calls
+        waiting = [each for each in claims if each.function == one.function and not each.retiring]
+        assert any(NOW_S - each.waiting_since_s >= DRAIN_S for each in waiting)
+    # After the calls of those have ended, no other worker ends in their place.
+    done = set(ended(found))
+    after = [
+        one._replace(
+            processes=tuple(each._replace(calls=0) if each.key in done else each for each in one.processes)
+        )
+        for one in claims
+    ]
+    assert not ended(allocated(after, most))
