@@ -1,21 +1,28 @@
 """The cost of a function among few and among many: starts, calls, deploys, the gateway's memory, and answers about all functions.
 
-    python infra/bench/fleet.py [--functions 10 100 1000] [--rounds 20]
+    python infra/bench/fleet.py [--functions 20 400] [--rounds 20]
 
 Each size has a gateway of its own, with functions that do nothing. The sizes take turns in every round, so that other
-work on the machine affects all of them. Ratios compare the largest size with the smallest.
+work on the machine affects all of them. Ratios compare the largest size with the smallest. The gateways have the settings that users
+have, but for the time to zero, and for `rest_mb`: it has room for 1.5 times the memory of all zygotes, or evictions would decide the
+percentiles. Each turn calls functions in a random order, whose seed is printed. A start that the gateway has made ahead of the call is no
+cold start, and counts apart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import random
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,21 +31,24 @@ from control import WAIT_S, Control, gateway
 from load import Request, burst
 from percentiles import median, percentile
 from report import Report, parser
+from rounds import rotated
 from servers import Server
 
 HANDLER = "def handler(event):\n    return event\n"
 CALLS = 10
 """Cold starts, and deploys, of each fleet in a round."""
 WARM_CALLS = 50
-BURSTS, DEPLOY_ROUNDS = 3, 3
-# No function of the largest fleet may lose its zygote, which the default of rest_mb would do. The calls come in the same
-# order in each round, so the gateway would learn which function is next, and start its worker.
-ENVIRONMENT = {"PILOTFLAME_REST_MB": "100000", "PILOTFLAME_LEARN_UPSTREAMS": "false"}
-SETTINGS: dict[str, Any] = {"threads": 1, "scale.max": 1, "scale.idle_timeout_s": 0.3}
-RATIOS = {"cold_p50_ms": 1.2, "cold_p99_ms": 2, "warm_p50_ms": 1.1, "deploy_cpu_ms": 1.2}
+BURSTS, BURST, DEPLOY_ROUNDS = 20, 20, 3
+"""The number of bursts, the functions of one burst, and the rounds of deploys."""
+SETTINGS: dict[str, Any] = {"scale.idle_timeout_s": 0.3}
+# What a function holds at rest, and the room for each in `rest_mb`.
+REST_MB, REST_ROOM = 7.4, 1.5
+SEED = 49
+RATIOS = {"cold_p50": 1.2, "cold_p99": 2, "warm_p50": 1.1, "deploy_cpu": 1.2}
+LOOKS = re.compile(r"^pilotflame_reconciler_looks_total (\S+)$", re.MULTILINE)
 # The accounts are written once a minute.
 IDLE_S = 60.0
-# After the last start, the memory of all processes is measured once more (runtime/measuring/node_memory.py).
+# After the last start, the memory of all processes is measured once more (runtime/node/measuring/node_memory.py).
 SETTLE_S = 60.0
 # Standbys are forked, and workers end, after the cold starts.
 QUIET_S = 1.0
@@ -57,7 +67,12 @@ class Fleet:
     size: int
     server: Server
     control: Control
+    order: random.Random
     cold_ms: list[float] = field(default_factory=list)
+    ahead: int = 0
+    """Calls for which the gateway had started a worker ahead."""
+    looks: list[float] = field(default_factory=list)
+    list_s: list[float] = field(default_factory=list)
     warm_ms: list[float] = field(default_factory=list)
     deploy_cpu_ms: list[float] = field(default_factory=list)
     starts_per_s: list[float] = field(default_factory=list)
@@ -68,9 +83,9 @@ class Fleet:
     def __post_init__(self) -> None:
         self.names = [f"f{number}" for number in range(self.size)]
 
-    def some(self, turn: int) -> list[str]:
-        """Return the functions that are called or deployed in this turn."""
-        return [self.names[(turn * CALLS + number) % self.size] for number in range(min(CALLS, self.size))]
+    def some(self, count: int = CALLS) -> list[str]:
+        """Return the functions that are called or deployed next."""
+        return self.order.sample(self.names, count)
 
     def deploy(self, names: Sequence[str]) -> None:
         """Deploy functions, and call each of them once, because only called functions keep their zygotes."""
@@ -88,9 +103,9 @@ class Fleet:
                 raise RuntimeError(f"the fleet of {self.size} did not come to zero within {WAIT_S:.0f} s")
             time.sleep(0.5)
 
-    def deploy_again(self, turn: int) -> None:
+    def deploy_again(self) -> None:
         """Deploy some functions again, and append the CPU time of all processes for each of them."""
-        before_s, names = self.server.cpu_s(), self.some(turn)
+        before_s, names = self.server.cpu_s(), self.some()
         self.deploy(names)
         for name in names:
             # Not `wait_at_zero`: listing the largest fleet takes more CPU time than a deploy.
@@ -101,20 +116,44 @@ class Fleet:
         """Call a function at zero."""
         self.control.wait_for(name, workers=0, standby=True)
         reply = self.control.invoke(name, {})
-        if not reply.cold:
-            raise RuntimeError(f"{name} was not at zero")
-        self.cold_ms.append(reply.ms)
+        if reply.cold:
+            self.cold_ms.append(reply.ms)
+        else:
+            self.ahead += 1
+
+    def count_looks(self, name: str) -> None:
+        """Count the looks at revisions from a call at zero to its answer."""
+        self.control.wait_for(name, workers=0, standby=True)
+        before = self._looks()
+        if self.control.invoke(name, {}).cold:
+            self.looks.append(self._looks() - before)
+
+    def _looks(self) -> float:
+        text = httpx.get(self.server.url + "/metrics", timeout=WAIT_S).text
+        found = LOOKS.search(text)
+        if found is None:
+            raise RuntimeError("/metrics has no pilotflame_reconciler_looks_total")
+        return float(found[1])
+
+    def list_all(self) -> None:
+        """Note how long `pilotflame list` takes."""
+        began = time.perf_counter()
+        command = [str(Path(sys.executable).with_name("pilotflame")), "list", "--url", self.server.url]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=WAIT_S)
+        self.list_s.append(time.perf_counter() - began)
 
     def call_warm(self, name: str) -> None:
         self.control.invoke(name, {})
         self.warm_ms += [self.control.invoke(name, {}).ms for _ in range(WARM_CALLS)]
 
     def burst(self) -> None:
-        """Call all functions at one instant, all of which are at zero."""
-        self.wait_at_zero()
-        urls = [f"{self.server.url}/invoke/{name}" for name in self.names]
-        tally = burst([Request(url, body=b"{}") for url in urls])
-        self.starts_per_s.append(self.size / tally.wall_s)
+        """Call BURST functions at one instant, all of which are at zero."""
+        self.control.close()
+        names = self.some(BURST)
+        for name in names:
+            self.control.wait_for(name, workers=0, standby=True)
+        tally = burst([Request(f"{self.server.url}/invoke/{name}", body=b"{}") for name in names])
+        self.starts_per_s.append(len(names) / tally.wall_s)
 
     def read_growing(self) -> None:
         """Note for how long the gateway answered nothing else while it made each of GROWING: the median of READS times."""
@@ -138,10 +177,11 @@ class Fleet:
     def figures(self) -> dict[str, Any]:
         """Return medians, and percentiles of the cold starts."""
         return {
-            "functions": self.size,
-            "cold_p50_ms": percentile(self.cold_ms, 0.5), "cold_p99_ms": percentile(self.cold_ms, 0.99),
-            "warm_p50_ms": median(self.warm_ms), "starts_per_s": median(self.starts_per_s),
-            "deploy_cpu_ms": median(self.deploy_cpu_ms), "gateway_mb": self.gateway_mb,
+            "functions": self.size, "cold_calls": len(self.cold_ms), "ahead": self.ahead,
+            "cold_p50": percentile(self.cold_ms, 0.5), "cold_p99": percentile(self.cold_ms, 0.99),
+            "warm_p50": median(self.warm_ms), "burst_rate": median(self.starts_per_s),
+            "deploy_cpu": median(self.deploy_cpu_ms), "gateway_mb": self.gateway_mb,
+            "looks": median(self.looks), "list_s": median(self.list_s),
             "idle_cpu_share": self.idle_share, "stalls_ms": self.stalls_ms,
         }  # fmt: skip
 
@@ -156,7 +196,8 @@ def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
     with contextlib.ExitStack() as stack:
         found: list[Fleet] = []
         for size in sizes:
-            found.append(Fleet(size, *stack.enter_context(gateway(ENVIRONMENT))))
+            variables = {"PILOTFLAME_REST_MB": str(round(size * REST_MB * REST_ROOM))}
+            found.append(Fleet(size, *stack.enter_context(gateway(variables)), random.Random(SEED)))
             print(f"{size} functions …", file=sys.stderr, flush=True)
             found[-1].deploy(found[-1].names)
             found[-1].wait_at_zero()
@@ -165,18 +206,36 @@ def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
 
 def measure(entered: Sequence[Fleet], rounds: int) -> None:
     """Measure the deploys, the calls and the bursts, and then the idle gateways."""
-    for turn, fleet in itertools.product(range(DEPLOY_ROUNDS), entered):
-        fleet.deploy_again(turn)
-    for turn in range(rounds):
-        for fleet in entered:
-            fleet.control.close()
-        for number, fleet in itertools.product(range(CALLS), entered):
-            fleet.call(fleet.some(turn)[number % fleet.size])
-        time.sleep(QUIET_S)
-        for fleet in entered:
-            fleet.call_warm(fleet.some(turn)[-1])
-    for _, fleet in itertools.product(range(BURSTS), entered):
-        fleet.burst()
+    for _, fleet in itertools.product(range(DEPLOY_ROUNDS), entered):
+        fleet.deploy_again()
+    for _ in range(rounds):
+        call(entered)
+    for turn in range(BURSTS):
+        for fleet in rotated(entered, turn):
+            fleet.burst()
+    for fleet in entered:
+        fleet.control.close()
+        for name in fleet.some():
+            fleet.count_looks(name)
+        for _ in range(READS):
+            fleet.list_all()
+    rest(entered)
+
+
+def call(entered: Sequence[Fleet]) -> None:
+    """Call some functions of each fleet at zero, in turn, and one of them when it is warm."""
+    for fleet in entered:
+        fleet.control.close()
+    chosen = [(fleet, fleet.some()) for fleet in entered]
+    for number, (fleet, names) in itertools.product(range(CALLS), chosen):
+        fleet.call(names[number])
+    time.sleep(QUIET_S)
+    for fleet, names in chosen:
+        fleet.call_warm(names[-1])
+
+
+def rest(entered: Sequence[Fleet]) -> None:
+    """Measure answers about all functions, and what a gateway at rest uses."""
     time.sleep(SETTLE_S)
     for fleet in entered:
         fleet.read_growing()
@@ -191,7 +250,13 @@ def enter(report: Report, few: dict[str, Any], many: dict[str, Any]) -> None:
     """Enter the ratios of many functions to few, and the figures of many."""
     for name, most in RATIOS.items():
         report.add(f"{name}_ratio", many[name] / few[name], "x", f"<= {most}")
-    report.add("starts_per_s", many["starts_per_s"], "/s", ">= 200")
+        report.add(f"{name}_few", few[name], "ms")
+        report.add(f"{name}_many", many[name], "ms")
+    report.add("burst_rate_ratio", many["burst_rate"] / few["burst_rate"], "x", ">= 0.9")
+    report.add("burst_rate_many", many["burst_rate"], "/s")
+    report.add("looks_per_start", many["looks"], "", "<= 3")
+    report.add("list_s", many["list_s"], "s", "<= 0.3")
+    report.add("ahead", many["ahead"], "calls")
     added_kb = (many["gateway_mb"] - few["gateway_mb"]) * 1e3 / max(1, many["functions"] - few["functions"])
     report.add("gateway_kb_per_function", added_kb, "KB", "<= 150")
     report.add("idle_cpu_share", many["idle_cpu_share"], "of a core", "<= 0.002")
@@ -200,10 +265,11 @@ def enter(report: Report, few: dict[str, Any], many: dict[str, Any]) -> None:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--functions", type=int, nargs="+", default=[10, 100, 1000])
+    options.add_argument("--functions", type=int, nargs="+", default=[20, 400])
     options.add_argument("--rounds", type=int, default=20)
     arguments = options.parse_args()
     report = Report("bench-fleet")
+    report.note(f"seed {SEED}; rest_mb is {REST_ROOM} times {REST_MB} MiB for each function")
     with fleets(sorted(arguments.functions)) as entered:
         measure(entered, arguments.rounds)
         rows = [fleet.figures() for fleet in entered]

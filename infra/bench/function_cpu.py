@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import process_tree
 
@@ -16,25 +17,39 @@ LOOK_S = 0.02
 IDLE_SHARE = 0.01
 
 
+class Used(NamedTuple):
+    """CPU time in seconds, by process."""
+
+    gateway: float
+    """All threads."""
+    zygote: float
+    children: float
+    """The standby and the workers, also those that have ended."""
+
+    def since(self, before: Used) -> Used:
+        """Return the difference."""
+        return Used(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def each(self, count: int) -> Used:
+        """Return the time of each of `count` calls."""
+        return Used(*(seconds / count for seconds in self))
+
+
 class FunctionCpu:
     """Reads the CPU time of a gateway and of one function, which must keep its zygote."""
 
-    def __init__(self, gateway: int, function: str, *, threads: bool = False) -> None:
-        """`gateway` is a process id. With `threads`, the time of its other threads counts, too."""
+    def __init__(self, gateway: int, function: str) -> None:
+        """`gateway` is a process id."""
         self._gateway, self._function = gateway, function
-        self._gateway_s = clock_s if threads else main_thread_s
         role = self._title("zygote")
         zygotes = [one for one in process_tree.tree(gateway) if title(one.pid).startswith(role)]
         if len(zygotes) != 1:
             raise RuntimeError(f"{function} has {len(zygotes)} zygotes")
         self._zygote = zygotes[0]
 
-    def used_s(self) -> float:
-        """Return the time of the gateway's main thread and of the function's zygote, standby and workers so far.
-
-        The main thread runs the event loop. Other threads measure memory and write files in the background.
-        """
-        return self._gateway_s(self._gateway) + self._function_s()
+    def used(self) -> Used:
+        """Return the time of the gateway, and of the function's zygote, standby and workers so far."""
+        return Used(clock_s(self._gateway), clock_s(self._zygote.pid), self._children_s())
 
     def wait_at_zero(self) -> None:
         """Wait until the function has a standby and no worker, and its processes use no CPU time.
@@ -44,7 +59,7 @@ class FunctionCpu:
         deadline, last_s = time.monotonic() + WAIT_S, -1.0
         while time.monotonic() < deadline:
             titles = [title(child) for child in self._children()]
-            used_s = self._function_s()
+            used_s = clock_s(self._zygote.pid) + self._children_s()
             if len(titles) == 1 and titles[0].startswith(self._title("standby")) and used_s == last_s:
                 return
             last_s = used_s
@@ -61,14 +76,14 @@ class FunctionCpu:
                 return
         raise RuntimeError(f"the gateway was not idle within {WAIT_S:.0f} s")
 
-    def _function_s(self) -> float:
+    def _children_s(self) -> float:
         times = self._zygote.cpu_times()
         # The kernel adds up the ended children in nanoseconds, and rounds the sum to 10 ms.
-        function_s = clock_s(self._zygote.pid) + times.children_user + times.children_system
+        used_s = times.children_user + times.children_system
         for child in self._children():
             with contextlib.suppress(ProcessLookupError):
-                function_s += clock_s(child)
-        return function_s
+                used_s += clock_s(child)
+        return used_s
 
     def _children(self) -> Iterator[int]:
         # psutil would read the parent of each process of the machine.
@@ -86,11 +101,6 @@ def clock_s(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError as error:
         raise ProcessLookupError(pid) from error
-
-
-def main_thread_s(pid: int) -> float:
-    """Return the CPU time of the main thread of a process, to the nanosecond."""
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def title(pid: int) -> str:

@@ -71,7 +71,7 @@ def environments(url: str) -> dict[str, Mapping[str, str]]:
 
 
 def enter(report: Report, rounds_s: Mapping[str, list[float]]) -> None:
-    unit, factor = UNITS[False]
+    unit, factor = UNITS["hello"]
     for name, seconds in rounds_s.items():
         report.add(f"{name}_{unit}", median(seconds) * factor, f"{unit} CPU")
         report.row(side=name, seconds=seconds)
@@ -88,10 +88,7 @@ def enter(report: Report, rounds_s: Mapping[str, list[float]]) -> None:
 def run_round(variables: Mapping[str, Mapping[str, str]], options: argparse.Namespace) -> dict[str, float]:
     """Start a gateway of each kind, and return the seconds of a call. Two gateways of one kind may differ by 4 %."""
     with contextlib.ExitStack() as stack:
-        sides = [
-            stack.enter_context(started(name, sys.executable, False, env, threads=True))
-            for name, env in variables.items()
-        ]
+        sides = [stack.enter_context(started(name, sys.executable, env)) for name, env in variables.items()]
         for one in sides:
             one.cpu.wait_idle()
         uvloop.run(run_warm(sides, options))
@@ -117,7 +114,7 @@ def main() -> int:
     made.add_argument("--pairs", type=int, default=10, help="rounds, each with new gateways")
     made.add_argument("--seconds", type=float, default=3.0, help="of calls of each gateway in one round")
     options = made.parse_args()
-    options.cold, options.rounds = False, 1
+    options.rounds = 1
     report = Report("otel", packages=("opentelemetry-sdk",))
     with report.part("hello"):
         enter(report, run(options))

@@ -1,10 +1,11 @@
-"""The CPU time of a warm call or of a cold start of an empty handler, at another commit and now.
+"""The CPU time of a warm call and of a cold start of an empty handler, at another commit and now.
 
-    python infra/bench/path_cost.py --against HEAD~3              # a warm call
-    python infra/bench/path_cost.py --against HEAD~3 --cold       # a cold start
+    make bench-compare BENCH_ARGS='--against HEAD~3'
+    make bench-compare BENCH_ARGS='--against HEAD~3 --only cold --functions 100'
 
-Both commits run at the same time and take turns within each round, so that other work on the machine affects both. The
-ratio is taken round by round: its median and its quartiles are reported. It has no target: commits differ.
+Both commits run at the same time and take turns within each round, so that other work on the machine affects both. Ratios are
+taken round by round: their medians and quartiles are reported. The time is of all threads. That of a cold start is also split:
+the gateway, the zygote, and the children (standby and worker). There is no target: commits differ.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import contextlib
 import gc
 import io
 import itertools
+import operator
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import hello
 import uvloop
 from control import Control
-from function_cpu import FunctionCpu
+from function_cpu import FunctionCpu, Used
 from load import ClosedLoop, Request
 from percentiles import median, percentile
 from report import Report, parser
@@ -41,8 +43,11 @@ IDLE_TIMEOUT_S = 0.05
 WARM_UP_S, WARM_UP_COLD_CALLS = 2.0, 3
 # Other work on the machine comes and goes within seconds. Short turns distribute it over both sides.
 TURN_S = 0.2
-UNITS = {False: ("us", 1e6), True: ("ms", 1e3)}
-"""The unit of the CPU time of one call and its number in a second, for warm and for cold calls."""
+NOTHING = Used(0.0, 0.0, 0.0)
+# The processes of a cold start, as the figures name them.
+PROCESSES = {"gateway": "gateway", "zygote": "zygote", "child": "children"}
+UNITS = {"hello": ("us", 1e6), "cold": ("ms", 1e3)}
+"""The unit of the CPU time of one warm or cold call, and its number in a second."""
 
 
 @dataclass
@@ -53,7 +58,13 @@ class Side:
     server: Server
     control: Control
     cpu: FunctionCpu
-    rounds_s: list[float] = field(default_factory=list)
+    rounds: list[Used] = field(default_factory=list)
+    """The CPU time of a call in each round."""
+
+    @property
+    def rounds_s(self) -> list[float]:
+        """The CPU time of a call in all processes, round by round."""
+        return list(map(sum, self.rounds))
 
     def cold_call(self) -> None:
         """Call the function at zero, and wait until it is at zero again."""
@@ -70,27 +81,28 @@ class WarmCallers:
         url = f"{side.server.url}/invoke/{NAME}"
         request = Request(url, body=hello.BODY, expect=hello.ANSWER)
         self._loop = ClosedLoop(request, callers)
-        self._used_s, self._answers = 0.0, 0
+        self._used, self._answers = NOTHING, 0
 
     async def connect(self) -> None:
         """Open the connections, and send calls until all processes are as they will be measured."""
         await self._loop.connect()
         await self.send(WARM_UP_S)
-        self._used_s, self._answers = 0.0, 0
+        self._used, self._answers = NOTHING, 0
 
     async def send(self, seconds: float) -> None:
         """Send calls, and add the CPU time that they use."""
-        before_s = self._side.cpu.used_s()
+        before = self._side.cpu.used()
         tally = await self._loop.run(seconds)
         if not tally.clean:
             raise ServerError(f"{self._side.name} answered wrongly: {tally.summary()}")
-        self._used_s += self._side.cpu.used_s() - before_s
+        used = self._side.cpu.used().since(before)
+        self._used = Used(*map(sum, zip(self._used, used, strict=True)))
         self._answers += tally.right
 
     def end_round(self) -> None:
         """Enter the CPU time of each call since the last round."""
-        self._side.rounds_s.append(self._used_s / self._answers)
-        self._used_s, self._answers = 0.0, 0
+        self._side.rounds.append(self._used.each(self._answers))
+        self._used, self._answers = NOTHING, 0
 
     def close(self) -> None:
         self._loop.close()
@@ -121,16 +133,19 @@ def environment_of(commit: str) -> Iterator[Path]:
 def started(
     name: str,
     python: str | Path,
-    cold: bool,
     env: Mapping[str, str] | None = None,
     *,
-    threads: bool = False,
+    cold: bool = False,
+    others: int = 0,
 ) -> Iterator[Side]:
-    """Start the gateway of this interpreter, and deploy the function. `threads`: see `FunctionCpu`."""
+    """Start the gateway of this interpreter, and deploy the function beside `others`, each of which has been called."""
     settings = {"scale.idle_timeout_s": IDLE_TIMEOUT_S} if cold else {}
     with start_pilotflame(env, python=python) as server, contextlib.closing(Control(server.url)) as control:
+        for number in range(others):
+            control.deploy(str(hello.FUNCTION), name=f"other-{number}", **settings)
+            control.invoke(f"other-{number}", {"name": "x"})
         control.deploy(str(hello.FUNCTION), name=NAME, **settings)
-        yield Side(name, server, control, FunctionCpu(server.pid, NAME, threads=threads))
+        yield Side(name, server, control, FunctionCpu(server.pid, NAME))
 
 
 async def run_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
@@ -144,7 +159,7 @@ async def run_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
                     await one.send(TURN_S)
             for one in callers:
                 one.end_round()
-            print_progress(sides, number, options)
+            print_progress(sides, number, "hello", options)
     finally:
         for one in callers:
             one.close()
@@ -160,57 +175,79 @@ def run_cold(sides: Sequence[Side], options: argparse.Namespace) -> None:
         for one in sides:
             # A gateway closes connections that are idle for long.
             one.control.close()
-        before = [one.cpu.used_s() for one in sides]
+        before = [one.cpu.used() for one in sides]
         for call in range(options.calls):
             for one in sides[::-1] if call % 2 else sides:
                 one.cold_call()
-        for one, before_s in zip(sides, before, strict=True):
-            one.rounds_s.append((one.cpu.used_s() - before_s) / options.calls)
-        print_progress(sides, number, options)
+        for one, used in zip(sides, before, strict=True):
+            one.rounds.append(one.cpu.used().since(used).each(options.calls))
+        print_progress(sides, number, "cold", options)
 
 
-def print_progress(sides: Sequence[Side], number: int, options: argparse.Namespace) -> None:
-    unit, factor = UNITS[options.cold]
+def print_progress(sides: Sequence[Side], number: int, part: str, options: argparse.Namespace) -> None:
+    unit, factor = UNITS[part]
     rates = ", ".join(f"{one.name} {one.rounds_s[-1] * factor:.4g} {unit}" for one in sides)
     print(f"  round {number + 1} of {options.rounds}: {rates}", file=sys.stderr, flush=True)
 
 
-def enter(report: Report, before: Side, after: Side, cold: bool) -> None:
+def enter(report: Report, before: Side, after: Side, part: str) -> None:
     """Enter the median of each side, and the median and the quartiles of the ratio in one round."""
-    unit, factor = UNITS[cold]
-    for one in (before, after):
-        report.add(f"{one.name}_{unit}", median(one.rounds_s) * factor, f"{unit} CPU")
-        report.row(side=one.name, seconds=one.rounds_s)
-    ratios = [later / earlier for earlier, later in zip(before.rounds_s, after.rounds_s, strict=True)]
-    report.add("ratio", median(ratios), "x")
-    report.add("ratio_p25", percentile(ratios, 0.25), "x")
-    report.add("ratio_p75", percentile(ratios, 0.75), "x")
+    unit, factor = UNITS[part]
+    kinds: dict[str, Callable[[Used], float]] = {"": sum}
+    if part == "cold":
+        kinds |= {f"{name}_": operator.attrgetter(field) for name, field in PROCESSES.items()}
+    for kind, read in kinds.items():
+        times = [[read(used) for used in one.rounds] for one in (before, after)]
+        for one, seconds in zip((before, after), times, strict=True):
+            report.add(f"{part}_{kind}{one.name}_{unit}", median(seconds) * factor, f"{unit} CPU")
+            report.row(part=part, side=one.name, process=kind.rstrip("_"), seconds=seconds)
+        ratios = [later / earlier for earlier, later in zip(*times, strict=True)]
+        report.add(f"{part}_{kind}cpu_ratio", median(ratios), "x")
+        report.add(f"{part}_{kind}cpu_ratio_p25", percentile(ratios, 0.25), "x")
+        report.add(f"{part}_{kind}cpu_ratio_p75", percentile(ratios, 0.75), "x")
+
+
+def compare(report: Report, part: str, python: Path, options: argparse.Namespace) -> None:
+    """Start a gateway of each commit, and compare their warm calls or their cold starts."""
+    how = {"cold": part == "cold", "others": options.functions - 1}
+    with contextlib.ExitStack() as stack:
+        before = stack.enter_context(started("before", python, **how))
+        after = stack.enter_context(started("after", sys.executable, **how))
+        for one in (before, after):
+            one.cpu.wait_idle()
+        if part == "cold":
+            run_cold((before, after), options)
+        else:
+            uvloop.run(run_warm((before, after), options))
+    enter(report, before, after, part)
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--against", metavar="COMMIT", required=True)
-    made.add_argument("--cold", action="store_true", help="compare cold starts, not warm calls")
-    made.add_argument("--rounds", type=int, default=10)
+    made.add_argument("--only", choices=UNITS, help="compare only warm calls, or only cold starts")
+    made.add_argument(
+        "--functions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of functions of each gateway; one is measured",
+    )
+    made.add_argument("--rounds", type=int, default=40)
     made.add_argument("--seconds", type=float, default=2.0, help="of warm calls of each side in one round")
     made.add_argument("--calls", type=int, default=20, help="cold starts of each side in one round")
     options = made.parse_args()
-    report = Report("path-cost-cold" if options.cold else "path-cost-warm")
-    report.note(f"before: commit {options.against}; after: the installed wheel")
-    with contextlib.ExitStack() as stack:
-        python = stack.enter_context(environment_of(options.against))
-        before = stack.enter_context(started("before", python, options.cold))
-        after = stack.enter_context(started("after", sys.executable, options.cold))
-        for one in (before, after):
-            one.cpu.wait_idle()
-        if options.cold:
-            run_cold((before, after), options)
-        else:
-            # A garbage collection of the generator would change how many calls arrive together.
-            gc.freeze()
-            gc.disable()
-            uvloop.run(run_warm((before, after), options))
-    enter(report, before, after, options.cold)
+    report = Report("bench-compare")
+    report.note(
+        f"before: commit {options.against}; after: the installed wheel; {options.functions} functions"
+    )
+    # A garbage collection of the generator would change how many calls arrive together.
+    gc.freeze()
+    gc.disable()
+    with environment_of(options.against) as python:
+        for part in [options.only] if options.only else UNITS:
+            with report.part(part):
+                compare(report, part, python, options)
     return report.finish(options)
 
 

@@ -17,11 +17,11 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import brotli
 from attack_stage import Breach, Stage, attack, code
+from hostile import callers
 
 MB = 10**6
 PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
@@ -39,7 +39,7 @@ def repeat(stage: Stage, sends: Iterator[Send], senders: int = 3, times: int = 1
         while stage.on:
             found[next(sends)()] += 1
 
-    with ThreadPoolExecutor(senders) as pool:
+    with callers.senders(senders) as pool:
         list(pool.map(send, range(senders)))
     if errors := sum(count for status, count in found.items() if status >= 500 and status not in {503, 504}):
         raise Breach(f"{errors} requests were answered with an error of the gateway: {dict(found)}")
