@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
-from pilotflame.runtime.jobs.stored.job import ALL, JobCounts, JobOutcome, JobState, NewJob
+from pilotflame.runtime.ground.access.keys import ALL
+from pilotflame.runtime.jobs.stored.job import JobCounts, JobOutcome, JobState, NewJob
 from pilotflame.runtime.jobs.stored.transitions import UNSENT_S
 from pilotflame.runtime.testing.job_store import KEEP_S
 

@@ -22,9 +22,8 @@ from ....handlers.caller import NORMAL
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ....handlers.first_errors import failing_fast, first_errors
 from ....handlers.json_limits import check_json, excess
-from ...ground.access.keys import ANYBODY, Caller
+from ...ground.access.keys import ALL, ANYBODY, Caller
 from ...ground.telemetry.timeline import TRACEPARENT
-from ...jobs.stored.job import ALL
 from .content_coding import CODINGS, unpack
 from .incoming_bodies import INCOMING
 

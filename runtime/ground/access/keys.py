@@ -23,6 +23,8 @@ from .deploy_policy import DeployPolicy
 
 TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 """Matches a token. Its only group is the id of the token's key."""
+ALL = "*"
+"""In place of an owner, this means all owners. No API key has this id."""
 _ISSUER = re.compile(r"https://[^\s?#]+|http://(127\.0\.0\.1|localhost)(:[0-9]{1,5})?(/[^\s?#]*)?")
 
 

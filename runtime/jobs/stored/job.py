@@ -24,8 +24,6 @@ BATCH_PRIORITY = 2
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
 ID_PREFIX = "job-"
-ALL = "*"
-"""In place of an owner, this means the jobs of all owners. No API key has this id."""
 
 
 class JobState(enum.StrEnum):
@@ -161,19 +159,23 @@ class Job:
         return dataclasses.replace(self, input=b"", output=None, large_input="", large_output="")
 
     def status(self, now_s: float) -> dict[str, Any]:
-        """Return the job's status with durations in milliseconds. Only orjson can serialise it."""
-        fields = {"id": self.id, "status": str(self.state), "function": self.function} | self._output()
+        """Return the job's status in RunPod's form, which webhooks have too. Only orjson can serialise it."""
+        fields = {"id": self.id, "status": str(self.state), "function": self.function} | self.shown_output()
         if self.error is not None:
             fields["error"] = dict(self.error)
         if self.pieces:
             fields["pieces"] = self.pieces
+        delay_ms, execution_ms = self.durations_ms(now_s)
+        return fields | {"delayTime": delay_ms, "executionTime": execution_ms, "workerId": self.worker}
+
+    def durations_ms(self, now_s: float) -> tuple[int, int]:
+        """Return how long the job has waited for a worker, and how long its latest attempt has run."""
         waited_s = (self.started_s or self.ended_s or now_s) - self.created_s
         ran_s = (self.ended_s or now_s) - self.started_s if self.started_s else 0.0
-        times = {"delayTime": max(0, round(waited_s * 1000)), "executionTime": max(0, round(ran_s * 1000))}
-        return {**fields, **times, "workerId": self.worker}
+        return max(0, round(waited_s * 1000)), max(0, round(ran_s * 1000))
 
-    def _output(self) -> dict[str, Any]:
-        """Return the status fields with the output, or with the progress while the job runs."""
+    def shown_output(self) -> dict[str, Any]:
+        """Return the fields of a status with the output, or with the progress while the job runs. Only orjson can serialise them."""
         if self.state is JobState.IN_PROGRESS and self.progress:
             return {"output": orjson.Fragment(self.progress)}
         if not self.output:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ....errors import GatewayError, JobStoreFailed, UnknownFunction
+from ...ground.access.keys import ALL
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Numbers, Reading
@@ -21,7 +22,7 @@ from ..webhooks.sender import MAX_SLEEP_S, WebhookSender, wait
 from ..webhooks.signing import SigningKey
 from .database import Database
 from .dispatcher import JobDispatcher
-from .job import ALL, Job, NewJob
+from .job import Job, NewJob
 from .outbox import WebhookBodies
 from .schema import SCRIPTS
 from .store import JobStore

@@ -25,9 +25,10 @@ import orjson
 
 from ....errors import UnknownDelivery
 from ....fair_queue import FairQueue
+from ...ground.access.keys import ALL
 from ..webhooks.delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from .alert import Alert
-from .job import ALL, Job
+from .job import Job
 from .schema import webhook_of
 
 SUPERSEDED = ("output", "logs")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 
 from ....errors import JobExpired, UnknownJob
-from .job import ALL, Job, JobCounts, JobState
+from ...ground.access.keys import ALL
+from .job import Job, JobCounts, JobState
 from .schema import SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 

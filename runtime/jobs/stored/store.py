@@ -16,10 +16,11 @@ from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ....errors import JobBodyMissing, UnknownJob
+from ...ground.access.keys import ALL
 from ..webhooks.delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from . import outbox, queries, schema, transitions, turns
 from .database import Database
-from .job import ALL, Job, JobOutcome, JobState, NewJob
+from .job import Job, JobOutcome, JobState, NewJob
 from .large_bodies import LargeBodies, is_large
 from .transaction import Transaction
 
@@ -128,6 +129,8 @@ class JobStore:
     functions_waiting = _query(queries.functions_waiting)
     deliveries = _query(outbox.newest)
     pending_deliveries = _query(outbox.pending)
+    _due_deliveries = _query(outbox.due)
+    _delivery_body = _query(outbox.body_of)
     begun_alerts = _query(queries.begun_alerts)
     stored_bytes = _query(schema.stored_bytes)
 
@@ -168,17 +171,18 @@ class JobStore:
         return await self._commit(lambda transaction: transitions.admit(transaction, new), {new.large_input})
 
     async def start(self, new: NewJob, worker: str) -> int | None:
-        """Run `transitions.start`."""
+        """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
         new = await self._with_file(new)
         return await self._commit(
-            lambda transaction: transitions.start(transaction, new, worker), {new.large_input}
+            lambda transaction: transitions.take(transaction, transaction.add(new).id, worker),
+            {new.large_input},
         )
 
     async def record(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-        """Run `transitions.record`."""
+        """Run `Transaction.add_ended`."""
         new, outcome = await self._with_file(new), await self._outcome_with_file(outcome)
         return await self._commit(
-            lambda transaction: transitions.record(transaction, new, job, outcome),
+            lambda transaction: transaction.add_ended(new, job, outcome),
             {new.large_input, outcome.large_output},
         )
 
@@ -205,10 +209,8 @@ class JobStore:
         self, *, most: int, most_per_host: int, sending: Collection[Delivery]
     ) -> tuple[list[Delivery], float | None]:
         """Run `outbox.due`."""
-        return await self._database.read(
-            lambda connection: outbox.due(
-                connection, time.time(), most=most, most_per_host=most_per_host, sending=sending
-            )
+        return await self._due_deliveries(
+            time.time(), most=most, most_per_host=most_per_host, sending=sending
         )
 
     async def record_attempt(
@@ -225,11 +227,7 @@ class JobStore:
             job = await self.find(delivery.job_id, lambda _function: True, ())
         except (UnknownJob, JobBodyMissing):
             return None
-        return await self._database.read(
-            lambda connection: outbox.body_of(
-                connection, job, delivery.event, delivery.created_s, self._bodies
-            )
-        )
+        return await self._delivery_body(job, delivery.event, delivery.created_s, self._bodies)
 
     async def _with_file(self, new: NewJob) -> NewJob:
         return replace(new, large_input=await self._large.write(new.input)) if is_large(new.input) else new

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ....errors import QueueFull
 from ...ground.access.fair_share import share_used
-from .job import ALL
+from ...ground.access.keys import ALL
 
 REMEDY = "Try again when results have expired, or raise max_stored_bytes, or lower keep_result_s."
 

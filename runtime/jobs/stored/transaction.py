@@ -26,8 +26,9 @@ from typing import Any
 import orjson
 
 from ....errors import JobConflict, JobExpired, UnknownJob
+from ...ground.access.keys import ALL
 from . import outbox
-from .job import ALL, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from .job import TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
 from .schema import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,

@@ -11,10 +11,11 @@ import orjson
 
 from ....errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from ...ground.access.fair_share import share_used
+from ...ground.access.keys import ALL
 from ..webhooks.delivery import JOB, Delivery
 from . import outbox, queries
 from .alert import Alert
-from .job import ALL, Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
+from .job import Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
 from .large_bodies import same_body
 from .schema import (
     SELECT_WHOLE,
@@ -131,16 +132,6 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
     transaction.move(row, JobState.IN_PROGRESS, worker=worker)
     transaction.notify(row, "start")
     return int(row["attempts"]) + 1
-
-
-def start(transaction: Transaction, new: NewJob, worker: str) -> int | None:
-    """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
-    return take(transaction, transaction.add(new).id, worker)
-
-
-def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-    """Store a new job whose first attempt has ended, and return it. See `Transaction.add_ended`."""
-    return transaction.add_ended(new, job, outcome)
 
 
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:

@@ -68,7 +68,7 @@ def webhook_body(job: Job, pieces: Sequence[bytes]) -> bytes:
 def _output(job: Job) -> Any:
     """Return the output. As in Cog, bytes are returned as text. Bytes that are not UTF-8 are returned as a data URL."""
     if not job.output_type or not job.output:
-        return job.status(job.ended_s or job.created_s).get("output", _NULL)
+        return job.shown_output().get("output", _NULL)
     try:
         return job.output.decode()
     except UnicodeDecodeError:

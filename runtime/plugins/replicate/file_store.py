@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from ....errors import InputTooLarge, UnknownFile
-from ...jobs.stored.job import ALL
+from ...ground.access.keys import ALL
 from .upload import ABOUT, CONTENT, HIDDEN, MAX_FILE_BYTES, StoredFile, Upload, reported
 
 MAX_OWNER_BYTES = 4 << 30

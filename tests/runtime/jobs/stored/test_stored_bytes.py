@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live import Gateway, gateway_here, until
-from pilotflame.runtime.jobs.stored.job import ALL
+from pilotflame.runtime.ground.access.keys import ALL
 from pilotflame.runtime.jobs.stored.stored_bytes import StoredBytes
 
 MOST = 1_000_000

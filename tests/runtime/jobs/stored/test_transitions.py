@@ -22,9 +22,10 @@ from pilotflame.errors import (
     PilotflameError,
     UnknownJob,
 )
+from pilotflame.runtime.ground.access.keys import ALL
 from pilotflame.runtime.jobs.stored import large_bodies, schema, transitions
 from pilotflame.runtime.jobs.stored.database import Database
-from pilotflame.runtime.jobs.stored.job import ALL, JobOutcome, JobState
+from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
 from pilotflame.runtime.jobs.stored.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.store import JobStore
 from pilotflame.runtime.jobs.stored.transaction import Transaction
