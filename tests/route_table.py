@@ -10,11 +10,10 @@ from typing import Any
 from pilotflame.entry_points import APIS, load
 from pilotflame.runtime.front.api.access import AccessControl
 from pilotflame.runtime.front.api.admin import Admin
-from pilotflame.runtime.front.api.console import Console
 from pilotflame.runtime.front.api.deploys import Deploys
-from pilotflame.runtime.front.api.docs_page import DocsPage
 from pilotflame.runtime.front.api.history import HistoryApi
 from pilotflame.runtime.front.api.invoke import Gateway
+from pilotflame.runtime.front.api.jobs import JobsApi
 from pilotflame.runtime.front.api.logs import LogsApi
 from pilotflame.runtime.front.api.openapi import OpenApi
 from pilotflame.runtime.front.api.revisions import RevisionsApi
@@ -22,6 +21,8 @@ from pilotflame.runtime.front.api.usage import UsageApi
 from pilotflame.runtime.front.api.warmup import WarmupApi
 from pilotflame.runtime.front.api.webhooks import WebhooksApi
 from pilotflame.runtime.front.http.routes import based
+from pilotflame.runtime.front.pages.console import Console
+from pilotflame.runtime.front.pages.docs_page import DocsPage
 from pilotflame.runtime.node.functions.live import FunctionStatus
 
 
@@ -38,6 +39,7 @@ def described() -> OpenApi:
     )
     apis = (
         Gateway(backend),
+        JobsApi(backend),
         Admin(missing, missing, missing, missing),
         Deploys(missing, lambda: None, local=True),
         LogsApi(missing, missing, missing),

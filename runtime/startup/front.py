@@ -13,13 +13,12 @@ from ..calls.serving.response_cache import ResponseCache
 from ..front.api.access import AccessControl
 from ..front.api.admin import Admin
 from ..front.api.backend import Backend
-from ..front.api.console import Console
 from ..front.api.deploys import Deploys
-from ..front.api.docs_page import DocsPage
 from ..front.api.fast_path import FastPath
 from ..front.api.guard import Guard
 from ..front.api.history import HistoryApi
 from ..front.api.invoke import Gateway
+from ..front.api.jobs import JobsApi
 from ..front.api.logs import LogsApi
 from ..front.api.openapi import OpenApi
 from ..front.api.plugin import ApiPlugin, Plugins
@@ -40,6 +39,8 @@ from ..front.http.origins import Origins
 from ..front.http.page_isolation import PageIsolation
 from ..front.http.responses import ErrorResponses, compressed
 from ..front.http.routes import Route, error_formats, joined
+from ..front.pages.console import Console
+from ..front.pages.docs_page import DocsPage
 from ..ground.access.control_socket import ControlSocket, control_socket
 from ..ground.access.keys import ANYBODY
 from ..ground.settings.function_settings import FunctionSettings
@@ -95,7 +96,12 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
         disk_full=parts.state.disk.look,
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
-    own = [*gateway.routes(), *admin.routes(), *_other_routes(parts, endless, plugins)]
+    own = [
+        *gateway.routes(),
+        *JobsApi(backend).routes(),
+        *admin.routes(),
+        *_other_routes(parts, endless, plugins),
+    ]
     rows = joined({"pilotflame": own, **plugins.rows()})
     standalone = _standalone(parts.alone, node.functions, rows, settings.log_format, stack)
     routes = OpenApi(

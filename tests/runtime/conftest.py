@@ -71,8 +71,21 @@ def short_tmp() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def served(short_tmp: Path) -> Iterator[str]:
     """The address of a gateway that `pilotflame serve` runs."""
-    arguments = ("serve", "--json", "--port", 0, "--state-dir", short_tmp / "served", "--drain", 5)
-    with started(*arguments, PILOTFLAME_WEBHOOK_NETWORKS="127.0.0.0/8") as process:
+    with serving(short_tmp / "served", PILOTFLAME_WEBHOOK_NETWORKS="127.0.0.0/8") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def served_for_cog(short_tmp: Path) -> Iterator[str]:
+    """The address of such a gateway, whose only plugin is `cog`."""
+    with serving(short_tmp / "cog", PILOTFLAME_PLUGINS="cog") as url:
+        yield url
+
+
+@contextmanager
+def serving(state: Path, **variables: str) -> Iterator[str]:
+    arguments = ("serve", "--json", "--port", 0, "--state-dir", state, "--drain", 5)
+    with started(*arguments, **variables) as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())["url"]
         process.send_signal(signal.SIGTERM)

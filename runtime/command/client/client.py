@@ -115,15 +115,16 @@ class Client:
             yield InvokeReply(response)
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-        """Submit `{"input": …, "webhook": …, "policy": …}` as a job, and return its id and status.
+        """Submit a job: `{"input": …, "webhook": …, "ttl_s": …}`. Return its id and status.
 
         `replayed` is True in the result if the gateway already had a job with this idempotency key.
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
         content = json.dumps(request).encode()
-        response = self._request("POST", _path("v2", name, "run"), content=content, headers=headers)
-        return _json_of(response) | {"replayed": response.headers.get("Idempotent-Replayed") == "true"}
+        response = self._request("POST", _path(*jobs_of(name)), content=content, headers=headers)
+        job, replayed = _json_of(response), response.headers.get("Idempotent-Replayed") == "true"
+        return {"id": job["id"], "status": job["status"], "replayed": replayed}
 
     def follow(self, name: str, job_id: str, *, after: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield a job's events as (name, data), without the first `after` pieces.
@@ -132,7 +133,8 @@ class Client:
         Raise GatewayError if the stream breaks off before the end.
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
-        with self._stream("GET", _path("v2", name, "stream", job_id), headers=headers) as response:
+        path = _path(*jobs_of(name), job_id, "events")
+        with self._stream("GET", path, headers=headers) as response:
             for event, data in parse_events(response.iter_bytes()):
                 yield event, json.loads(data)
                 if event in ("completed", "error"):
@@ -288,6 +290,11 @@ class Client:
         except httpx.TransportError as error:
             broke = f"The connection to the gateway at {self.url} broke: {str(error).rstrip('.')}."
             raise GatewayError(broke, remedy="Check that it still runs, and call again.") from None
+
+
+def jobs_of(name: str) -> tuple[str, ...]:
+    """Return the segments of the path of a function's jobs."""
+    return "v1", "functions", name, "jobs"
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import click
 from ....errors import BadInput, JobConflict, JobError, PilotflameError
 from ...jobs.stored.job import JobState
 from ..client import display, exit_codes, options
-from ..client.client import Client
+from ..client.client import Client, jobs_of
 
 # No piece has a number this high. `Client.follow` yields only pieces after a given number, here no pieces.
 AFTER_ALL_PIECES = 999_999_999
@@ -89,7 +89,7 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
       pilotflame jobs list hello
       pilotflame jobs list hello --status failed --status timed_out --limit 100
     """
-    found = client.get("v2", name, "requests", status=states, limit=limit)["requests"]
+    found = client.get(*jobs_of(name), status=states, limit=limit)["jobs"]
     columns = ("id", "status", "age", "attempts", "delay", "execution")
     empty = f"no such jobs: pilotflame run {name} EVENT"
     display.print_list({"jobs": found}, columns, map(_row, found), empty=empty, as_json=as_json)
@@ -111,7 +111,7 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
       pilotflame jobs get hello job-…
       pilotflame jobs get hello job-… --output-only > answer.json
     """
-    job = client.get("v2", name, "status", job_id)
+    job = client.get(*jobs_of(name), job_id)
     if output_only:
         if not (state := JobState(job["status"])).final:
             remedy = f"Wait for it: pilotflame jobs follow {name} {job_id}."
@@ -125,7 +125,7 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
         display.print_answer(_output(job))
     if job.get("logs"):
         display.echo(f"\nit printed:\n{job['logs']}")
-    if "errorDetails" in job:
+    if "error" in job:
         display.say(f"the function's log has more: pilotflame logs {name} --request {job_id}")
     return None
 
@@ -141,7 +141,7 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json:
 
     Example: pilotflame jobs cancel hello job-… job-…
     """
-    _for_each(job_ids, lambda job_id: client.post("v2", name, "cancel", job_id), as_json=as_json)
+    _for_each(job_ids, lambda job_id: client.post(*jobs_of(name), job_id, "cancel"), as_json=as_json)
 
 
 @jobs.command("retry")
@@ -155,7 +155,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
 
     Example: pilotflame jobs retry hello job-… job-…
     """
-    _for_each(job_ids, lambda job_id: client.post("v2", name, "retry", job_id), as_json=as_json)
+    _for_each(job_ids, lambda job_id: client.post(*jobs_of(name), job_id, "retry"), as_json=as_json)
 
 
 @jobs.command("purge")
@@ -169,10 +169,10 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """
     if not yes:
         options.check_terminal()
-        waiting = client.get("v2", name, "health")["jobs"]["inQueue"]
+        waiting = client.get(*jobs_of(name), limit=1)["counts"]["in_queue"]
         click.confirm(f"Cancel {display.counted(waiting, 'waiting job')} of {name}?", abort=True, err=True)
-    removed = client.post("v2", name, "purge-queue")["removed"]
-    display.print_result({"removed": removed}, f"{removed} cancelled", as_json=as_json)
+    purged = client.post(*jobs_of(name), "purge")
+    display.print_result(purged, f"{purged['cancelled']} cancelled", as_json=as_json)
 
 
 @jobs.command("follow")
@@ -209,10 +209,9 @@ def _job_request(
     except ValueError as error:
         remedy = "Text needs quotes of its own: '\"text\"'."
         raise BadInput(f"The event is not JSON: {error}.", remedy=remedy) from None
-    limits = {"executionTimeout": timeout_s, "ttl": ttl_s}
-    policy = {key: max(1, round(seconds * 1000)) for key, seconds in limits.items() if seconds is not None}
-    request = {"input": event, "policy": policy | ({"lowPriority": True} if low_priority else {})}
-    return request | ({"webhook": webhook} if webhook else {})
+    fields = {"execution_timeout_s": timeout_s, "ttl_s": ttl_s, "webhook": webhook}
+    request = {"input": event, "priority": "low" if low_priority else "normal"}
+    return request | {key: value for key, value in fields.items() if value is not None}
 
 
 def _goes_on(name: str, job_id: str) -> AbstractContextManager[None]:
@@ -246,7 +245,7 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
 def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
     """Print a job's output if `output` is True. If the job did not complete, print its error and exit with code 4."""
     if job["status"] != JobState.COMPLETED:
-        why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
+        why = PilotflameError.from_wire(job["error"]) if "error" in job else ""
         display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
         raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
     if output:
@@ -261,8 +260,8 @@ def _output(job: dict[str, Any]) -> Any:
 
 
 def _row(job: dict[str, Any]) -> tuple[str, ...]:
-    times = (_duration(job[key]) if job["attempts"] else "-" for key in ("delayTime", "executionTime"))
-    return (job["id"], job["status"], display.age(job["createdAt"]), str(job["attempts"]), *times)
+    times = (_duration(job[key]) if job["attempts"] else "-" for key in ("delay_ms", "execution_ms"))
+    return (job["id"], job["status"], display.age(job["created_at"]), str(job["attempts"]), *times)
 
 
 def _duration(ms: float) -> str:
@@ -270,17 +269,17 @@ def _duration(ms: float) -> str:
 
 
 def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
-    attempts = f"{job['attempts']}, worker {job['workerId'] or '-'}" if job["attempts"] else "none"
-    error = job.get("errorDetails", {})
+    attempts = f"{job['attempts']}, worker {job['worker'] or '-'}" if job["attempts"] else "none"
+    error = job.get("error", {})
     facts = {
         "job": job["id"],
         "function": job["function"],
         "status": job["status"],
-        "submitted": f"{job['createdAt']}, {display.age(job['createdAt'])} ago",
-        "delay": _duration(job["delayTime"]),
-        "execution": _duration(job["executionTime"]) if job["executionTime"] else "",
+        "submitted": f"{job['created_at']}, {display.age(job['created_at'])} ago",
+        "delay": _duration(job["delay_ms"]),
+        "execution": _duration(job["execution_ms"]) if job["execution_ms"] else "",
         "attempts": f"{attempts}{', retried by hand ' + str(job['retries']) if job['retries'] else ''}",
-        "pieces": str(job.get("pieces", "")),
+        "pieces": str(job["pieces"] or ""),
         "error": f"{error['type']}: {error['message']}" if error else "",
         "what to do": error.get("remedy", ""),
     }

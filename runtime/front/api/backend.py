@@ -38,6 +38,7 @@ _KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))
 REPLAYED_HEADER = {"Idempotent-Replayed": {"schema": {"type": "string", "const": "true"}}}
 """Describes the header of a response whose job was stored by an earlier request with the same key."""
+LOCATION_HEADER = {"Location": {"schema": {"type": "string"}, "description": "The path of the job."}}
 Submitted: TypeAlias = tuple[Job, dict[str, str]]
 """A stored job, and headers for the response. The headers are empty unless an earlier request has stored the job."""
 
@@ -47,6 +48,11 @@ class Accepted(TypedDict):
 
     id: str
     status: JobState
+
+
+def job_path(job: Job) -> str:
+    """Return the path at which a job is shown."""
+    return f"/v1/functions/{job.function}/jobs/{job.id}"
 
 
 @dataclass(frozen=True, slots=True)

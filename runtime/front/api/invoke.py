@@ -38,7 +38,7 @@ from ..http.requests import (
 )
 from ..http.responses import Response, error_reply, invocation_headers, json_response
 from ..http.routes import INVOKE_PATH, Parameter, Route, header
-from .backend import ASYNC_BODY_BYTES, Accepted, Backend
+from .backend import ASYNC_BODY_BYTES, Accepted, Backend, job_path
 from .guard import counted
 
 HOLD = istr("X-Scale-Up-Timeout")
@@ -239,7 +239,7 @@ class Gateway:
             await parsed(request, body, load_json)
         job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
         headers = replayed | {"X-Request-Id": job.id, "Preference-Applied": "respond-async"}
-        headers["Location"] = f"/v2/{job.function}/status/{job.id}"
+        headers["Location"] = job_path(job)
         return json_response(Accepted(id=job.id, status=job.state), status=202, headers=headers)
 
     async def _stream(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import NotRequired, TypeAlias
+from collections.abc import Mapping
+from typing import NotRequired
 
 import orjson
 from aiohttp import web
@@ -14,8 +14,6 @@ from typing_extensions import TypedDict
 
 from ....errors import PilotflameError
 from ...calls.serving.invocation import Invocation, Stream
-from ...jobs.stored.job import Job
-from ...jobs.stored.jobs import Jobs
 from .responses import invocation_headers
 
 EVENT_STREAM_TYPE = "text/event-stream"
@@ -28,8 +26,6 @@ LAST_EVENT_S = 2.0
 NO_LINGER = struct.pack("ii", 1, 0)
 STREAM_HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """X-Accel-Buffering makes nginx pass each event on at once. Without this header, nginx collects events in a buffer."""
-JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
-"""Returns the events for a job's present state and for the new pieces (number, JSON) of its output."""
 
 
 class ServerSentEvent(TypedDict):
@@ -60,27 +56,6 @@ def last_event_id(request: web.Request) -> int:
     """Return the number of the last event that a reader has received. It is 0 if the header is absent or invalid."""
     text = request.headers.get("Last-Event-ID", "0")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-
-
-async def send_job(
-    request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder, ended: Callable[[Job], Awaitable[Job]] | None = None
-) -> web.StreamResponse:  # fmt: skip
-    """Send the events that `encode` returns at each change of the job, until the job has ended.
-
-    If the job can no longer be read, the last event is `error`. `encode` gets the job that `ended` returns for the ended job.
-    """
-    response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
-    await response.prepare(request)
-    last = last_event_id(request)
-    try:
-        async for changed, pieces in jobs.follow(job.function, job.id, last, every_s=HEARTBEAT_S):
-            final = changed.state.final and not pieces
-            shown = await ended(changed) if final and ended is not None else changed
-            await response.write(b"".join(encode(shown, pieces)) or HEARTBEAT)
-    except PilotflameError as error:
-        await response.write(event("error", orjson.dumps(error.to_wire())))
-    await response.write_eof()
-    return response
 
 
 def abort(request: web.Request) -> None:

@@ -96,13 +96,18 @@ def json_response(
 
 
 def json_with_large(
-    name: str, value: bytes, others: Mapping[str, Any], headers: Headers | None = None
+    name: str,
+    value: bytes,
+    others: Mapping[str, Any],
+    *,
+    status: int = 200,
+    headers: Headers | None = None,
 ) -> web.Response:
     """Return a response with a JSON object that has the members `others`, and then `name`, whose value is JSON already
     and is not copied. There must be others.
     """
     parts = [orjson.dumps(others)[:-1], b',"%s":' % name.encode(), value, b"}"]
-    return web.Response(body=SlicedBody(parts, JSON_TYPE), headers=headers)
+    return web.Response(body=SlicedBody(parts, JSON_TYPE), status=status, headers=headers)
 
 
 def timestamp(at_s: float) -> Timestamp:

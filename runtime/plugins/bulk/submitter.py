@@ -26,8 +26,8 @@ from .journal import Journal
 AHEAD = 8
 READ_LINES = 512
 READ_BYTES = 4 << 20
-WAIT_MS = 90_000
-ANSWER_TIMEOUT_S = WAIT_MS / 1000 + 60.0
+WAIT_S = 90
+ANSWER_TIMEOUT_S = WAIT_S + 60.0
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
@@ -52,7 +52,7 @@ class Submitter:
         The batch fails after every request has failed for `patience_s` seconds.
         """
         self._gateway = url.rstrip("/")
-        self._url = f"{self._gateway}/v2/{quote(function, safe='')}/runsync?wait={WAIT_MS}"
+        self._url = f"{self._gateway}/v1/functions/{quote(function, safe='')}/jobs?wait_s={WAIT_S}"
         self._run = run
         self._patience_s = patience_s
         self._allowed_s = min(patience_s, FIRST_PATIENCE_S)
@@ -81,7 +81,7 @@ class Submitter:
             json.loads(line.text)
         except ValueError as error:
             return _failure(line, BadInput(f"It is not JSON: {error}.").to_wire())
-        body = b'{"input":%s,"policy":{"priority":"batch"}}' % line.text
+        body = b'{"input":%s,"priority":"batch"}' % line.text
         key, pause_s = f"batch:{self._run}:{line.number}", PAUSE_S
         while True:
             try:
@@ -146,8 +146,7 @@ def dumped(value: Any) -> bytes:
 def _answer(line: InputLine, job: dict[str, Any]) -> bytes:
     state = str(job["status"])
     if state != "COMPLETED":
-        default = {"type": state.lower(), "message": str(job.get("error") or f"The job is {state}.")}
-        wire: dict[str, Any] = job.get("errorDetails") or default
+        wire: dict[str, Any] = job.get("error") or {"type": state.lower(), "message": f"The job is {state}."}
         details = {**(wire.get("details") or {}), "job": job.get("id", "")}
         return _failure(line, {**wire, "details": details})
     if kind := job.get("output_type"):

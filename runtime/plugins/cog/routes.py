@@ -22,8 +22,9 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.contract import NOTHING
 from ....handlers.files import UNAVAILABLE
 from ...front.api.backend import ASYNC_BODY_BYTES, Backend
+from ...front.api.job_events import JobEncoder, send_job
 from ...front.api.plugin import ApiPlugin
-from ...front.http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...front.http.event_stream import EVENTS, accepts_events, event
 from ...front.http.requests import caller_of, dump_json, preferences_of
 from ...front.http.responses import json_response
 from ...front.http.routes import Parameter, Route, header

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import orjson
 from aiohttp import web
 
-from ...front.http.event_stream import EVENTS, JobEncoder, send_job
+from ...front.api.job_events import JobEncoder, send_job
+from ...front.http.event_stream import EVENTS
 from ...front.http.routes import Parameter, Route
 from ...jobs.stored import queries
 from ...jobs.stored.job import Job, JobState

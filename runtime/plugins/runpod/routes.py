@@ -7,52 +7,52 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, with_config
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
-from ...front.api.backend import (
-    ASYNC_BODY_BYTES,
-    REPLAYED_HEADER,
-    SUBMIT_PARAMETERS,
-    Accepted,
-    Backend,
-    Submitted,
+from ...front.api.backend import REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
+from ...front.api.job_events import job_encoder, send_job
+from ...front.api.jobs import (
+    JOB_ERRORS,
+    LISTING,
+    MAX_LISTED,
+    SUBMIT_ERRORS,
+    JobOrder,
+    Priority,
+    Read,
+    job_response,
+    named,
+    newest,
+    purged,
+    retried,
+    submitted,
+    waited,
 )
 from ...front.api.plugin import ApiPlugin
-from ...front.http.event_stream import EVENTS, JobEncoder, accepts_events, event, last_event_id, send_job
-from ...front.http.parsed_bodies import parsed
+from ...front.http.event_stream import EVENTS, accepts_events, last_event_id
 from ...front.http.requests import Headers, dump_json, load_json, owner_of, validate
-from ...front.http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
-from ...front.http.routes import Choices, Number, Parameter, Route, header
-from ...front.http.sliced_body import SLICE_BYTES
+from ...front.http.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
+from ...front.http.routes import Number, Route, header
 from ...ground.access.keys import Scope
-from ...ground.telemetry.invocation_end import Source
-from ...jobs.stored.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
+from ...jobs.stored.job import Job, JobState
 from ...jobs.stored.outbox import WebhookBodies
 from ...node.functions.live import Live
 from . import openai_jobs
 from .openai_jobs import OpenAiOutput
 
-MAX_LISTED = 1000
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
 MAX_POLLERS = 10_000
 PIECES_PER_POLL = 1000
 WAIT = Number("wait", f"Milliseconds to wait for the end, {MAX_WAIT_MS} at most.", 90_000)
 AFTER = Number("after", "The number of the last piece that was seen; by default, that of the last poll.")
-STATUS = Choices("status", "Only jobs in these states.", JobState)
-LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 100)
-BEFORE = Parameter("before", "A job's id: only older ones.")
-SUBMIT_ERRORS = (400, 404, 408, 409, 413, 422, 503)
-JOB_ERRORS = (404, 410, 503)
-_PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
 
 class JobPolicy(BaseModel, frozen=True, extra="ignore"):
@@ -61,33 +61,22 @@ class JobPolicy(BaseModel, frozen=True, extra="ignore"):
     executionTimeout: int | None = Field(None, ge=1, le=7 * 86_400_000)
     ttl: int | None = Field(None, ge=1, le=365 * 86_400_000)
     lowPriority: bool = False
-    priority: Literal["normal", "low", "batch"] | None = None
+    priority: Priority | None = None
 
 
-class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
+class RunPodRequest(JobOrder, frozen=True, extra="ignore"):
     """A request to submit a job. As at RunPod, unknown keys are ignored."""
 
-    input: Any
-    webhook: str | None = Field(None, max_length=2048)
-    webhook_events: tuple[Literal["start", "output", "logs", "completed"], ...] = ("completed",)
     policy: JobPolicy = JobPolicy()
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of NewJob that this request sets. The other fields come from the function's settings."""
+        """Return the fields of NewJob that this request sets."""
         policy = self.policy
-        priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
-        source: Source = "batch" if policy.priority == "batch" else "job"
-        fields: dict[str, Any] = {"priority": priority, "source": source}
-        for name, ms in (("execution_timeout_s", policy.executionTimeout), ("ttl_s", policy.ttl)):
-            if ms is not None:
-                fields[name] = ms / 1000
-        if self.webhook:
-            fields["webhook"] = Webhook(self.webhook, self.webhook_events)
-        return fields
+        priority: Priority = policy.priority or ("low" if policy.lowPriority else "normal")
+        return self.new_fields(priority, _seconds(policy.executionTimeout), _seconds(policy.ttl))
 
 
-@with_config(title="Job")
-class JobStatus(TypedDict):
+class RunPodJob(TypedDict):
     """A job. If its handler failed, the response still has status 200, and the job has `error` and `errorDetails`."""
 
     id: str
@@ -116,7 +105,7 @@ class JobPiece(TypedDict):
     number: PositiveInt
 
 
-JOBS = {"requests": Annotated[list[JobStatus], Field(max_length=MAX_LISTED)]}
+JOBS = {"requests": Annotated[list[RunPodJob], Field(max_length=MAX_LISTED)]}
 PIECES = {"id": str, "status": JobState, "stream": list[JobPiece]}
 PURGED = {"removed": NonNegativeInt, "status": Literal["completed"]}
 _JOB_COUNTS = ("completed", "failed", "inProgress", "inQueue", "retried", "cancelled")
@@ -128,7 +117,7 @@ HEALTH = {
 
 
 def shown(job: Job) -> dict[str, Any]:
-    """Return a job as a JobStatus that orjson can write."""
+    """Return a job as a RunPodJob that orjson can write."""
     counts = {"attempts": job.attempts, "retries": job.retries}
     found = job.status(time.time()) | counts | {"createdAt": timestamp(job.created_s)}
     if job.logs:
@@ -144,12 +133,9 @@ def webhook_body(job: Job, _pieces: Sequence[bytes]) -> bytes:
     return orjson.dumps(shown(openai_jobs.in_form(job)))
 
 
-async def job_response(job: Job, headers: Headers | None = None) -> web.Response:
-    """Return a job as a JobStatus."""
-    job = await openai_jobs.read_in_form(job)
-    if job.output is None or job.output_type or len(job.output) <= SLICE_BYTES:
-        return json_response(shown(job), headers=headers)
-    return json_with_large("output", job.output, shown(replace(job, output=None)), headers)
+async def _response(job: Job, headers: Headers | None = None) -> web.Response:
+    """Return a response with a job as a RunPodJob."""
+    return job_response(await openai_jobs.read_in_form(job), shown, headers=headers)
 
 
 class QueueApi(ApiPlugin):
@@ -172,59 +158,55 @@ class QueueApi(ApiPlugin):
             path, more = f"/v2/{{function}}/{path}", {"errors": JOB_ERRORS} | more
             return Route(method, path, handler, Scope.INVOKE, summary, response, **more)
 
-        submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
+        submit = {"body": RunPodRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
         timed = submit | {"parameters": (WAIT, *SUBMIT_PARAMETERS)}
         waiting = {"parameters": (WAIT,), "errors": (400, *JOB_ERRORS)}
         stream = {"parameters": (AFTER, header("Last-Event-ID")), "errors": (400, *JOB_ERRORS)}
-        listing = {"parameters": (STATUS, LIMIT, BEFORE), "errors": (400, *JOB_ERRORS)}
+        listing = {"parameters": LISTING, "errors": (400, *JOB_ERRORS)}
         retry = {"errors": (409, *JOB_ERRORS)}
         pieces, poll = {JSON_TYPE: PIECES, **EVENTS}, "Return pieces since the last poll, or all as events."
         return [
             row("POST", "run", self.run, "Submit a job.", Accepted, parameters=SUBMIT_PARAMETERS, **submit),
-            row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, **timed),
-            row("GET", "status/{job}", self.status, "Show a job.", JobStatus),
-            row("POST", "status/{job}", self.status, "Show a job.", JobStatus),
-            row("GET", "status-sync/{job}", self.status_sync, "Wait for a job's end.", JobStatus, **waiting),
+            row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", RunPodJob, **timed),
+            row("GET", "status/{job}", self.status, "Show a job.", RunPodJob),
+            row("POST", "status/{job}", self.status, "Show a job.", RunPodJob),
+            row("GET", "status-sync/{job}", self.status_sync, "Wait for a job's end.", RunPodJob, **waiting),
             row("GET", "stream/{job}", self.stream, poll, pieces, **stream),
             row("POST", "stream/{job}", self.stream, poll, pieces, **stream),
-            row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", JobStatus),
-            row("POST", "retry/{job}", self.retry, "Queue a failed job again.", JobStatus, **retry),
+            row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", RunPodJob),
+            row("POST", "retry/{job}", self.retry, "Queue a failed job again.", RunPodJob, **retry),
             row("POST", "purge-queue", self.purge, "Cancel all jobs that wait.", PURGED),
             row("GET", "health", self.health, "Count jobs and workers by state.", HEALTH),
             row("GET", "requests", self.requests, "List jobs, the newest first.", JOBS, **listing),
         ]
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        job, headers = await self._submit(request, ASYNC_BODY_BYTES)
+        job, headers = await submitted(self._backend, request, self._reads(request))
         return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
         """Submit a job. Respond with it when it has ended, or when the time in `?wait=` is over."""
-        wait_s = _wait_s(request)
-        job, headers = await self._submit(request, wait_s=wait_s)
-        return await job_response(job, headers=headers)
+        job, headers = await submitted(self._backend, request, self._reads(request), _wait_s(request))
+        return await _response(job, headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        return await job_response(await self._job(request))
+        return await _response(await self._jobs.store.get(*named(request)))
 
     async def status_sync(self, request: web.Request) -> web.StreamResponse:
         """Respond with a job when it has ended, or when the time in `?wait=` is over."""
-        wait_s, job = _wait_s(request), await self._jobs.store.glance(*_named(request))
-        return await job_response(await self._jobs.wait(job.function, job.id, wait_s))
+        return await _response(await waited(self._backend, request, _wait_s(request)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        return await job_response(await self._jobs.store.cancel(*_named(request)))
+        return await _response(await self._jobs.store.cancel(*named(request)))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
-        self._live(request)
-        return await job_response(await self._jobs.store.retry(*_named(request)))
+        return await _response(await retried(self._backend, request))
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
-        removed = await self._jobs.purge(self._live(request).record.function, owner_of(request))
-        return json_response({"removed": removed, "status": "completed"})
+        return json_response({"removed": await purged(self._backend, request), "status": "completed"})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        live = self._live(request)
+        live = self._backend.functions.get(request.match_info["function"])
         counts = await self._jobs.store.counts(live.record.function, owner_of(request))
         worker_counts = live.workers.worker_counts()
         running, failures = min(worker_counts.ready, worker_counts.in_flight), live.workers.breaker.failures
@@ -242,17 +224,13 @@ class QueueApi(ApiPlugin):
         return json_response(health)
 
     async def requests(self, request: web.Request) -> web.StreamResponse:
-        live = self._live(request)
-        limit, before = min(max(1, LIMIT.read(request)), MAX_LISTED), request.query.get("before", "")
-        function, states, owner = live.record.function, STATUS.read(request), owner_of(request)
-        found = await self._jobs.store.newest(function, states, limit, before, owner)
-        return json_response({"requests": [shown(job) for job in found]})
+        return json_response({"requests": [shown(job) for job in await newest(self._backend, request)]})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Return the pieces after `?after=`, or without it the pieces since the last poll, or send all as events."""
         if accepts_events(request):
-            return await self._send(request, await self._jobs.store.glance(*_named(request)))
-        job = await self._job(request)
+            return await self._send(request, await self._jobs.store.glance(*named(request)))
+        job = await self._jobs.store.get(*named(request))
         polls, poller = "after" not in request.query, (job.id, owner_of(request))
         after = self._polled.get(poller, 0) if polls else AFTER.read(request)
         # A poll at the same time gets an output of its own.
@@ -279,34 +257,19 @@ class QueueApi(ApiPlugin):
         """Send a job's pieces as events, after the piece in `Last-Event-ID`."""
         if (output := openai_jobs.output_of(job)) is not None:
             await openai_jobs.read_until(self._jobs.store, job, output, last_event_id(request))
-        return await send_job(request, self._jobs, job, _encoder(output), openai_jobs.read_in_form)
+        encode = job_encoder(shown) if output is None else job_encoder(shown, output.numbered)
+        return await send_job(request, self._jobs, job, encode, openai_jobs.read_in_form)
 
-    def _live(self, request: web.Request) -> Live:
-        return self._backend.functions.get(request.match_info["function"])
-
-    async def _job(self, request: web.Request) -> Job:
-        """Return the job in the path, even if its function was deleted. Raises UnknownJob or JobExpired."""
-        return await self._jobs.store.get(*_named(request))
-
-    async def _submit(
-        self, request: web.Request, most: int | None = None, wait_s: float | None = None
-    ) -> Submitted:
-        live, event, fields = await self._asked(request, most)
-        job, replayed = await self._backend.submit(request, live, event, wait_s=wait_s, **fields)
-        return job, replayed | {"X-Request-Id": job.id}
-
-    async def _asked(self, request: web.Request, most: int | None) -> tuple[Live, bytes, dict[str, Any]]:
-        """Return the function, the event of the job, and its other fields. While the caller waits, nothing parsed is kept."""
-        live, body = await self._backend.read_body(request, request.match_info["function"], most)
-        event, fields = await parsed(request, body, lambda body: self._read(request, live, body))
-        return live, event, fields
+    def _reads(self, request: web.Request) -> Read:
+        """Return the function that reads the body of a request for a job."""
+        return lambda live, body: self._read(request, live, body)
 
     def _read(self, request: web.Request, live: Live, body: bytes) -> tuple[bytes, dict[str, Any]]:
         """Return the input of a job, and the fields of NewJob that its request sets."""
         found, remedy = load_json(body), 'Send {"input": …}.'
         if not isinstance(found, dict) or "input" not in found:
             raise BadInput("The body has no input.", remedy=remedy)
-        wanted = validate(JobRequest, found, remedy, InputInvalid)
+        wanted = validate(RunPodRequest, found, remedy, InputInvalid)
         event, fields = wanted.input, wanted.fields()
         if openai_jobs.is_openai(live, event):
             event, fields["extra"] = openai_jobs.event_of(self._backend, request, live, event)
@@ -328,27 +291,9 @@ def _throttled(live: Live, queued: int) -> int:
     return max(0, min(math.ceil(queued / scale.concurrency) - worker_counts.starting, missing))
 
 
-def _named(request: web.Request) -> tuple[str, str, str]:
-    """Return the function and the job that the path names, and the owner that the job must have."""
-    return request.match_info["function"], request.match_info["job"], owner_of(request)
+def _seconds(ms: int | None) -> float | None:
+    return ms / 1000 if ms is not None else None
 
 
 def _wait_s(request: web.Request) -> float:
     return min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
-
-
-def _encoder(output: OpenAiOutput | None) -> JobEncoder:
-    state = None
-
-    def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
-        nonlocal state
-        if job.state is not state and not job.state.final:
-            state = job.state
-            yield event("status", orjson.dumps({"status": state}))
-        for number, piece in pieces if output is None else output.numbered(pieces):
-            yield event("output", piece, number)
-        if job.state.final and not pieces:
-            name = "completed" if job.state is JobState.COMPLETED else "error"
-            yield event(name, orjson.dumps(shown(job)))
-
-    return encode

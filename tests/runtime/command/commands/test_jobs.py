@@ -31,6 +31,12 @@ NO_JOB = "job-aaaaaaaaaaaaaaaaaaaaaaaaaa"
 
 
 @pytest.fixture(scope="module")
+def served(served_for_cog: str) -> str:
+    """The commands need no plugin."""
+    return served_for_cog
+
+
+@pytest.fixture(scope="module")
 def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Deploys a source at its first use; gone after the module."""
     names: dict[str, str] = {}
@@ -203,7 +209,7 @@ def test_jobs_are_cancelled_and_purged(pilotflame: Run, does: str, fifo: Path):
     refused = pilotflame("jobs", "purge", does)
     assert (refused.returncode, "Not a terminal" in refused.stderr) == (2, True)
     assert pilotflame("jobs", "purge", does, "--yes").stdout == "2 cancelled\n"
-    assert json.loads(pilotflame("jobs", "purge", does, "-y", "--json").stdout) == {"removed": 0}
+    assert json.loads(pilotflame("jobs", "purge", does, "-y", "--json").stdout) == {"cancelled": 0}
     assert pilotflame("jobs", "cancel", does, running).stdout == f"{running} CANCELLED\n"
     failed(pilotflame("jobs", "follow", does, running), 4, "CANCELLED")
 

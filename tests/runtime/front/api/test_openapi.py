@@ -151,8 +151,8 @@ def test_the_validator_agrees() -> None:
 
 def test_components_have_the_names_that_clients_know() -> None:
     names = {
-        "ApiKey", "NewKey", "Scope", "CloudEvent", "Accepted", "Delivery", "Error", "FunctionStatus", "Job", "JobOrder",
-        "JobPiece", "JobPolicy", "LambdaError", "Prediction",
+        "ApiKey", "NewKey", "Scope", "CloudEvent", "Accepted", "Delivery", "Error", "FunctionStatus", "Job", "JobRequest",
+        "JobPiece", "JobPolicy", "LambdaError", "Prediction", "RunPodJob", "RunPodRequest",
     }  # fmt: skip
     assert names <= set(describe([])["components"]["schemas"])
 

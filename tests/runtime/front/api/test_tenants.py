@@ -34,7 +34,7 @@ FUNCTIONS = {
 }
 SCOPES = ["invoke", "deploy"]
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"}
-# Each names a job of /v2 and must treat a job of another tenant like one that does not exist.
+# Each names a job and must treat a job of another tenant like one that does not exist.
 OF_A_JOB: list[tuple[str, str]] = [
     ("GET", "/v2/{function}/status/{job}"),
     ("POST", "/v2/{function}/status/{job}"),
@@ -43,6 +43,12 @@ OF_A_JOB: list[tuple[str, str]] = [
     ("POST", "/v2/{function}/cancel/{job}"),
     ("POST", "/v2/{function}/retry/{job}"),
     ("GET", "/v2/{function}/requests?before={job}"),
+    ("GET", "/v1/functions/{function}/jobs/{job}"),
+    ("GET", "/v1/functions/{function}/jobs/{job}?wait_s=1"),
+    ("GET", "/v1/functions/{function}/jobs/{job}/events"),
+    ("POST", "/v1/functions/{function}/jobs/{job}/cancel"),
+    ("POST", "/v1/functions/{function}/jobs/{job}/retry"),
+    ("GET", "/v1/functions/{function}/jobs?before={job}"),
     ("GET", "/v1/functions/{function}/webhooks?job={job}"),
     ("POST", "/v1/functions/{function}/webhooks/{delivery}/redeliver"),
     ("GET", "/cog/predictions/{job}"),
@@ -165,22 +171,23 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(
         target=submitted, who=st.integers(0, TENANTS - 1), function=st.sampled_from(sorted(FUNCTIONS)),
-        key=st.sampled_from(["", "", "k1", "k2"]), hook=st.sampled_from([True, True, False]), sync=st.booleans(),
+        key=st.sampled_from(["", "", "k1", "k2"]), hook=st.sampled_from([True, True, False]), sync=st.booleans(), own=st.booleans(),
     )  # fmt: skip
-    def run(self, who: int, function: str, key: str, hook: bool, sync: bool) -> Any:
+    def run(self, who: int, function: str, key: str, hook: bool, sync: bool, own: bool) -> Any:
         tenant = self.tenants[who]
         order: dict[str, Any] = {"input": 5}
         if hook:
             # No server listens there, so the delivery stays.
             order |= {"webhook": "http://127.0.0.1:9/hook", "webhook_events": ["start", "completed"]}
-        path = "runsync" if sync and function not in ("stuck", "pieces") else "run"
-        response = tenant.client.post(
-            f"/v2/{function}/{path}", json=order, headers={"Idempotency-Key": key} if key else {}
-        )
+        sync = sync and function not in ("stuck", "pieces")
+        path = f"/v2/{function}/{'runsync' if sync else 'run'}"
+        if own:
+            path = f"/v1/functions/{function}/jobs{'?wait_s=60' if sync else ''}"
+        response = tenant.client.post(path, json=order, headers={"Idempotency-Key": key} if key else {})
         if function not in tenant.functions:
             assert response.status_code == 404
             return multiple()
-        assert response.status_code == 200, response.text
+        assert response.status_code in (200, 202), response.text
         return self.submit(tenant, function, response.json()["id"], key=key)
 
     @rule(
@@ -247,14 +254,19 @@ class TenantMachine(RuleBasedStateMachine):
         assert response.status_code in (200, 409), response.text
         tenant.retries[job] = tenant.retries.get(job, 0) + (response.status_code == 200)
 
-    @rule(who=st.integers(0, TENANTS - 1), function=st.sampled_from(sorted(FUNCTIONS)))
-    def purge(self, who: int, function: str) -> None:
+    @rule(who=st.integers(0, TENANTS - 1), function=st.sampled_from(sorted(FUNCTIONS)), own=st.booleans())
+    def purge(self, who: int, function: str, own: bool) -> None:
         tenant = self.tenants[who]
         mine = [job for job, of in tenant.jobs.items() if of == function]
-        response = tenant.client.post(f"/v2/{function}/purge-queue")
+        path, key = (
+            (f"/v1/functions/{function}/jobs/purge", "cancelled")
+            if own
+            else (f"/v2/{function}/purge-queue", "removed")
+        )
+        response = tenant.client.post(path)
         assert response.status_code == (200 if function in tenant.functions else 404)
         if response.status_code == 200:
-            assert response.json()["removed"] <= len(mine)
+            assert response.json()[key] <= len(mine)
             tenant.cancelled.update(mine)
 
     # -- what they try with what is not theirs
@@ -316,6 +328,9 @@ class TenantMachine(RuleBasedStateMachine):
         assert counts.pop("retried") == sum(tenant.retries.get(job, 0) for job in mine)
         assert sum(counts.values()) == len(mine)
         assert counts["cancelled"] <= len(mine & tenant.cancelled)
+        own = tenant.client.get(f"/v1/functions/{function}/jobs?limit=1000").json()
+        assert {job["id"] for job in own["jobs"]} == mine
+        assert own["counts"]["cancelled"] == counts["cancelled"]
 
     def note_deliveries(self, tenant: Tenant, function: str) -> None:
         found = tenant.client.get(f"/v1/functions/{function}/webhooks?limit=1000").json()["deliveries"]

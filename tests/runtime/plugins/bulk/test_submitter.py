@@ -26,7 +26,7 @@ async def serve() -> AsyncIterator[Callable[[Answer], Awaitable[str]]]:
 
     async def served(answer: Answer) -> str:
         app = web.Application()
-        app.router.add_post("/v2/{function}/runsync", answer)
+        app.router.add_post("/v1/functions/{function}/jobs", answer)
         servers.append(TestServer(app))
         await servers[-1].start_server()
         return str(servers[-1].make_url("/"))
@@ -52,7 +52,7 @@ async def test_it_retries_with_one_key_until_the_job_ends(serve) -> None:
 
     async with Submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
         assert await submitter.answer(LINE) == b"[1]"
-    assert requests == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
+    assert requests == [("batch:r:7", {"input": {"a": 1}, "priority": "batch"})] * 4
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_it_retries_with_one_key_until_the_job_ends(serve) -> None:
         (413, {"error": {"type": "input_too_large", "message": "It is too large."}}),
         (
             200,
-            {"id": "job-1", "status": "FAILED", "error": "x", "errorDetails": {"type": "e", "message": "x"}},
+            {"id": "job-1", "status": "FAILED", "error": {"type": "e", "message": "x"}},
         ),
         (200, {"id": "job-1", "status": "CANCELLED"}),
     ],

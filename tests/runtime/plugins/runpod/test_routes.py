@@ -15,7 +15,7 @@ import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gone, until
 from pilotflame.errors import JobStoreFailed
-from pilotflame.runtime.front.http import event_stream
+from pilotflame.runtime.front.api import job_events
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -253,7 +253,7 @@ async def test_respond_async_makes_a_job(deploy):
     queue = Queue(await deploy(ECHO))
     response = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
     assert response.status_code == 202
-    assert response.headers["location"] == f"{queue.base}/status/{response.json()['id']}"
+    assert response.headers["location"] == f"/v1/functions/{queue.function.name}/jobs/{response.json()['id']}"
     assert (await queue.ended(response.json()["id"]))["output"] == {"twice": 8}
     again = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
     assert again.json()["id"] == response.json()["id"]
@@ -340,7 +340,7 @@ async def test_an_error_in_a_stream_is_the_error_of_the_job(deploy):
 
 
 async def test_a_stream_of_events_is_kept_alive(deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(job_events, "HEARTBEAT_S", 0.02)
     queue = Queue(await deploy(WAITS, gate=gate))
     job = await queue.run(1)
     await gate.next()

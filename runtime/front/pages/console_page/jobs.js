@@ -2,8 +2,8 @@
 
 import { ask, explained, say } from "./dialog.js";
 import { element, setText, table } from "./dom.js";
-import { clockOf, duration, NONE } from "./format.js";
-import { get, post } from "./gateway.js";
+import { clockOf, duration } from "./format.js";
+import { post } from "./gateway.js";
 import { Panel, textRow } from "./panel.js";
 
 const LISTED = 50;
@@ -15,15 +15,15 @@ const OPEN = ["IN_QUEUE", "IN_PROGRESS"];
 const BROKEN = ["FAILED", "TIMED_OUT"];
 
 export function jobsPanel(name, may) {
-  const base = `/v2/${encodeURIComponent(name)}`;
+  const base = `/v1/functions/${encodeURIComponent(name)}/jobs`;
   const counts = element("p", { class: "note" });
   const cancel = (id) => ask({
     title: `Cancel the job ${id}?`, text: "If it runs, its worker is told to stop. It will not be run again.", verb: "Cancel the job",
-    act: () => post(`${base}/cancel/${encodeURIComponent(id)}`).then(() => panel.load()), done: `The job ${id} was cancelled.`,
+    act: () => post(`${base}/${encodeURIComponent(id)}/cancel`).then(() => panel.load()), done: `The job ${id} was cancelled.`,
   });
   const retry = async (id) => {
     try {
-      await post(`${base}/retry/${encodeURIComponent(id)}`);
+      await post(`${base}/${encodeURIComponent(id)}/retry`);
       say(`The job ${id} is queued again.`);
     } catch (error) {
       say(explained(error));
@@ -31,8 +31,8 @@ export function jobsPanel(name, may) {
     panel.load();
   };
   const make = textRow(COLUMNS, (job) => ({
-    State: job.status, Submitted: clockOf(job.createdAt), Waited: duration(job.delayTime), Ran: duration(job.executionTime),
-    Attempts: job.attempts, Error: job.error ?? "",
+    State: job.status, Submitted: clockOf(job.created_at), Waited: duration(job.delay_ms), Ran: duration(job.execution_ms),
+    Attempts: job.attempts, Error: job.error?.message ?? "",
   }), {
     nodes: (job) => ({
       Job: element("a", { href: `#/functions/${encodeURIComponent(name)}/jobs/${encodeURIComponent(job.id)}` }, element("code", {}, job.id)),
@@ -49,26 +49,21 @@ export function jobsPanel(name, may) {
   const panel = new Panel({
     title: "Jobs",
     intro: counts,
-    path: () => `${base}/requests?limit=${LISTED}`,
+    path: () => `${base}?limit=${LISTED}`,
     table: table(`Jobs of ${name}, the newest first`, COLUMNS),
     keyOf: (job) => job.id,
     make,
     items: (found) => {
-      count();
-      return found.requests;
+      count(found.counts);
+      return found.jobs;
     },
     watch: (row) => JSON.stringify([row.queued, row.in_flight, row.codes]),
-    empty: `No jobs. POST ${base}/run stores one: it survives crashes, and its result can be fetched later.`,
+    empty: `No jobs. POST ${base} stores one: it survives crashes, and its result can be fetched later.`,
   });
 
-  async function count() {
-    try {
-      const { jobs } = await get(`${base}/health`, panel?.aborter.signal);
-      const parts = [["waiting", jobs.inQueue], ["running", jobs.inProgress], ["completed", jobs.completed], ["failed", jobs.failed], ["cancelled", jobs.cancelled]];
-      setText(counts, `${parts.map(([text, many]) => `${many ?? NONE} ${text}`).join(" · ")}. The latest ${LISTED} are listed.`);
-    } catch {
-      setText(counts, "");
-    }
+  function count(jobs) {
+    const parts = [["waiting", jobs.in_queue], ["running", jobs.in_progress], ["completed", jobs.completed], ["failed", jobs.failed], ["cancelled", jobs.cancelled]];
+    setText(counts, `${parts.map(([text, many]) => `${many} ${text}`).join(" · ")}. The latest ${LISTED} are listed.`);
   }
 
   return panel;

@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from browser import chromium
 from live import LIMIT_S, Gate, Gateway, gateway_here, gateway_process, short_folder, until
-from pilotflame.runtime.front.api import console
+from pilotflame.runtime.front.pages import console
 from safetensors.torch import save_file
 
 pytest.importorskip("playwright")
@@ -247,6 +247,18 @@ async def test_handlers_of_other_platforms_are_called_by_their_routes(
     await page.get_by_role("link", name="Call", exact=True).click()
     await page.get_by_role("button", name="Send").click()
     await expect(page.get_by_role("status").filter(has_text="200 ·")).to_be_visible()
+
+
+async def test_the_pages_of_jobs_need_no_plugin(visit: Visit, state: Any):
+    async with gateway_here(state, plugins=("cog",)) as gateway:
+        function = await gateway.deploy(ECHO, name="jobs")
+        base = f"/v1/functions/{function.name}"
+        job = (await gateway.client.post(f"{base}/jobs?wait_s=60", json={"input": "mine"})).json()["id"]
+        page = await visit(f"#/functions/{function.name}/jobs", url=gateway.url)
+        await expect(page.get_by_text("1 completed")).to_be_visible()
+        await page.get_by_role("link", name=job).click()
+        await expect(page.get_by_label("Output")).to_contain_text('"mine"')
+        await page.close()
 
 
 async def test_a_job_has_a_page_with_its_output_and_its_lines(deploy, gateway: Gateway, visit: Visit):

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from live import LIMIT_S, TRUSTED, Function, Gate, Gateway, failure, gateway_here, until
 from pilotflame._version import __version__
-from pilotflame.runtime.front.api import console
-from pilotflame.runtime.front.api.console import MEDIA_TYPES
+from pilotflame.runtime.front.pages import console
+from pilotflame.runtime.front.pages.console import MEDIA_TYPES
 from pilotflame.runtime.node.functions.live import Live
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

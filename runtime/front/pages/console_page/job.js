@@ -25,7 +25,7 @@ export class JobView {
 
   async load() {
     try {
-      const job = await get(`/v2/${encodeURIComponent(this.name)}/status/${encodeURIComponent(this.id)}`, this.aborter.signal);
+      const job = await get(`/v1/functions/${encodeURIComponent(this.name)}/jobs/${encodeURIComponent(this.id)}`, this.aborter.signal);
       this.show(job);
       if (OPEN.includes(job.status)) this.timer = setTimeout(() => this.load(), EVERY_MS);
     } catch (error) {
@@ -36,8 +36,8 @@ export class JobView {
   show(job) {
     setText(this.state, job.status);
     const facts = {
-      Submitted: job.createdAt ? clockOf(job.createdAt) : NONE, Waited: duration(job.delayTime), Ran: duration(job.executionTime),
-      Worker: job.workerId ?? NONE, Error: job.error ? JSON.stringify(job.error) : "None.",
+      Submitted: clockOf(job.created_at), Waited: duration(job.delay_ms), Ran: duration(job.execution_ms),
+      Worker: job.worker || NONE, Error: job.error ? job.error.message : "None.",
     };
     this.facts.replaceChildren(...Object.entries(facts).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
     this.output.hidden = job.output === undefined;
