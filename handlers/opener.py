@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from urllib import request
 
 from ..addresses import INPUT_NETWORKS, Addresses
+from ..snapshot.sources.dialer import AddressRefused, Dialer
+
+MAX_CONNECT_S = 60.0
 
 
 def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
@@ -25,7 +28,7 @@ def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
         raise ValueError(f"{INPUT_NETWORKS} is malformed: {error}") from None
     director = request.OpenerDirector()
     for handler in (
-        _CheckedHandler(addresses), request.DataHandler(), request.HTTPRedirectHandler(), request.UnknownHandler(),
+        _CheckedHandler(Dialer(addresses)), request.DataHandler(), request.HTTPRedirectHandler(), request.UnknownHandler(),
         request.HTTPErrorProcessor(), request.HTTPDefaultErrorHandler(),
     ):  # fmt: skip
         director.add_handler(handler)
@@ -35,12 +38,12 @@ def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
 class _CheckedHandler(request.AbstractHTTPHandler):
     """Opens http and https URLs over sockets that the function `connected` returns."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, dialer: Dialer) -> None:
         super().__init__()
 
         class Plain(http.client.HTTPConnection):
             def connect(self) -> None:
-                self.sock = connected(self.host, self.port, self.timeout, addresses)
+                self.sock = connected(self.host, self.port, self.timeout, dialer)
 
         class Tls(http.client.HTTPSConnection, Plain):
             """HTTPSConnection.connect first calls `Plain.connect`, and then starts TLS on its socket."""
@@ -56,23 +59,11 @@ class _CheckedHandler(request.AbstractHTTPHandler):
     http_request = https_request = request.AbstractHTTPHandler.do_request_
 
 
-def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """Connect to the first allowed address that accepts. If all fail, raise the OSError of the last address."""
-    failure: OSError = OSError("its host has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if reason := addresses.fault(str(address[0])):
-            # The message must not contain the address: it would tell how names resolve within our network.
-            failure = PermissionError(
-                f"fetching from its address is not allowed: {reason} (see {INPUT_NETWORKS})"
-            )
-            continue
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.settimeout(timeout_s)
-            made.connect(address)
-        except OSError as error:
-            made.close()
-            failure = error
-        else:
-            return made
-    raise failure
+def connected(host: str, port: int, timeout_s: float | None, dialer: Dialer) -> socket.socket:
+    """Connect to an allowed address of a host. Raises OSError, and PermissionError if no address is allowed."""
+    try:
+        return dialer.dial(host, port, MAX_CONNECT_S if timeout_s is None else timeout_s, timeout_s)
+    except AddressRefused as error:
+        # The message must not contain the address: it would tell how names resolve within our network.
+        message = f"fetching from its address is not allowed: {error.reason} (see {INPUT_NETWORKS})"
+        raise PermissionError(message) from None

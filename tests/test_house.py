@@ -437,6 +437,7 @@ TOGETHER = {
     "console_browser",
     "page_isolation_browser",
     "container_limits",
+    "reach",
     "cog_cases",
     "corruptions",
     "deployed_bytes",

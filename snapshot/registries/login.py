@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SourceError
-from ..sources.variables import AUTH_VARIABLE, REGISTRY, own_variables
+from ..sources.access import Access
+from ..sources.variables import AUTH_VARIABLE, REGISTRY
 
 HELPER_TIMEOUT_S = 30.0
 MAX_FILE_BYTES = 1 << 20
@@ -41,17 +42,17 @@ class Login:
         return {"Authorization": f"Basic {pair}"}
 
 
-def find_login(registry: str, repository: str, secrets: Mapping[str, str], *, own_only: bool) -> Login:
+def find_login(registry: str, repository: str, secrets: Mapping[str, str], access: Access) -> Login:
     """Return the login for a repository.
 
-    If `secrets` have variables of registries, only these count, and no file is read. Otherwise, unless `own_only`,
+    If `secrets` have variables of registries, only these count, and no file is read. Otherwise, if `access` allows it,
     DOCKER_AUTH_CONFIG of the environment counts, and without it the auth files of podman and docker, in this order.
     Raises SourceError if what is found cannot be used.
     """
-    if own := own_variables(secrets, REGISTRY):
+    if own := REGISTRY.own(secrets):
         entries = _read(own.get(AUTH_VARIABLE, "{}"), f"the secret {AUTH_VARIABLE}")
         return _entry(entries, registry, repository, f"the secret {AUTH_VARIABLE}") or _anonymous(registry)
-    if own_only:
+    if REGISTRY.alone(secrets, access):
         return _anonymous(registry)
     for text, origin in _of_this_process():
         entries = _read(text, origin)

@@ -11,21 +11,18 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing
 from ..sources.access import ANY, Access
 from ..sources.exchange import Head
-from ..sources.folder import FolderSource
 from ..sources.http import WebSource
-from ..sources.locate import open_source
-from ..sources.location import Location, ServerAddress, shown
+from ..sources.locate import follow
+from ..sources.location import Location, ServerAddress
 from ..sources.response import RangeRequest, refusal
-from ..sources.schemes import scheme_of
 from ..sources.source import Connection, Kept, Listing, ObjectInfo, Served, Source, listed, name_fault
-from ..sources.variables import MLFLOW, own_variables, variables_of
+from ..sources.variables import MLFLOW
 
 _REFERENCE = re.compile(r"mlflow://([^/@?#]{1,256})(?:@([\w.-]{1,256})|/([0-9]{1,18}))(?:/(.+))?", re.ASCII)
 _API = "api/2.0/mlflow"
@@ -67,10 +64,8 @@ class MlflowSource:
         self._model = ModelVersion.of(url)
         self.url = str(self._model)
         self._secrets = dict(secrets or {})
-        variables = variables_of(self._secrets, MLFLOW, own_only=access.own_only)
-        self._own = access.own_only or bool(own_variables(self._secrets, MLFLOW))
         self._access = access
-        self._server = TrackingServer(self.url, variables, access)
+        self._server = TrackingServer(self.url, MLFLOW.variables(self._secrets, access), access)
         self._asking = threading.RLock()
         self._version = self._model.version
         self._opened: Source | None = None
@@ -124,26 +119,10 @@ class MlflowSource:
             return self._opened
 
     def _open(self, location: str) -> Source:
-        scheme, below = location.partition("://")[0], f"/{self._model.folder}" if self._model.folder else ""
+        below = f"/{self._model.folder}" if self._model.folder else ""
         if location.startswith("mlflow-artifacts:"):
             return self._server.below(f"{self._server.own_path(location)}{below}")
-        if location.startswith(("/", "file:")):
-            return self._folder(f"{unquote(urlsplit(location).path)}{below}")
-        if scheme == "mlflow" or scheme_of(location) is None:
-            fault = f"{self.url}: its files are at {shown(location)[:200]}, which cannot be read."
-            raise SourceError(
-                fault, remedy="Register a version whose files are in S3, Google's cloud or a folder."
-            )
-        # The server chose the location. If a function has named the server, only the function's own credentials may be
-        # used there.
-        access = replace(self._access, own_only=self._own)
-        return open_source(f"{location.rstrip('/')}{below}", self._secrets, access)
-
-    def _folder(self, path: str) -> Source:
-        if self._own or self._access.addresses is not None:
-            fault = f"{self.url}: its files are in a folder of the server's machine, which this function may not read."
-            raise SourceDenied(fault, remedy="Register a version whose files are in an object store.")
-        return FolderSource(Path(path))
+        return follow(self.url, f"{location.rstrip('/')}{below}", self._secrets, self._access)
 
 
 class TrackingServer(WebSource):

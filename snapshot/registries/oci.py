@@ -13,7 +13,7 @@ from ..sources.access import ANY, Access
 from ..sources.http import HttpConnection
 from ..sources.locate import WEIGHTS_SUFFIX
 from ..sources.source import Blob, ObjectInfo, changed, name_fault, read_all, same_version
-from ..sources.variables import PLAIN_HTTP_VARIABLE, REGISTRY, variables_of
+from ..sources.variables import PLAIN_HTTP_VARIABLE, REGISTRY
 from .artifact import ACCEPTED, ArtifactFile, ImageManifest, Layer, files_of
 from .blobs import RegistryBlobs
 from .login import find_login
@@ -38,9 +38,9 @@ class OciSource:
         self._reference = Reference.of(url)
         self.url = str(self._reference)
         given = secrets or {}
-        variables = variables_of(given, REGISTRY, own_only=access.own_only)
+        variables = REGISTRY.variables(given, access)
         registry, repository = self._reference.registry, self._reference.repository
-        login = find_login(registry, repository, given, own_only=access.own_only)
+        login = find_login(registry, repository, given, access)
         plain = is_plain(registry, variables.get(PLAIN_HTTP_VARIABLE, ""))
         self._blobs = RegistryBlobs(self._reference, login, access, plain=plain)
         self._asking = threading.RLock()

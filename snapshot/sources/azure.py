@@ -13,7 +13,7 @@ from ...errors import SourceDenied, SourceError
 from .access import ANY, Access
 from .cloud import RETRIES, SIGNED_FOR, CloudSource, is_set
 from .location import Location
-from .variables import AZURE, own_variables, variables_of
+from .variables import AZURE
 
 # Requests with a token must name this version of the protocol.
 _VERSION = {"x-ms-version": "2023-11-03"}
@@ -34,7 +34,7 @@ class AzureSource(CloudSource):
     scheme = "az"
 
     def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
-        variables = variables_of(secrets or {}, AZURE)
+        variables = AZURE.variables(secrets, access)
         self._account = variables.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         if not self._account:
             remedy = "Set it to the account's name, in the environment or as a secret of the function."
@@ -42,8 +42,8 @@ class AzureSource(CloudSource):
         named = variables.get("AZURE_STORAGE_ENDPOINT") or variables.get("AZURE_ENDPOINT")
         self._endpoint = named or f"https://{self._account}.blob.core.windows.net"
         super().__init__(url, self._endpoint, access)
-        own = bool(own_variables(secrets or {}, AZURE))
-        self._kind, self._secret = _credential(variables, own=own)
+        alone = AZURE.alone(secrets, access)
+        self._kind, self._secret = _credential(variables, own=alone)
         self.credentials = _CREDENTIALS[self._kind]
 
     def resolve(self, name: str) -> Location:

@@ -6,7 +6,6 @@ Import this module only where such a client is used, because importing botocore 
 from __future__ import annotations
 
 import socket
-import time
 from typing import Any
 
 from botocore.awsrequest import (
@@ -69,24 +68,13 @@ def _pools(dialer: Dialer) -> dict[str, Any]:
     return {"http": PlainPool, "https": TlsPool}
 
 
-class _Unshared:
-    """The sockets of one attempt to connect, which no other thread shuts down. See Sockets."""
-
-    def opened(self, one: socket.socket) -> None: ...
-
-    def discard(self, one: socket.socket) -> None:
-        one.close()
-
-
 def _connected(connection: Any, dialer: Dialer) -> socket.socket:
     """Return a socket that is connected to the host of urllib3's `connection`."""
     try:
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        found = dialer.connect(connection.host, connection.port, deadline_s, _Unshared())
+        found = dialer.dial(connection.host, connection.port, CONNECT_TIMEOUT_S, connection.timeout)
     except AddressRefused as error:
         raise refused(connection.host, error.reason) from None
     except OSError as error:
         raise NewConnectionError(connection, str(error)) from error
-    found.settimeout(connection.timeout)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found

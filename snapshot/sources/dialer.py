@@ -50,6 +50,15 @@ class Sockets(Protocol):
         """Close a socket."""
 
 
+class _Unshared:
+    """The sockets of one attempt to connect, which no other thread shuts down. See Sockets."""
+
+    def opened(self, one: socket.socket) -> None: ...
+
+    def discard(self, one: socket.socket) -> None:
+        one.close()
+
+
 class Dialer:
     """Remembers the addresses of hosts, and which of them did not answer. Thread-safe."""
 
@@ -70,6 +79,12 @@ class Dialer:
         finally:
             for address in race.lost:
                 self.avoid(address)
+
+    def dial(self, host: str, port: int, connect_s: float, timeout_s: float | None) -> socket.socket:
+        """Return a blocking socket with the time limit `timeout_s`, for clients of others. Raises OSError, AddressRefused."""
+        found = self.connect(host, port, time.monotonic() + connect_s, _Unshared())
+        found.settimeout(timeout_s)
+        return found
 
     def addresses(self, host: str, port: int, deadline_s: float) -> list[Address]:
         """Return the addresses of `host` in the order in which to try them. Each call begins with another address.

@@ -15,7 +15,7 @@ from .cloud import RETRIES, CloudSource, is_set
 from .exchange import Head
 from .location import Location
 from .response import RangeRequest
-from .variables import GOOGLE, own_variables, variables_of
+from .variables import GOOGLE
 
 ENDPOINT = "https://storage.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -33,10 +33,10 @@ class GoogleSource(CloudSource):
     scheme = "gs"
 
     def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
-        variables = variables_of(secrets or {}, GOOGLE)
+        variables = GOOGLE.variables(secrets, access)
         self._endpoint = variables.get("GOOGLE_BASE_URL") or ENDPOINT
         super().__init__(url, self._endpoint, access)
-        self._token = GoogleToken(variables, own=bool(own_variables(secrets or {}, GOOGLE)))
+        self._token = GoogleToken(variables, own=GOOGLE.alone(secrets, access))
         project = variables.get("GOOGLE_CLOUD_QUOTA_PROJECT", "")
         # The project that pays for the requests, if it is not the bucket's project.
         self._payment = {"x-goog-user-project": project} if project else {}

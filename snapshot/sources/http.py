@@ -44,7 +44,7 @@ from .response import (
 from .retries import Retries
 from .source import ObjectInfo, name_fault
 from .tls import system_trust
-from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB, own_variables
+from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB
 from .wire import Wire
 
 MAX_REDIRECTS = 5
@@ -215,7 +215,7 @@ class HttpSource(WebSource):
         base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
         super().__init__(base, ssl_context, access)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
-        self._headers = {**_own_headers(own_variables(secrets or {}, WEB)), **(headers or {})}
+        self._headers = {**_own_headers(WEB.variables(secrets, access)), **(headers or {})}
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"

@@ -22,7 +22,7 @@ from .http import WebSource
 from .location import Location, ServerAddress
 from .response import RangeRequest, refusal
 from .source import name_fault
-from .variables import HUB, own_variables, variables_of
+from .variables import HUB
 
 ENDPOINT = "https://huggingface.co"
 COMMIT_CHARS = 40
@@ -79,14 +79,14 @@ class HubSource(WebSource):
     def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
         self._place = HubPlace.of(url)
         super().__init__(str(self._place), access=access)
-        variables = variables_of(secrets or {}, HUB, own_only=access.own_only)
+        variables = HUB.variables(secrets, access)
         self._endpoint = (variables.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         try:
             ServerAddress.of(self._endpoint)
         except ValueError as error:
             raise SourceError(f"HF_ENDPOINT is not a URL: {error}.", remedy="Write https://host.") from None
         self._variables = variables
-        self._own = access.own_only or bool(own_variables(secrets or {}, HUB))
+        self._own = HUB.alone(secrets, access)
         self._token = _token(variables, own=self._own)
         self._asking = threading.Lock()
         self._commit = self._place.revision if _COMMIT.fullmatch(self._place.revision) else ""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from ...errors import SourceDenied, SourceError
 from .access import ANY, Access
 from .folder import FolderSource
-from .schemes import scheme_of
+from .location import shown
+from .schemes import Leads, scheme_of
 from .source import Kept, Source
 
 WEIGHTS_SUFFIX = ".safetensors"
@@ -52,6 +56,31 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None, access: Acce
     folder, _ = split_file(url)
     scheme = scheme_of(folder)
     return FolderSource(Path(folder)) if scheme is None else scheme.open(folder, secrets, access)
+
+
+def follow(url: str, location: str, secrets: Mapping[str, str] | None, access: Access) -> Source:
+    """Return the source at `location`, a URL or path that the server of `url` has named. A source opens no other source in another way.
+
+    The scheme of `url` says where its servers may lead. If the function has named the server, only the function's own
+    credentials are used at the location. Raises SourceError if the scheme leads to no such location, and SourceDenied for
+    a folder of this machine that the function may not read.
+    """
+    scheme, target = scheme_of(url), scheme_of(location)
+    leads = Leads.NOWHERE if scheme is None else scheme.leads
+    alone = scheme is None or scheme.identity.alone(secrets, access)
+    if leads is Leads.STORES_AND_DISK and location.startswith(("/", "file:")):
+        if alone or access.addresses is not None:
+            fault = (
+                f"{url}: its files are in a folder of the server's machine, which this function may not read."
+            )
+            raise SourceDenied(fault, remedy="Register a version whose files are in an object store.")
+        return FolderSource(Path(unquote(urlsplit(location).path)))
+    if leads is Leads.NOWHERE or target is None or target is scheme:
+        fault = f"{url}: its files are at {shown(location)[:200]}, which cannot be read."
+        raise SourceError(
+            fault, remedy="Register a version whose files are in S3, Google's cloud or a folder."
+        )
+    return open_source(location, secrets, replace(access, own_only=alone))
 
 
 class KeptSources:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from .access import ANY, Access
 from .locate import split_file
 from .schemes import scheme_of
-from .variables import own_variables
 
 
 def realm_of(url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> str:
@@ -30,6 +29,6 @@ def realm_of(url: str, secrets: Mapping[str, str] | None = None, access: Access 
     folder, _ = split_file(url)
     if (scheme := scheme_of(folder)) is None:
         return ""
-    given = own_variables(secrets or {}, scheme.secrets)
+    given = scheme.own(secrets)
     parts = [scheme.place(folder), sorted(given.items()), *(["own"] if access.own_only else [])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -23,7 +23,7 @@ from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
 from .source import Piece, Source, listed, name_fault, opened
-from .variables import AWS, REQUESTER_PAYS_VARIABLE, own_variables, variables_of
+from .variables import AWS, REQUESTER_PAYS_VARIABLE
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
@@ -62,9 +62,8 @@ class S3Source(WebSource):
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
         self._opened_s = 0.0
-        self._own = own_variables(secrets or {}, AWS)
-        variables = variables_of(secrets or {}, AWS, own_only=access.own_only)
-        paid = variables.get(REQUESTER_PAYS_VARIABLE) == "1"
+        self._own, self._alone = AWS.own(secrets), AWS.alone(secrets, access)
+        paid = AWS.variables(secrets, access).get(REQUESTER_PAYS_VARIABLE) == "1"
         self._payment = {"RequestPayer": "requester"} if paid else {}
 
     def resolve(self, name: str) -> Location:
@@ -172,7 +171,7 @@ class S3Source(WebSource):
 
         with self._opening:
             if self._opened is None:
-                own = self._own if self._own or self.access.own_only else None
+                own = self._own if self._alone else None
                 self._opened = S3Client.open(self._bucket, self._region, own, self.access.addresses)
                 self._opened_s = time.monotonic()
             return self._opened

@@ -149,6 +149,9 @@ class S3Client:
             raise self.error(code, key) or SourceError(f"{where}: {refused}.") from error
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(self.bucket, key, error) from error
+        except RecursionError:
+            # botocore follows a store that redirects each request for the bucket's region without a limit.
+            raise SourceError(f"{where}: the store redirects without end.", remedy=_REGION) from None
         except exceptions.BotoCoreError as error:
             fault = f"{where}: {type(error).__name__}: {self.boto.meta.endpoint_url} does not respond."
             raise SourceUnavailable(fault, remedy="Check the endpoint.", details={"object": key}) from error

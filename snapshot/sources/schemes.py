@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from .access import Access, unchecked
-from .variables import AWS, AZURE, GOOGLE, HUB, MLFLOW, REGISTRY, STORES, WEB, own_variables
+from .variables import AWS, AZURE, GOOGLE, HUB, MLFLOW, REGISTRY, STORES, WEB, SourceIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,21 +45,44 @@ def model(url: str) -> str:
     return f"mlflow://{re.split('[/@]', url.removeprefix('mlflow://'), maxsplit=1)[0]}"
 
 
+class Connections(enum.Enum):
+    """Who connects, and so whether the addresses can be limited (access.py)."""
+
+    CHECKED = "checked"
+    """The source connects through `Dialer` alone, also after redirects."""
+    OF_A_CLIENT = "of a client"
+    """A cloud's client makes some connections, which nobody checks. Functions with limits may not use such a source."""
+
+
+class Leads(enum.Enum):
+    """Where else an answer of a server may lead. A redirect may lead to another server, which gets no credentials."""
+
+    NOWHERE = "nowhere"
+    STORES = "stores"
+    """To URLs of other schemes."""
+    STORES_AND_DISK = "stores and disk"
+    """Also to folders of this machine, if this process has named the server, and the function may connect everywhere."""
+
+
 class Scheme(NamedTuple):
-    """The source, the variables and the places of the URLs of one scheme."""
+    """What the URLs of one scheme are: their source, whose identity it uses, and what they reach."""
 
     opener: str
     """The class of the source, as "room.module:Class" of the package `snapshot`. `open` calls Class(url, secrets=..., access=...)."""
-    secrets: tuple[str, ...]
-    """The prefixes of the variables that configure the source, in a function's secrets and in the environment
-    (variables.py)."""
-    place: Callable[[str], str] = bucket
+    identity: SourceIdentity
+    """Whose variables and credentials the source uses (variables.py)."""
+    place: Callable[[str], str]
     """Returns the part of a folder's URL to which the same credentials give access (realm.py)."""
+    connections: Connections
+    leads: Leads
+    """Where `locate.follow`, the only way from one source to another, may lead."""
     extra: str = ""
     """The extra of pilotflame that installs the packages that the source needs. "" if it needs none."""
 
-    checks: bool = True
-    """True if all connections of the source are checked (access.py). False if a cloud's client makes some of them."""
+    def own(self, secrets: Mapping[str, str] | None) -> dict[str, str]:
+        """Return a function's own variables that configure the source, and the stores to which it leads."""
+        stores = () if self.leads is Leads.NOWHERE else STORES
+        return SourceIdentity((*self.identity.families, *stores)).own(secrets)
 
     def open(self, url: str, secrets: Mapping[str, str] | None, access: Access) -> Source:
         """Return the source of a folder's URL. Imports its module only here, since ssl and HTTP take time to import.
@@ -66,8 +90,8 @@ class Scheme(NamedTuple):
         Raises SourceDenied if connections must be checked and cannot be. That does not concern clients with the settings of
         this process, because the function cannot choose where such a client connects to.
         """
-        own = access.own_only or own_variables(secrets or {}, self.secrets)
-        if access.addresses is not None and not self.checks and own:
+        unchecks = self.connections is Connections.OF_A_CLIENT
+        if access.addresses is not None and unchecks and self.identity.alone(secrets, access):
             raise unchecked(url.partition("://")[0])
         module, _, name = self.opener.partition(":")
         source: Source = getattr(import_module(f"..{module}", __package__), name)(
@@ -76,15 +100,16 @@ class Scheme(NamedTuple):
         return source
 
 
+_CHECKED, _CLIENT = Connections.CHECKED, Connections.OF_A_CLIENT
 SCHEMES = {
-    "s3": Scheme("sources.s3:S3Source", AWS, extra="s3"),
-    "gs": Scheme("sources.google:GoogleSource", GOOGLE, extra="clouds", checks=False),
-    "az": Scheme("sources.azure:AzureSource", AZURE, extra="clouds", checks=False),
-    "hf": Scheme("sources.hub:HubSource", HUB),
-    "oci": Scheme("registries.oci:OciSource", REGISTRY, repository),
-    "mlflow": Scheme("registries.mlflow:MlflowSource", (*MLFLOW, *STORES), model),
-    "http": Scheme("sources.http:HttpSource", WEB, parent),
-    "https": Scheme("sources.http:HttpSource", WEB, parent),
+    "s3": Scheme("sources.s3:S3Source", AWS, bucket, _CHECKED, Leads.NOWHERE, "s3"),
+    "gs": Scheme("sources.google:GoogleSource", GOOGLE, bucket, _CLIENT, Leads.NOWHERE, "clouds"),
+    "az": Scheme("sources.azure:AzureSource", AZURE, bucket, _CLIENT, Leads.NOWHERE, "clouds"),
+    "hf": Scheme("sources.hub:HubSource", HUB, bucket, _CHECKED, Leads.NOWHERE),
+    "oci": Scheme("registries.oci:OciSource", REGISTRY, repository, _CHECKED, Leads.NOWHERE),
+    "mlflow": Scheme("registries.mlflow:MlflowSource", MLFLOW, model, _CHECKED, Leads.STORES_AND_DISK),
+    "http": Scheme("sources.http:HttpSource", WEB, parent, _CHECKED, Leads.NOWHERE),
+    "https": Scheme("sources.http:HttpSource", WEB, parent, _CHECKED, Leads.NOWHERE),
 }
 
 

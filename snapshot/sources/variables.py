@@ -9,15 +9,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-AWS = ("AWS_", "PILOTFLAME_S3_")
-AZURE = ("AZURE_",)
-GOOGLE = ("GOOGLE_",)
-HUB = ("HF_", "HUGGING_FACE_HUB_")
-REGISTRY = ("DOCKER_AUTH_CONFIG", "PILOTFLAME_OCI_")
-MLFLOW = ("MLFLOW_",)
-WEB = ("PILOTFLAME_SNAPSHOT_",)
-"""In this family, only a function's secrets count, since they are sent to any server that the snapshot's URL names."""
+from .access import Access
+
+
+@dataclass(frozen=True, slots=True)
+class SourceIdentity:
+    """Whose variables and credentials a source uses: those of the function, or else those of this process."""
+
+    families: tuple[str, ...]
+    """The prefixes of the variables."""
+    of_process: bool = True
+    """True if a function without variables of its own may use those of this process, its profiles and its machine's identity."""
+
+    def own(self, secrets: Mapping[str, str] | None) -> dict[str, str]:
+        """Return a function's own variables."""
+        return {name: value for name, value in (secrets or {}).items() if name.startswith(self.families)}
+
+    def alone(self, secrets: Mapping[str, str] | None, access: Access) -> bool:
+        """Return True if a source for a function with these secrets may use nothing of this process."""
+        return not self.of_process or access.own_only or bool(self.own(secrets))
+
+    def variables(self, secrets: Mapping[str, str] | None, access: Access) -> dict[str, str]:
+        """Return the variables that configure a source for a function with these secrets."""
+        return self.own(secrets if self.alone(secrets, access) else os.environ)
+
+
+AWS = SourceIdentity(("AWS_", "PILOTFLAME_S3_"))
+AZURE = SourceIdentity(("AZURE_",))
+GOOGLE = SourceIdentity(("GOOGLE_",))
+HUB = SourceIdentity(("HF_", "HUGGING_FACE_HUB_"))
+REGISTRY = SourceIdentity(("DOCKER_AUTH_CONFIG", "PILOTFLAME_OCI_"))
+WEB = SourceIdentity(("PILOTFLAME_SNAPSHOT_",), of_process=False)
+"""Only a function's secrets count, since they are sent to any server that the snapshot's URL names."""
+STORES = tuple(prefix for one in (AWS, AZURE, GOOGLE, HUB, REGISTRY, WEB) for prefix in one.families)
+"""The families of the stores to which a model registry may lead."""
+MLFLOW = SourceIdentity(("MLFLOW_",))
 
 ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
 """If this variable is 1, S3 is read without credentials."""
@@ -38,26 +66,9 @@ OWN_NAMES = (
 )
 """The variables of sources that have the prefix of the variables of settings."""
 
-STORES = (*AWS, *AZURE, *GOOGLE, *HUB, *REGISTRY, *WEB)
-"""The families of the stores to which a model registry may lead."""
-FAMILIES = (*STORES, *MLFLOW)
+FAMILIES = (*STORES, *MLFLOW.families)
 
 
 def of_sources(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the secrets of a function that configure sources."""
     return {name: value for name, value in variables.items() if name.startswith(FAMILIES)}
-
-
-def own_variables(secrets: Mapping[str, str], family: tuple[str, ...]) -> dict[str, str]:
-    """Return a function's secrets of one family."""
-    return {name: value for name, value in secrets.items() if name.startswith(family)}
-
-
-def variables_of(
-    secrets: Mapping[str, str], family: tuple[str, ...], *, own_only: bool = False
-) -> dict[str, str]:
-    """Return the variables of one family that configure a source for a function with these secrets.
-
-    With `own_only`, the environment of this process does not count.
-    """
-    return own_variables(secrets, family) or own_variables({} if own_only else os.environ, family)

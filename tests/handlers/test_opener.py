@@ -12,6 +12,7 @@ import pytest
 from pilotflame.addresses import INPUT_NETWORKS, Addresses
 from pilotflame.handlers.files import InputFiles
 from pilotflame.handlers.opener import connected, opener
+from pilotflame.snapshot.sources.dialer import Dialer
 
 HERE = {INPUT_NETWORKS: "127.0.0.1, ::1"}
 
@@ -72,9 +73,9 @@ def test_what_counts_is_what_a_name_resolves_to(server: str, monkeypatch: pytest
     own = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
     private = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", port))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [private, own])
-    connected("rebound.example", port, 10, Addresses.of(["127.0.0.1"])).close()
-    with pytest.raises(PermissionError, match="loopback"):
-        connected("rebound.example", port, 10, Addresses())
+    connected("rebound.example", port, 10, Dialer(Addresses.of(["127.0.0.1"]))).close()
+    with pytest.raises(PermissionError, match="private"):
+        connected("rebound.example", port, 10, Dialer(Addresses()))
 
 
 def test_no_proxy_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from ....snapshot.format.signature import SIGNER, SnapshotSignature, check_signa
 from ....snapshot.sources.folder import FolderSource
 from ....snapshot.sources.locate import is_remote, open_source, split_file, weights_file
 from ....snapshot.sources.source import Source
-from ....snapshot.sources.variables import WEB, own_variables
+from ....snapshot.sources.variables import WEB
 from . import display
 
 MANIFEST_SUFFIX = ".json"
@@ -47,7 +47,7 @@ def public_key(text: str) -> str:
 
 def of_caller() -> dict[str, str]:
     """Return this process's variables for sources on the web. For a function, its secrets hold such variables."""
-    return own_variables(os.environ, WEB)
+    return WEB.own(os.environ)
 
 
 def open_place(url: str) -> tuple[Source, str | None]:

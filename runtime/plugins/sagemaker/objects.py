@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from ....errors import BadInput, InputTooLarge, NotSupported, SourceUnavailable
 from ....snapshot.extras import needs
-from ....snapshot.sources.variables import AWS, own_variables
+from ....snapshot.sources.variables import AWS
 from ...jobs.events.blocking_calls import call_in_thread
 from ...node.functions.live import Live
 from ...node.functions.registry import Functions
@@ -120,7 +120,7 @@ class Objects:
     ) -> T:  # fmt: skip
         bucket, _, key = url.removeprefix(SCHEME).partition("/")
         record = live.record
-        own = own_variables(self._functions.secrets.of(record.function), AWS)
+        own = AWS.own(self._functions.secrets.of(record.function))
         if not own.get("AWS_ACCESS_KEY_ID"):
             message = f"{record.function} has no secret AWS_ACCESS_KEY_ID for S3."
             raise BadInput(

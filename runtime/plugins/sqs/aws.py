@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ....errors import BusFailed, PackageMissing, SourceDenied
 from ....snapshot.extras import needs
-from ....snapshot.sources.variables import AWS, own_variables
+from ....snapshot.sources.variables import AWS
 from ...jobs.events.blocking_calls import call_in_thread
 from ...jobs.events.message_queue import Identity
 from .settings import SqsSource
@@ -128,7 +128,7 @@ class AwsClient:
         # A policy has allowed the profile by its name.
         if not self._identity.access.own_only or self._source.profile is not None:
             return None
-        own = own_variables(self._identity.secrets(), AWS)
+        own = AWS.own(self._identity.secrets())
         if not own.get("AWS_ACCESS_KEY_ID"):
             fault = "the function has no secret AWS_ACCESS_KEY_ID, and may not use the gateway's credentials"
             remedy = "Set the secrets AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of the function."

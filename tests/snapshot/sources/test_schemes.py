@@ -27,9 +27,9 @@ def test_a_row(name: str) -> None:
     opened = getattr(import_module(f"pilotflame.snapshot.{module}"), kind)
     assert [method for method in METHODS if not callable(getattr(opened, method, None))] == []
     # Its secrets are kept from other sources, and are a part of the realm.
-    assert set(scheme.secrets) <= set(FAMILIES)
+    assert set(scheme.identity.families) <= set(FAMILIES)
     assert realm_of(url) != ""
-    for beginning in scheme.secrets[:1]:
+    for beginning in scheme.identity.families:
         assert realm_of(url, {f"{beginning}TOKEN": "one"}) != realm_of(url)
     # Other places are other realms.
     assert realm_of(f"{name}://elsewhere/folder") != realm_of(url)
