@@ -38,7 +38,7 @@ picture: .venv/installed-demo ## docs/demo.svg: a recording of the demo's output
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-check: .venv/installed-test ## One room: lint, types, its tests, in less than a minute: make check ROOM=runtime/front/api
+check: .venv/installed-test ## One room: lint, types, facts of the tree, its tests, in about a minute: make check ROOM=runtime/front/api
 	$(BIN)/python infra/check_room.py $(ROOM) $(CHECK_ARGS)
 
 test-slow: .venv/wheel ## The tests that take more than 30 s each, which `make test` leaves out

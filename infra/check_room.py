@@ -1,4 +1,4 @@
-"""Check one room while you work on it: lint, types, and the tests that mirror it, in less than a minute.
+"""Check one room while you work on it: lint, types, the facts of the whole tree, and the tests that mirror it, in about a minute.
 
     python infra/check_room.py runtime/front/api            # make check ROOM=runtime/front/api
     python infra/check_room.py runtime/front/api/guard.py   # a file and its test
@@ -25,6 +25,15 @@ BIN = Path(sys.executable).parent
 INSTALLED = Path(sysconfig.get_path("purelib")) / "pilotflame"
 # Tests run on this number of processes.
 PROCESSES = 2
+HOUSE = "tests/test_house.py"
+# Tests that compare lists and generated texts with the sources. A change in any room can make them fail. They take seconds.
+FACTS = (
+    "tests/infra/test_pages.py", "tests/infra/test_lines.py", "tests/runtime/ground/settings/test_reference.py",
+    "tests/runtime/front/api/test_openapi.py", f"{HOUSE}::test_the_packages_listed_are_the_folders",
+    f"{HOUSE}::test_no_room_is_larger_than_one_person_can_hold", f"{HOUSE}::test_the_figures_are_within_their_limits",
+    f"{HOUSE}::test_tests_mirror_the_sources", f"{HOUSE}::test_the_files_that_documents_name_exist",
+    f"{HOUSE}::test_every_package_says_what_it_is_and_holds_no_code",
+)  # fmt: skip
 
 
 def files_of(root: Path) -> Iterator[Path]:
@@ -80,6 +89,7 @@ def main() -> int:
     checks: list[list[str | Path]] = [
         [BIN / "ruff", "check", "--quiet", *places], [BIN / "ruff", "format", "--check", "--quiet", *places],
         [BIN / "lint-imports"], [BIN / "mypy", "-p", "pilotflame"],
+        [BIN / "python", "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *FACTS],
     ]  # fmt: skip
     wrong = 0
     for command in checks:

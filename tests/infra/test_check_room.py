@@ -30,6 +30,12 @@ def test_a_room_and_a_file_have_tests_at_the_same_path(check_room: ModuleType) -
         assert (ROOT / check_room.tests_of(Path(room))).exists()
 
 
+def test_the_facts_of_the_tree_are_tests_that_exist(check_room: ModuleType) -> None:
+    for fact in check_room.FACTS:
+        path, _, name = fact.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(), fact
+
+
 def test_the_slowest_tests_are_left_out_and_failures_are_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "def test_fast(): pass\ndef test_slow(): pass\ndef test_wrong(): assert 1 == 2\n"
