@@ -23,7 +23,7 @@ from pilotflame.runtime.front.api.webhooks import WebhooksApi
 from pilotflame.runtime.front.http.routes import based
 from pilotflame.runtime.front.pages.console import Console
 from pilotflame.runtime.front.pages.docs_page import DocsPage
-from pilotflame.runtime.node.functions.live import FunctionStatus
+from pilotflame.runtime.node.functions.status import FunctionStatus
 
 
 def described() -> OpenApi:

@@ -15,8 +15,9 @@ from ...ground.access.keys import Caller, Scope
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.logs import Logs
 from ...ground.telemetry.metrics import Metrics
-from ...node.functions.live import FunctionStatus, Live, Prefetched, Process, SourceStatus
+from ...node.functions.live import Live
 from ...node.functions.registry import Functions
+from ...node.functions.status import FunctionStatus, Prefetched, Process, SourceStatus
 from ...node.measuring.node_memory import MemoryMeter, NodeMemory
 from ..http.requests import caller_of
 from ..http.responses import Timestamp, json_response, timestamp

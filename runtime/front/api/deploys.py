@@ -23,9 +23,10 @@ from ....errors import CodeError, FolderUnseen, PilotflameError, SettingsError, 
 from ....handlers.codec import JSON_TYPE
 from ...ground.access.keys import Scope
 from ...node.functions.deploy import Deployment
-from ...node.functions.live import Deployed, Live
+from ...node.functions.live import Live
 from ...node.functions.progress import DeployNote, DeployStep, DeployTarget, Progress
 from ...node.functions.registry import Functions
+from ...node.functions.status import Deployed
 from ...node.packaging.code import identity
 from ...node.packaging.reuse import FileDigests, ReusedRevision
 from ..http.audit import note

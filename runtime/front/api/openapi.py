@@ -17,7 +17,7 @@ from ...._version import __version__
 from ....errors import UnknownFunction
 from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...node.functions.live import FunctionStatus
+from ...node.functions.status import FunctionStatus
 from ..http.event_stream import EVENT_STREAM_TYPE
 from ..http.responses import json_response
 from ..http.routes import INVOKE_PATH, Parameter, Route

@@ -17,7 +17,7 @@ from ....handlers.codec import JSON_TYPE
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Metrics, Reading
 from ...jobs.stored.outbox import WebhookBodies
-from ...node.functions.live import FunctionStatus
+from ...node.functions.status import FunctionStatus
 from ..http.audit import Audit
 from ..http.call_group import CallGroup
 from ..http.event_stream import LAST_EVENT_S

@@ -6,8 +6,8 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from ...ground.access.keys import Scope
-from ...node.functions.live import FunctionStatus, RevisionFacts
 from ...node.functions.registry import Functions
+from ...node.functions.status import FunctionStatus, RevisionFacts
 from ..http.requests import load_json, read_body, validate
 from ..http.responses import json_response
 from ..http.routes import Route

@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from ....errors import BadInput
 from ....handlers.codec import JSON_TYPE
 from ...ground.access.keys import Scope
-from ...node.functions.live import Workers
 from ...node.functions.registry import Functions
+from ...node.functions.status import Workers
 from ...node.reconciling.prewarms import HOLD_S
 from ..http.requests import caller_of, load_json, media_type_of, read_body, validate
 from ..http.responses import json_response

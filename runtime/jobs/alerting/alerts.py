@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ....errors import JobStoreFailed, PilotflameError, WebhookRefused
+from ...calls.serving.live_function import LiveFunction
 from ...ground.settings.alerts import Alerts
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import LogChannel
-from ...node.functions.live import Live
 from ..stored.alert import Alert
 from ..stored.store import JobStore
 from .conditions import Condition, ErrorShare, SlowColdStart
@@ -63,7 +63,7 @@ class FunctionAlerts:
             _cancel(watch)
         self._watches.clear()
 
-    def follow(self, live: Live) -> None:
+    def follow(self, live: LiveFunction) -> None:
         """Watch a function whose present revision is `live`. If the settings of alerts are the same, the conditions go
         on.
         """
@@ -117,7 +117,7 @@ class FunctionAlerts:
 
     # -- what is sent
 
-    def _watch(self, live: Live, settings: Alerts, url: str) -> _Watch:
+    def _watch(self, live: LiveFunction, settings: Alerts, url: str) -> _Watch:
         begun, now_s = self._begun.pop(live.record.function, set()), time.monotonic()
         errors = ErrorShare(
             settings.pause_s, ErrorShare.name in begun, limit=settings.error_share, window_s=settings.window_s,

@@ -29,7 +29,7 @@ from ...ground.settings.event_source import EventSource
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.timeline import TRACEPARENT
-from ...node.functions.live import SourceStatus
+from ...node.functions.status import SourceStatus
 from ..stored.job import Job, JobState, NewJob
 from ..stored.jobs import Jobs
 from .message_queue import Message, MessageQueue, Sink

@@ -12,7 +12,7 @@ from ...ground.settings.event_source import EventSource
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Reading
-from ...node.functions.live import SourceStatus
+from ...node.functions.status import SourceStatus
 from ..stored.jobs import Jobs
 from .consumer import Consumer
 from .message_queue import Identity, MessageQueue, Sink

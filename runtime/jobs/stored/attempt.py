@@ -25,8 +25,8 @@ from ....errors import (
 from ....handlers.caller import NORMAL
 from ....handlers.codec import JSON_TYPE
 from ...calls.serving.invocation import LAST, Invocation, Output
+from ...calls.serving.live_function import LiveFunction
 from ...ground.telemetry.logs import Capture
-from ...node.functions.live import Live
 from .job import Job, JobOutcome, JobState, NewJob
 from .store import JobStore
 
@@ -59,7 +59,7 @@ class JobAttempt:
     def __init__(
         self,
         job: Job,
-        live: Live,
+        live: LiveFunction,
         store: JobStore,
         tasks: asyncio.TaskGroup,
         closing: asyncio.Event,

@@ -24,8 +24,8 @@ from ....errors import (
     RevisionRetired,
     UnknownFunction,
 )
+from ...calls.serving.live_function import LiveFunction
 from ...ground.telemetry.background import BackgroundTasks
-from ...node.functions.live import Live
 from .attempt import STORE_RETRY_S, JobAttempt
 from .job import Job, NewJob, new_job_id
 from .store import JobStore
@@ -50,7 +50,7 @@ class JobDispatcher:
     def __init__(
         self,
         store: JobStore,
-        live: Callable[[str], Live],
+        live: Callable[[str], LiveFunction],
         tasks: BackgroundTasks,
         full: Callable[[str], bool] = lambda _owner: False,
     ) -> None:
@@ -206,7 +206,7 @@ class JobDispatcher:
             # The revision may have been replaced during the read of the store.
             self._submit(job, self._live(job.function))
 
-    def _submit(self, job: Job, live: Live, unstored: NewJob | None = None) -> JobAttempt:
+    def _submit(self, job: Job, live: LiveFunction, unstored: NewJob | None = None) -> JobAttempt:
         attempt = JobAttempt(job, live, self._store, self._tasks, self._closing, unstored)
         live.revision.submit(attempt.invocation)
         jobs = self._jobs_of(job.function)

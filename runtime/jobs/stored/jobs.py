@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ....errors import GatewayError, JobStoreFailed, UnknownFunction
+from ...calls.serving.live_function import LiveFunction
 from ...ground.access.keys import ALL
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Numbers, Reading
-from ...node.functions.live import Live
 from ..webhooks.http_post import AddressPolicy
 from ..webhooks.sender import MAX_SLEEP_S, WebhookSender, wait
 from ..webhooks.signing import SigningKey
@@ -43,7 +43,7 @@ class Jobs:
         self,
         state: Path,
         key: SigningKey,
-        live: Callable[[str], Live],
+        live: Callable[[str], LiveFunction],
         tasks: BackgroundTasks,
         settings: GatewaySettings,
         on_written: Callable[[bool], None] = lambda _failed: None,

@@ -19,13 +19,13 @@ from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import LogChannel
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
-from ..packaging.environment import EnvironmentLauncher
 from ..reconciling.function import Function
 from ..reconciling.function_histories import FunctionHistories
 from ..reconciling.node_parts import NodeParts
 from ..reconciling.reconciler import Reconciler
 from ..reconciling.revision_workers import Listeners, RevisionWorkers
 from .deploy import requirements_of, worker_spec
+from .environment_launcher import EnvironmentLauncher
 from .function_events import FunctionEvents
 from .live import Live, policy_of
 from .store import RevisionRecord, Store

@@ -31,7 +31,8 @@ from ...front.http.routes import Parameter, Route, header
 from ...ground.access.keys import Scope
 from ...jobs.stored.job import Job, JobState
 from ...jobs.stored.outbox import WebhookBodies
-from ...node.functions.live import FunctionStatus, Live
+from ...node.functions.live import Live
+from ...node.functions.status import FunctionStatus
 from ..predictions.cog_version import COG_VERSION
 from ..predictions.prediction import FORM, chosen_id, prediction_of, webhook_body
 from ..predictions.predictor_schema import predictor_components, predictor_document

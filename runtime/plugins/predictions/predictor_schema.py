@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from ...front.api.openapi import REFERENCE
-from ...node.functions.live import FunctionStatus
+from ...node.functions.status import FunctionStatus
 
 DISPLAY = "x-cog-array-display"
 # The paths that both Cog and this gateway have, and the components that these paths refer to.

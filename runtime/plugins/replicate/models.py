@@ -18,7 +18,8 @@ from ...front.http.requests import caller_of, owner_of
 from ...front.http.responses import Timestamp, json_response
 from ...front.http.routes import Parameter, Route
 from ...ground.access.keys import Scope
-from ...node.functions.live import FunctionStatus, Live
+from ...node.functions.live import Live
+from ...node.functions.status import FunctionStatus
 from ..predictions.cog_version import COG_VERSION
 from ..predictions.predictor_schema import predictor_document
 from .problem import ERRORS

@@ -12,7 +12,7 @@ from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
-from pilotflame.runtime.node.functions.live import DesiredWorkers, FunctionStatus, Workers
+from pilotflame.runtime.node.functions.status import DesiredWorkers, FunctionStatus, Workers
 from pydantic import BaseModel
 from route_table import describe
 
