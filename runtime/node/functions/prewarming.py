@@ -211,7 +211,8 @@ class Prewarming:
         for follower, delays in upstreams.followers(name) if self._learned else ():
             if follower not in declared and (live := self._find(follower)) is not None:
                 ladder = live.function.ladder
-                window = delays.best_window(ladder.climb_cost(), ladder.ready_shares())
+                cost, interval_s = ladder.climb_cost(), upstreams.interval_s(follower)
+                window = delays.best_window(cost, ladder.ready_shares(), interval_s)
                 if window is not None:
                     self._expect(follower, name, "upstream", called_s, window)
         for follower in declared:

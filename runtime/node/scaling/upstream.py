@@ -1,7 +1,8 @@
 """Learns which function is called soon after another function, and whether a worker should wait for that call.
 
 A window is a time in which a worker is held for the call. Its price is the cost of holding the worker. The window pays if
-calls come in it often enough that the saved waiting is worth more than this price.
+calls come in it often enough that the saved waiting is worth more than this price. Calls that come at any time say nothing about
+the function that was called before: only what exceeds the usual rate of a function's calls counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ NEVER_READY = (0.0,) * len(BOUNDS_S)
 DECAY = 1 - 1 / 32
 # Fewer hits than this predict nothing.
 LEAST_HITS = 2.5
+# In a window, a call must be at least this probable: the start of a worker takes processor time from other calls.
+LEAST_PROBABILITY = 1 / 2
+# In each bin, calls count only as far as they exceed the number at the function's usual rate by this factor.
+LIFT = 3.0
+# The weight of the latest interval in the mean interval between a function's calls.
+SMOOTHING = 1 / 8
 # A window stays open after its last bound for this share of that bound, and at least until LEAST_UNTIL_S.
 MARGIN = 0.25
 LEAST_UNTIL_S = 1.0
@@ -86,28 +93,34 @@ class Delays:
         longest_s = max(bound_s for bound_s, hit in zip(BOUNDS_S, self.hits, strict=True) if hit)
         return max(longest_s * (1 + MARGIN), LEAST_UNTIL_S)
 
-    def best_window(self, cost: ClimbCost, ready_shares: Sequence[float] = NEVER_READY) -> Window | None:
+    def best_window(
+        self, cost: ClimbCost, ready_shares: Sequence[float] = NEVER_READY, interval_s: float = math.inf
+    ) -> Window | None:
         """Return the window with the largest gain; None if no window gains anything.
 
         The search goes backwards from the last bin: a waiting worker goes on waiting while the calls that may still
         come are worth its price. `ready_shares` is the result of the function `ready_shares`. In these shares of the
-        bins, the plan holds a worker anyway, so a window neither gains nor costs anything there.
+        bins, the plan holds a worker anyway, so a window neither gains nor costs anything there. `interval_s` is the mean
+        time between the function's calls.
         """
         if not self.known:
             return None
-        share, hold, gain = 1 / self.calls, cost.hold_per_s, 0.0
+        share, hold, gain, expected = 1 / self.calls, cost.hold_per_s, 0.0, 0.0
         best_gain, first, last, stop = 0.0, -1, -1, len(BOUNDS_S) - 1
         # The share of upstream calls that have not been followed before a bin begins.
         left = 1 - sum(self.hits) * share
         for index in reversed(range(len(BOUNDS_S))):
             met = self.hits[index] * share
             length_s = BOUNDS_S[index] - (begin_s := BOUNDS_S[index - 1] if index else 0.0)
-            needed = 1 - ready_shares[index]
-            gain += needed * (met * cost.saved - hold * length_s * (left + met / 2))
+            needed, usual = 1 - ready_shares[index], -math.expm1(-length_s / interval_s) * (left + met)
+            gain += needed * ((met - LIFT * usual) * cost.saved - hold * length_s * (left + met / 2))
             left += met
+            expected += met
             if gain <= 0:
-                gain, stop = 0.0, index - 1
-            elif (begun := gain - hold * left * min(begin_s, cost.wake_s)) > best_gain:
+                gain, expected, stop = 0.0, 0.0, index - 1
+            elif expected >= LEAST_PROBABILITY and (
+                (begun := gain - hold * left * min(begin_s, cost.wake_s)) > best_gain
+            ):
                 best_gain, first, last = begun, index, stop
         if first < 0:
             return None
@@ -137,6 +150,8 @@ class Upstreams:
     def __init__(self) -> None:
         # The time of each function's last call. The latest call is the last entry.
         self._last_s: dict[str, float] = {}
+        # The mean interval between a function's calls, for functions that were called at least twice.
+        self._intervals_s: dict[str, float] = {}
         # The delays between calls, by function and then by upstream function.
         self._pairs: dict[str, dict[str, Delays]] = {}
         self._followers: dict[str, set[str]] = {}
@@ -150,6 +165,9 @@ class Upstreams:
     def note(self, name: str, now_s: float) -> None:
         """Record a call of the function `name`."""
         before_s = self._last_s.pop(name, None)
+        if before_s is not None:
+            mean_s, latest_s = self._intervals_s.get(name), now_s - before_s
+            self._intervals_s[name] = latest_s if mean_s is None else mean_s + SMOOTHING * (latest_s - mean_s)
         if before_s is None or now_s - before_s >= SELDOM_S:
             for upstream, called_s in list(self._recent(name, now_s)):
                 # Only the first call of `name` after the upstream call counts as its follower.
@@ -165,6 +183,10 @@ class Upstreams:
             if (delays := self._pairs[follower][name]).known:
                 yield follower, delays
 
+    def interval_s(self, name: str) -> float:
+        """Return the mean time between calls of a function; infinity if it is unknown."""
+        return self._intervals_s.get(name, math.inf)
+
     def delays(self, name: str, upstream: str) -> Delays | None:
         """Return the delays of calls of `name` after calls of `upstream`; None if no call has followed."""
         return self._pairs.get(name, {}).get(upstream)
@@ -172,6 +194,7 @@ class Upstreams:
     def forget(self, name: str) -> None:
         """Forget a function that was deleted."""
         self._last_s.pop(name, None)
+        self._intervals_s.pop(name, None)
         for upstream in self._pairs.pop(name, {}):
             self._followers[upstream].discard(name)
         for follower in self._followers.pop(name, ()):

@@ -29,9 +29,8 @@ COST = ClimbCost(hold_per_s=1.3e-6, saved=2e-3, wake_s=2.0)
 
 def window_of(upstreams: Upstreams, upstream: str, follower: str, cost: ClimbCost = COST) -> Window | None:
     """Return when a worker of `follower` should wait after the call of `upstream` that was noted last."""
-    return next(
-        (delays.best_window(cost) for name, delays in upstreams.followers(upstream) if name == follower), None
-    )
+    found = dict(upstreams.followers(upstream)).get(follower)
+    return found.best_window(cost, interval_s=upstreams.interval_s(follower)) if found is not None else None
 
 
 def rounds(
@@ -94,6 +93,24 @@ def test_a_window_is_worth_what_it_costs(delays_s: list[float], hold: float, sav
         assert delays.best_window(ClimbCost(hold, saved * 2, wake_s)) is not None
     elif delays.known:
         assert delays.best_window(ClimbCost(hold * 2 + 1e-9, saved, wake_s)) is None
+
+
+@given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.2, 20))
+def test_functions_that_are_called_in_any_order_start_no_workers_of_each_other(
+    seed: int, functions: int, pause_s: float
+) -> None:
+    chance, upstreams, windows, calls, now_s = random.Random(seed), Upstreams(), 0, 40 * functions, 0.0
+    # To wait costs nearly nothing.
+    cost = ClimbCost(1e-9, 2e-3, 0.005)
+    for _ in range(calls):
+        now_s += chance.expovariate(1 / pause_s)
+        name = f"f{chance.randrange(functions)}"
+        upstreams.note(name, now_s)
+        windows += sum(
+            window_of(upstreams, name, follower, cost) is not None
+            for follower, _ in upstreams.followers(name)
+        )
+    assert windows < calls / 4
 
 
 def test_bounds_without_hits_hold_no_memory() -> None:
