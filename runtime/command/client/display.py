@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -105,16 +106,41 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart:
     """Print a table without borders, if `apart` after an empty line. Columns of numbers are aligned to the right."""
     if apart:
         echo()
+    right = [
+        bool(rows) and all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
+        for index in range(len(columns))
+    ]
+    texts = [list(columns), *([printable(text) for text in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    # rich takes a millisecond for each row. It is needed to fold texts, and for characters of other widths.
+    plain = all(text.isascii() and text.isprintable() for row in texts for text in row)
+    if not plain or sum(widths) + 2 * (len(widths) - 1) > _columns():
+        return _print_folded(texts, right)
+    lines = [
+        "  ".join(
+            text.rjust(width) if to_right else text.ljust(width)
+            for text, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in texts
+    ]
+    return echo("\n".join([click.style(lines[0], bold=True), *lines[1:]]), raw=True)
+
+
+def _print_folded(texts: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
+    """Print a table whose first row is its head. Fold the texts that do not fit."""
     # The import of rich takes time, and --help does not need it.
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, column in enumerate(columns):
-        numbers = bool(rows) and all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
-        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
+    for column, to_right in zip(texts[0], right, strict=True):
+        table.add_column(column, justify="right" if to_right else "left", overflow="fold")
+    for row in texts[1:]:
+        table.add_row(*row)
     _console(err=False).print(table)
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
 
 
 def print_timing(reply: InvokeReply) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.command.client.display import (
+    _print_folded,
     deploying,
     echo,
     print_answer,
@@ -64,6 +67,23 @@ def test_a_deploy_that_fails_shows_its_progress_on_terminals_only(capsys) -> Non
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2Kgone\r\x9b31m \t\n\x7f\x00ü"
+
+
+@given(st.lists(st.lists(st.text("a b-1", max_size=12).map(str.strip), min_size=3, max_size=3), max_size=5))
+def test_a_table_that_fits_looks_as_one_that_is_folded(rows: list[list[str]]) -> None:
+    shown = []
+    right = [
+        bool(rows) and all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
+        for index in range(3)
+    ]
+    for show in (
+        lambda: print_table(("one", "two", "three"), rows),
+        lambda: _print_folded([("one", "two", "three"), *rows], right),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()) as found:
+            show()
+        shown.append([line.rstrip() for line in found.getvalue().splitlines()])
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("show", [say, echo, lambda text: print_table(["a"], [[text]]), print_answer])
