@@ -29,12 +29,18 @@ class LenientOutput(OutputCodec):
 
 
 def awaited(output: Any) -> Any:
-    """Return `output` or, if it is awaitable, its result. An awaitable runs in a new event loop of this thread."""
+    """Return `output` or, if it is awaitable, its result. An awaitable runs in a new event loop of this thread.
+
+    The thread's own loop stays as it was. After `asyncio.run`, `asyncio.get_event_loop()` would raise.
+    """
 
     async def run() -> Any:
         return await output
 
-    return asyncio.run(run()) if inspect.isawaitable(output) else output
+    if not inspect.isawaitable(output):
+        return output
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(run())
 
 
 def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,13 +25,13 @@ from pilotflame.handlers.codec import BYTES_TYPE, JSON_TYPE, InputCodec, OutputC
 from pilotflame.handlers.contract import Cancellation, Context
 from pilotflame.handlers.handler import Handler, HandlerKind
 from pilotflame.runtime.calls.link.connection import Link
+from pilotflame.runtime.calls.link.exchange import WorkerExchange
 from pilotflame.runtime.calls.link.frames import Frame, FrameKind
 from pilotflame.runtime.calls.link.stream_credit import PIECE_BYTES
 from pilotflame.runtime.calls.serving.input_stream import InputStream
 from pilotflame.runtime.calls.serving.invocation import Invocation, Output
-from pilotflame.runtime.calls.worker.exchange import WorkerExchange
+from pilotflame.runtime.calls.worker.call import Call
 from pilotflame.runtime.calls.worker.loop_runner import LoopRunner
-from pilotflame.runtime.calls.worker.runner import Call
 from pilotflame.runtime.plugins.asgi import messages
 from pilotflame.runtime.plugins.asgi.handler import AppCaller
 from pilotflame.runtime.plugins.asgi.lifespan import CONTEXT_KEY

@@ -17,10 +17,11 @@ LIMIT_S = 60.0
 PROGRAM = """
 import socket, sys
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
-from pilotflame.runtime.calls.worker.worker import Worker
 from pilotflame.runtime.calls.worker.function_setup import build
+from pilotflame.runtime.calls.worker.start import WorkerStart
+from pilotflame.runtime.calls.worker.zygote import run_function
 spec = WorkerSpec.model_validate_json(sys.argv[2])
-Worker(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)).run()
+run_function(WorkerStart(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)))
 sys.stdout.flush()
 """
 

@@ -1,4 +1,4 @@
-"""Removes the working folders of children that have ended (`worker/working_folder.py`)."""
+"""Removes the working folders of children that have ended (`working_folder.py`)."""
 
 from __future__ import annotations
 

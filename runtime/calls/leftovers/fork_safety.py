@@ -10,7 +10,8 @@ In the parent, before the first fork:
 In the child:
 4. `detach`: starts a new session, resets signal handlers, and requests SIGTERM when the parent dies.
 5. `Leftovers.renew`: opens files again that are only read, and reseeds random number generators.
-6. `set_threads`: raises the thread counts of torch and BLAS again, on each thread that runs the handler.
+6. `parent_descriptor`: a worker sees the end of its parent without a signal, which belong to the handler (`signals.py`).
+7. `set_threads`: raises the thread counts of torch and BLAS again, on each thread that runs the handler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import signal
 import sys
 
-from ..link.worker_spec import OF_GATEWAY
+from . import signals
 
 PR_SET_PDEATHSIG = 1
 
@@ -52,16 +53,24 @@ def detach(parent: int) -> None:
     # A spawned worker runs this twice: after its fork, and again after exec in the fresh interpreter.
     if os.getsid(0) != os.getpid():
         os.setsid()
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    # A signal that is ignored stays ignored in the programs that a handler starts. A signal with a handler does not.
-    for number in OF_GATEWAY:
-        signal.signal(number, lambda *_: None)
+    signals.reset()
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before prctl was called.
     if os.getppid() != parent:
         os._exit(0)
+
+
+def parent_descriptor() -> int | None:
+    """Return a descriptor that is readable once the parent has ended, and take back the request of `detach`.
+
+    Return None, and keep the request, if the kernel has no such descriptors.
+    """
+    try:
+        descriptor = os.pidfd_open(os.getppid())
+    except OSError:
+        return None
+    _libc.prctl(PR_SET_PDEATHSIG, 0)
+    return descriptor
 
 
 def set_threads(count: int) -> None:

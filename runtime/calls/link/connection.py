@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ import orjson
 
 from ....errors import LinkError
 from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
+from .poll_loop import LinkLoop
 
 LOG = logging.getLogger(__name__)
 # The size of the receive buffer. With a new buffer for each recv, the kernel would map, clear and unmap its pages
@@ -82,7 +84,8 @@ class _Received(threading.local):
     """The receive buffer that all links of a thread share: each copies the received bytes before it parses them."""
 
     def __init__(self) -> None:
-        self.buffer = memoryview(bytearray(RECEIVE_BYTES))
+        # A `bytearray` would write to all of its pages at once.
+        self.buffer = memoryview(mmap.mmap(-1, RECEIVE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 _received = _Received()
@@ -96,11 +99,14 @@ class Link:
     collected and written together, and only the loop's thread may send. The gateway uses `join_writes`.
     """
 
-    def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
+    def __init__(
+        self, sock: socket.socket, *, join_writes: bool = False, loop: LinkLoop | None = None
+    ) -> None:
+        """`loop` is the loop that the link uses; by default, the running loop of asyncio."""
         sock.setblocking(False)
         self.sock = sock
         self.closed = False
-        self._loop = asyncio.get_running_loop()
+        self._loop: LinkLoop = loop or asyncio.get_running_loop()
         self._reader = FrameReader()
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
@@ -164,6 +170,12 @@ class Link:
             self._unsent.clear()
         self._loop.remove_reader(self.sock)
         self._loop.remove_writer(self.sock)
+        self.sock.close()
+
+    def close_in_fork(self) -> None:
+        """Close the copy of the link in a fork of this process, where no loop runs. Sends do nothing from then on."""
+        # Another thread may have held the lock.
+        self._lock, self.closed = threading.Lock(), True
         self.sock.close()
 
     def drain(self) -> None:

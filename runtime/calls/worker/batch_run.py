@@ -17,7 +17,8 @@ from ....errors import Cancelled, DeadlineExceeded, PilotflameError, SnapshotErr
 from ....handlers.contract import BatchSpec, Context
 from ....handlers.failure import is_out_of_memory
 from ..link.frames import FrameKind, encode_json
-from .runner import Call, Runner
+from .call import Call
+from .runner import Runner
 
 
 class BatchRun:
@@ -33,21 +34,21 @@ class BatchRun:
         self._spec = runner.handler.batch or BatchSpec(1)
         self._pieces: deque[list[Call]] = deque()
         self._started = False
-        self._first_limit = runner.limit
-        calls, events, self.frames = runner.decode(group)
+        self._first_limit = runner.limits.limit
+        calls, events, self.frames = runner.answers.decode(group)
         self._pack([call for call, event in zip(calls, events, strict=True) if self._weigh(call, event)])
 
     def next_piece(self) -> list[Call]:
         """Return the invocations of the next handler call; an empty list if none are left."""
         while self._pieces:
             piece = self._pieces.popleft()
-            if len(piece) > self._runner.limit:
+            if len(piece) > self._runner.limits.limit:
                 # Memory has run out since this piece was packed, so the limit is lower now.
                 self._pack(piece)
             elif calls := [call for call in piece if not self._is_over(call)]:
                 if self._started:
                     # The gateway restarts its time limit for each handler call, so report the start of this call.
-                    head = {"window": self._runner.window, "call": calls[0].channel}
+                    head = {"window": self._runner.limits.window, "call": calls[0].channel}
                     self.frames.append(encode_json(FrameKind.WINDOW, 0, head))
                 self._runner.send(self.frames)
                 self._started, self.frames = True, []
@@ -62,9 +63,9 @@ class BatchRun:
     def succeed(self, calls: list[Call], answer: Any, started_s: float) -> None:
         """Encode the handler's answer for `calls` as frames."""
         try:
-            frames = self._runner.result_frames(calls, answer, started_s)
+            frames = self._runner.answers.result_frames(calls, answer, started_s)
         except Exception as error:  # noqa: BLE001  iterating the answer runs user code
-            frames = self._runner.failure_frames(calls, error)
+            frames = self._runner.answers.failure_frames(calls, error)
         self._finish(calls, frames)
 
     def fail(self, calls: list[Call], error: BaseException) -> None:
@@ -72,11 +73,11 @@ class BatchRun:
         out_of_memory = is_out_of_memory(error)
         final = not isinstance(error, Exception) or isinstance(error, (Cancelled, SnapshotError))
         if len(calls) == 1 or final:
-            self._finish(calls, self._runner.failure_frames(calls, error))
+            self._finish(calls, self._runner.answers.failure_frames(calls, error))
             if out_of_memory:
-                self._runner.regrow(self._first_limit)
+                self._runner.limits.regrow(self._first_limit)
         elif out_of_memory:
-            self._runner.shrink(len(calls))
+            self._runner.limits.shrink(len(calls))
             self._pack(calls)
             # The stack frames of the traceback refer to the objects that filled the memory. Free them.
             error.__traceback__ = None
@@ -87,17 +88,17 @@ class BatchRun:
 
     def give_up(self, calls: list[Call], error: PilotflameError) -> None:
         """Fail invocations with `error`, without another try."""
-        self._finish(calls, [self._runner.error_frame(call, error) for call in calls])
+        self._finish(calls, [self._runner.answers.error_frame(call, error) for call in calls])
 
     def _pack(self, calls: list[Call]) -> None:
-        packed = pack([call.cost for call in calls], self._runner.limit, self._spec.max_cost)
+        packed = pack([call.cost for call in calls], self._runner.limits.limit, self._spec.max_cost)
         self._pieces.extendleft([calls[index] for index in piece] for piece in reversed(packed))
 
     def _weigh(self, call: Call, event: Any) -> bool:
         try:
             call.set_event(event, self._spec.weigh(event))
         except Exception as error:  # noqa: BLE001  the user's cost function fails this event only
-            self.give_up([call], self._runner.describe(error, "The cost function of @batch"))
+            self.give_up([call], self._runner.answers.describe(error, "The cost function of @batch"))
             return False
         return True
 

@@ -18,7 +18,7 @@ from ....errors import HandlerFailed, HandlerSetupError, PilotflameError
 from ....handlers.contract import Context
 from ....handlers.failure import explain
 from ..link.worker_spec import WorkerSpec
-from .function_setup import Built, build, call_hook, configure_logging, run_without_loop, warm_up_torch
+from .function_setup import Built, build, call_hook, run_without_loop, warm_up_torch
 from .measurement import timed_call
 
 DEADLINE_S = 900.0
@@ -40,7 +40,6 @@ def main() -> None:
 
 
 def _record(spec: WorkerSpec, body: bytes) -> dict[str, list[str]]:
-    configure_logging()
     built = build(spec)
     if built.snapshots is None:
         raise RuntimeError("a recording without a snapshot")

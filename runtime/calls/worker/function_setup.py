@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import logging
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ....errors import HandlerBuildError
+from ....handlers.adapter import awaited
 from ....handlers.contract import Context
 from ....handlers.failure import explain
 from ....handlers.handler import Handler, Hook
@@ -76,7 +76,7 @@ class Built:
 def build(
     spec: WorkerSpec, secrets: Mapping[str, str] | None = None, working_directory: Path | None = None
 ) -> Built:
-    """Import the handler and call its `build`. Raise HandlerError if either fails.
+    """Import the handler, call its `build`, and configure logging. Raise HandlerError if import or `build` fails.
 
     `secrets` are environment variables of the function and take precedence over its settings. Without a
     `working_directory`, the import runs in the folder of the code.
@@ -106,6 +106,7 @@ def build(
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
         if snapshots is not None:
             snapshots.check()
+    configure_logging()
     return Built(handler, state, snapshots, threads, import_s, tuple(_observers(spec)), prefixes)
 
 
@@ -226,21 +227,9 @@ async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> An
     return await result if inspect.isawaitable(result) else result
 
 
-async def call_hook_beside_loop(handler: Handler, hook: Hook | None, context: Context) -> Any:
-    """Call a hook while the event loop serves the link. The hooks of async handlers run on the loop, other hooks in a thread."""
-    if handler.kind.on_loop or hook is None:
-        return await call_hook(handler, hook, context)
-    return await asyncio.to_thread(run_hook, hook, context)
-
-
 def run_hook(hook: Hook | None, context: Context) -> Any:
     """Call a hook on a thread without an event loop and return its result. An async hook gets a new loop."""
-
-    async def wait() -> Any:
-        return await result
-
-    result: Any = hook(context) if hook is not None else None
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+    return awaited(hook(context)) if hook is not None else None
 
 
 def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -257,7 +246,7 @@ def warm_up_torch() -> None:
     """Make torch start its thread pool and load its matrix kernels before the first forward pass."""
     if (torch := sys.modules.get("torch")) is None:
         return
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device("cpu"):
         square = torch.zeros(128, 128)
         torch.nn.functional.linear(square, square)
         torch.zeros(1 << 17).add_(1)

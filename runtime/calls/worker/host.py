@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -14,26 +13,29 @@ from ....errors import LauncherError, OutputInvalid, PilotflameError, SnapshotEr
 from ....handlers.codec import JSON_TYPE, OutputCodec
 from ..link.connection import Link
 from ..link.frames import FrameKind, check_output
+from ..link.poll_loop import LinkLoop
 from .runner import Runner
 
 # A handler may report progress very often, so at most one report of an invocation is sent per interval.
 PROGRESS_INTERVAL_S = 0.05
 MAX_CONCURRENCY = 1024
-# How long a handler thread waits for the event loop to do what the thread asked for. Then the thread goes on anyway.
+# How long a handler thread waits for the link's loop to do what the thread asked for. Then the thread goes on anyway.
 LOOP_TIMEOUT_S = 10.0
 # How long a thread waits until the gateway's fetcher has found a snapshot. The fetcher answers within 300 s.
 HOLD_TIMEOUT_S = 330.0
 
 
 class WorkerHost:
-    """The part of a worker that the handler's context calls. Create it on the event loop's thread."""
+    """The part of a worker that the handler's context calls."""
 
-    def __init__(self, link: Link, runner: Runner, drain: Callable[[], None]) -> None:
-        self._link = link
-        self._loop = asyncio.get_running_loop()
+    def __init__(
+        self, link: Link, loop: LinkLoop, runner: Runner, drain: Callable[[], None], *, on_loop: bool
+    ) -> None:
+        """With `on_loop`, this thread runs the link's loop."""
+        self._link, self._loop = link, loop
         self._runner = runner
         self._drain = drain
-        self._loop_thread = threading.get_ident()
+        self._loop_thread = threading.get_ident() if on_loop else None
         self._codec = OutputCodec(None)
         self._lock = threading.Lock()
         self._latest: dict[int, bytes] = {}
@@ -105,7 +107,7 @@ class WorkerHost:
             needed.set_result(float(head["weights_s"]))
 
     def _on_loop(self, act: Callable[[], None], what: str) -> None:
-        """Call `act` on the event loop's thread and wait until it is done. `what` names it in a message.
+        """Call `act` on the thread of the link's loop and wait until it is done. `what` names it in a message.
 
         `retire` has to wait: otherwise this thread could start another invocation before the drain.
         """

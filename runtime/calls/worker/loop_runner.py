@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....errors import Cancelled
-from ..batching.prefetch import window
-from ..link.frames import FrameKind
 from . import output
 from .batch_run import BatchRun
-from .runner import Call, Runner
+from .call import Call
+from .runner import Runner
 
 # The longest time for which an answer waits for other answers of its turn.
 JOIN_S = 0.001
@@ -80,12 +79,7 @@ class LoopRunner(Runner):
         if concurrency == self.concurrency:
             return
         self.concurrency = concurrency
-        # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies, only the
-        # groups beyond that number run on another worker, so that no group runs twice.
-        self.slots = max(self.slots, concurrency)
-        whole = self.handler.batch is not None or self.handler.exchanges
-        self.window = concurrency if whole else window(concurrency, self._exec_s)
-        self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
+        self.limits.resize(concurrency)
         self._start_groups()
 
     def _start_groups(self) -> None:
@@ -96,7 +90,7 @@ class LoopRunner(Runner):
     async def _execute(self, group: list[Call]) -> None:
         try:
             frames = await (self._run(group) if self.handler.batch is None else self._run_batch(group))
-            if self.suspicious:
+            if self.answers.suspicious:
                 await asyncio.to_thread(self.probe_if_suspected)
         finally:
             self._running -= 1
@@ -110,7 +104,7 @@ class LoopRunner(Runner):
     async def _run(self, group: list[Call]) -> list[bytes]:
         output.begin(group)
         self.tell_observers(group)
-        calls, events, frames = self.decode(group)
+        calls, events, frames = self.answers.decode(group)
         if not calls:
             return frames
         # Set no peers: a list that holds the call itself would be a reference cycle, which only the garbage collector
@@ -122,19 +116,20 @@ class LoopRunner(Runner):
             self.check()
             if self._streaming:
                 await self._stream(calls[0], arguments)
-                return [*frames, self.end_frame(calls[0], started_s)]
+                return [*frames, self.answers.end_frame(calls[0], started_s)]
             answer = await self.handler.call(*arguments)
             self.check()
-            return frames + self.result_frames(calls, answer, started_s)
+            self.limits.learn(self.concurrency, time.monotonic() - started_s)
+            return frames + self.answers.result_frames(calls, answer, started_s)
         except asyncio.CancelledError as error:
             if not calls[0].cancellation.flag:
                 # Something inside the handler was cancelled.
-                return frames + self.failure_frames(calls, error)
+                return frames + self.answers.failure_frames(calls, error)
             _uncancel()
             gone = Cancelled("The caller went away; the handler was cancelled.")
-            return [*frames, self.error_frame(calls[0], gone)]
+            return [*frames, self.answers.error_frame(calls[0], gone)]
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  the caller gets the error
-            return frames + self.failure_frames(calls, error)
+            return frames + self.answers.failure_frames(calls, error)
 
     async def _run_batch(self, group: list[Call]) -> list[bytes]:
         run = BatchRun(self, group)
@@ -172,7 +167,7 @@ class LoopRunner(Runner):
         chunks: AsyncIterator[Any] = self.handler.call(*arguments)
         try:
             async for chunk in chunks:
-                frame, size = self.chunk_frame(call, chunk)
+                frame, size = self.answers.chunk_frame(call, chunk)
                 if call.credit is not None:
                     await call.credit.spend_async(size)
                 self.check()

@@ -66,7 +66,7 @@ async def measure(runner: Runner, context: Context, curve: list[Point], stopped:
             taken_s = await timed_call(handler, arguments, size)
         except BaseException as error:
             if is_out_of_memory(error):
-                runner.set_first_limit(max(1, size // 2))
+                runner.limits.limit = max(1, size // 2)
             raise
         try:
             size = steps.send(taken_s)

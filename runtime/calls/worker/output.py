@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from ....handlers.caller import NO_ORIGIN, origin
 
 if TYPE_CHECKING:
-    from .runner import Call
+    from .call import Call
 
 current: ContextVar[tuple[int, str] | None] = ContextVar("current", default=None)
 """The channel and id of the invocation that this thread or task works for.

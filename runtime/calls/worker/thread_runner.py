@@ -1,31 +1,36 @@
-"""Runs synchronous handlers on threads, so that the event loop stays free for cancels and drains."""
+"""Runs plain handlers on the main thread, and on further threads if several calls may run at a time."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ....errors import Cancelled, DeadlineExceeded
 from . import output
 from .batch_run import BatchRun
-from .runner import Call, Runner
+from .call import Call
+from .runner import Runner
 
 
 @dataclass(eq=False)
 class ThreadRunner(Runner):
     """Runs groups from a queue on `concurrency` threads."""
 
-    loop: asyncio.AbstractEventLoop
     gate: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Returns a context manager, which is entered around each handler call."""
     # An empty list in the queue ends one thread.
     _queue: queue.SimpleQueue[list[Call]] = field(default_factory=queue.SimpleQueue, init=False)
     _ended: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def enqueue(self, group: list[Call]) -> None:
         self._queue.put(group)
@@ -44,8 +49,9 @@ class ThreadRunner(Runner):
         return left
 
     def work(self) -> None:
-        """Run groups on this thread until `close`. When the last thread ends, it lets the loop call `on_idle`."""
-        while group := self._queue.get():
+        """Run groups on this thread until `close`. The last of the threads that ends calls `on_idle`."""
+        taken: list[list[Call]] = []
+        while group := self._next(taken):
             frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
             self.probe_if_suspected()
             if output.unfinished:
@@ -56,12 +62,22 @@ class ThreadRunner(Runner):
             self._ended += 1
             last = self._ended == self.concurrency
         if last:
-            self.loop.call_soon_threadsafe(self.on_idle)
+            self.on_idle()
+
+    def _next(self, taken: list[list[Call]]) -> list[Call]:
+        """Wait for a group. The handler's own signal handlers may raise here, on the main thread."""
+        while not taken:
+            try:
+                # One step without Python code, so that no group is lost between the queue and `taken`.
+                taken.extend(islice(iter(self._queue.get, None), 1))
+            except BaseException:  # noqa: BLE001  no call runs, so it concerns no caller
+                sys.stderr.write(f"Between two calls: {traceback.format_exc()}")
+        return taken.pop()
 
     def _execute(self, group: list[Call]) -> list[bytes]:
         output.begin(group)
         self.tell_observers(group)
-        calls, events, frames = self.decode(group)
+        calls, events, frames = self.answers.decode(group)
         if not calls:
             return frames
         arguments = self.handler.arguments(calls[0].context, events[0])
@@ -73,9 +89,10 @@ class ThreadRunner(Runner):
                     return [*frames, self._stream(calls[0], arguments, started_s)]
                 answer = self.handler.call(*arguments)
                 self.check()
-                return frames + self.result_frames(calls, answer, started_s)
+                self.limits.learn(self.concurrency, time.monotonic() - started_s)
+                return frames + self.answers.result_frames(calls, answer, started_s)
         except BaseException as error:  # noqa: BLE001  the caller gets the error, and the thread goes on
-            return frames + self.failure_frames(calls, error)
+            return frames + self.answers.failure_frames(calls, error)
 
     def _execute_batch(self, group: list[Call]) -> list[bytes]:
         run = BatchRun(self, group)
@@ -99,20 +116,20 @@ class ThreadRunner(Runner):
         chunks: Iterator[Any] = self.handler.call(*arguments)
         try:
             for chunk in chunks:
-                frame, size = self.chunk_frame(call, chunk)
+                frame, size = self.answers.chunk_frame(call, chunk)
                 remaining_ms = call.context.remaining_ms()
                 timeout_s = None if remaining_ms is None else remaining_ms / 1000
                 granted = call.credit is None or call.credit.spend(size, timeout_s)
                 if call.cancellation.flag:
                     gone = Cancelled("The caller went away while the handler streamed.")
-                    return self.error_frame(call, gone)
+                    return self.answers.error_frame(call, gone)
                 if not granted:
                     # Report the deadline here, because the gateway's timer may fire a moment later.
                     late = DeadlineExceeded("The deadline passed while the caller did not read the stream.")
-                    return self.error_frame(call, late)
+                    return self.answers.error_frame(call, late)
                 self.check()
                 self.link.send_encoded(frame)
         finally:
             if (close := getattr(chunks, "close", None)) is not None:
                 close()
-        return self.end_frame(call, started_s)
+        return self.answers.end_frame(call, started_s)

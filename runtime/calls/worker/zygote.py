@@ -36,6 +36,8 @@ from ..leftovers import fork_safety, leftovers, processes
 from ..leftovers.child_folders import ChildFolders
 from ..leftovers.generators import Generators
 from ..leftovers.leftovers import Leftovers
+from ..leftovers.signals import AuthorsHandlers
+from ..leftovers.working_folder import WorkingFolder
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import (
@@ -49,8 +51,9 @@ from ..link.worker_spec import (
 from . import compiled_code, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
-from .worker import Worker
-from .working_folder import WorkingFolder
+from .loop_worker import LoopWorker
+from .main_thread_worker import MainThreadWorker
+from .start import WorkerStart
 
 DIAL_TIMEOUT_S = 10.0
 # How long a base waits at its end for the ends of its children. The gateway kills it later (BASE_EXIT_S).
@@ -322,11 +325,12 @@ class RevisionZygote(Zygote):
         super().__init__(ticket, kill_files)
         self._spec, self._folder, self._generators = spec, folder, generators
         self._built: Built | None = None
+        self._authors_handlers = AuthorsHandlers()
 
     def run(self) -> Role | None:
         setproctitle(f"pilotflame: zygote {self._spec.label}")
         redirect_output(self._ticket)
-        faulthandler.register(STACKS_SIGNAL, file=2)
+        report_crashes()
         signal.signal(POSITION_SIGNAL, signal.SIG_IGN)
         role = super().run()
         if role is None and self._spec.compiled is not None and "torch" in sys.modules:
@@ -343,6 +347,7 @@ class RevisionZygote(Zygote):
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return False
+        self._authors_handlers.note()
         self._folder.note_import(self._spec.code)
         self._folders.copied = self._folder.copied
         fork_safety.make_torch_single_threaded()
@@ -382,7 +387,9 @@ class RevisionZygote(Zygote):
             folder = self._folder.fork()
         except PilotflameError as error:
             return partial(_refuse, ticket, request["role"], error)
-        return partial(run_worker, ticket, self._spec, folder, self._built, request.get("rehearsal_mb"))
+        return partial(
+            run_worker, ticket, self._spec, folder, self._built, request.get("rehearsal_mb"), self._authors_handlers
+        )  # fmt: skip
 
     def folder_root(self, _request: dict[str, Any]) -> str:
         return self._folder.root
@@ -433,16 +440,18 @@ def run_worker(
     folder: WorkingFolder,
     built: Built | None,
     rehearsal_mb: int | None = None,
+    authors_handlers: AuthorsHandlers | None = None,
 ) -> None:
     """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first.
 
-    `rehearsal_mb` is the argument of `Worker` with this name.
+    `rehearsal_mb` and `authors_handlers` are those of `WorkerStart`.
     """
     gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
     sock = ticket.dial("worker")
     if built is None:
+        report_crashes()
         link = BlockingLink(sock)
         if (secrets := _receive_secrets(link)) is None:
             return
@@ -452,8 +461,20 @@ def run_worker(
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return
         folder.note_import(spec.code)
-    Worker(sock, spec, built, rehearsal_mb).run()
-    folder.remove_if_orphaned()
+    authors_handlers = authors_handlers or AuthorsHandlers()
+    run_function(WorkerStart(sock, spec, built, authors_handlers, rehearsal_mb, folder.remove_if_orphaned))
+
+
+def run_function(start: WorkerStart) -> None:
+    """Run a worker of a function that is built in this process."""
+    kind = LoopWorker if start.built.handler.kind.on_loop else MainThreadWorker
+    kind(start).run()
+
+
+def report_crashes() -> None:
+    """Report crashes and stuck threads on standard error, which is the function's log. Forks inherit this."""
+    faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=2)
 
 
 def _receive_secrets(link: BlockingLink) -> dict[str, str] | None:

@@ -20,7 +20,7 @@ import numpy
 from pathlib import Path
 from pilotflame.runtime.calls.leftovers import descriptors, leftovers
 from pilotflame.runtime.calls.leftovers.generators import Generators
-from pilotflame.runtime.calls.worker.working_folder import CACHES
+from pilotflame.runtime.calls.leftovers.working_folder import CACHES
 found, generators = {}, Generators()
 generators.keep()
 for name in sys.argv[2:]:

@@ -22,8 +22,9 @@ from pilotflame.handlers.resolve import handler_of
 from pilotflame.runtime.calls.link.connection import Link
 from pilotflame.runtime.calls.link.frames import Frame, FrameKind, FrameReader, Timing
 from pilotflame.runtime.calls.worker.batch_run import pack
+from pilotflame.runtime.calls.worker.call import Call
 from pilotflame.runtime.calls.worker.loop_runner import LoopRunner
-from pilotflame.runtime.calls.worker.runner import Call, Runner
+from pilotflame.runtime.calls.worker.runner import Runner
 from pilotflame.runtime.calls.worker.thread_runner import ThreadRunner
 
 LIMIT_S = 30.0
@@ -87,18 +88,12 @@ def resolved(call: Callable[..., Any]) -> Any:
 
 def on_thread(handler: Any, calls: list[Call], written: Written) -> Runner:
     ended = threading.Event()
-    loop = cast("asyncio.AbstractEventLoop", ImmediateLoop())
-    runner = ThreadRunner(handler, ROOT, cast("Link", written), 1, ended.set, loop)
+    runner = ThreadRunner(handler, ROOT, cast("Link", written), 1, ended.set)
     submit(runner, calls)
     runner._queue.put([])
     runner.work()
     assert ended.is_set()
     return runner
-
-
-class ImmediateLoop:
-    def call_soon_threadsafe(self, act: Callable[[], None]) -> None:
-        act()
 
 
 async def on_loop(handler: Any, calls: list[Call], written: Written) -> Runner:
@@ -344,7 +339,7 @@ def test_running_out_of_memory_halves_the_limit_and_answers_every_call(loop: boo
 
     written, runner = run(handler, list(range(32)), loop=loop, max_size=32)
     assert written.answers() == {n + 1: n for n in range(32)}
-    assert runner.limit == 4
+    assert runner.limits.limit == 4
     assert sizes == [32, 16, 8, *[4] * 8]
     assert [head["limit"] for head in written.windows() if "limit" in head] == [16, 8, 4]
 
@@ -391,7 +386,7 @@ def test_an_item_too_large_alone_does_not_end_batching(loop: bool) -> None:
         return events
 
     written, runner = run(handler, list(range(8)), loop=loop, max_size=8)
-    assert runner.limit == 8
+    assert runner.limits.limit == 8
     assert [head["limit"] for head in written.windows() if "limit" in head] == [4, 2, 1, 8]
 
 

@@ -35,8 +35,10 @@ class Rig:
         self.drained: list[int] = []
         self.host = WorkerHost(
             self.link,
+            self.loop,
             self,  # type: ignore[arg-type]
             lambda: self.drained.append(threading.get_ident()),
+            on_loop=True,
         )
         self._reader = FrameReader()
         self._frames: list[Frame] = []

@@ -21,8 +21,9 @@ from pilotflame.runtime.calls.batching.prefetch import window
 from pilotflame.runtime.calls.link.connection import Link
 from pilotflame.runtime.calls.link.frames import TIMING, Frame, FrameKind, FrameReader, Timing
 from pilotflame.runtime.calls.link.stream_credit import Credit
+from pilotflame.runtime.calls.worker.call import Call
 from pilotflame.runtime.calls.worker.loop_runner import LoopRunner
-from pilotflame.runtime.calls.worker.runner import Call, Runner
+from pilotflame.runtime.calls.worker.runner import Runner
 from pilotflame.runtime.calls.worker.thread_runner import ThreadRunner
 from pydantic import BaseModel, field_validator
 
@@ -57,13 +58,16 @@ class Rig:
         root = Path(__file__).parent
         if self.handler.kind.on_loop:
             return LoopRunner(self.handler, root, self.link, concurrency, self._on_idle, tasks)
-        runner = ThreadRunner(self.handler, root, self.link, concurrency, self._on_idle, self.loop)
+        runner = ThreadRunner(self.handler, root, self.link, concurrency, self._on_idle_thread)
         self.threads = [threading.Thread(target=runner.work) for _ in range(concurrency)]
         return runner
 
     def start(self) -> None:
         for thread in self.threads:
             thread.start()
+
+    def _on_idle_thread(self) -> None:
+        self.loop.call_soon_threadsafe(self._on_idle)
 
     def _on_idle(self) -> None:
         self.idle_count += 1
@@ -764,27 +768,27 @@ async def test_threads_share_all_groups_and_run_each_once(rig: MakeRig) -> None:
 
 async def test_short_calls_are_prefetched_and_long_ones_are_not(rig: MakeRig) -> None:
     made = rig(lambda event: event, concurrency=2)
-    assert made.runner.window == made.runner.slots == 2
+    assert made.runner.limits.window == made.runner.limits.slots == 2
 
     async def windows(*exec_s: float) -> list[int]:
         for seconds in exec_s:
-            made.runner._update_window(seconds)
+            made.runner.limits.learn(2, seconds)
         data = await asyncio.wait_for(made.loop.sock_recv(made.gateway, 1 << 16), LIMIT_S)
         return [
             frame.json()["window"] for frame in FrameReader().feed(data) if frame.kind == FrameKind.WINDOW
         ]
 
     assert await windows(0.0001, 0.0001) == [window(2, 0.0001)]
-    assert made.runner.window > 2
+    assert made.runner.limits.window > 2
     assert (await windows(*[1.0] * 5))[-1] == 2
-    assert made.runner.window == 2
+    assert made.runner.limits.window == 2
 
 
 async def test_the_slots_and_the_window_of_a_batch_handler_are_groups(rig: MakeRig) -> None:
     made = rig(batch(max_size=8)(doubled), concurrency=2)
-    assert (made.runner.slots, made.runner.window, made.runner.limit) == (2, 2, 8)
+    assert (made.runner.limits.slots, made.runner.limits.window, made.runner.limits.limit) == (2, 2, 8)
     assert await made.ask(1, 1) == 2
-    assert made.runner.window == 2  # no prefetch: the gateway forms the batches
+    assert made.runner.limits.window == 2  # no prefetch: the gateway forms the batches
 
 
 class Recorded:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pilotflame.runtime.calls.link.frames import FrameKind, encode
-from pilotflame.runtime.calls.worker.worker import most_common_dtype
+from pilotflame.runtime.calls.worker.weights import most_common_dtype
 from pilotflame.snapshot.named import Snapshots
 from worker_process import LIMIT_S
 from worker_process import WorkerProcess as Process

@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from ..link.connection import Link
-from ..link.frames import FrameKind
-from ..link.stream_credit import Credit, ReadPieces
+from .connection import Link
+from .frames import FrameKind
+from .stream_credit import Credit, ReadPieces
 
 
 class WorkerExchange:

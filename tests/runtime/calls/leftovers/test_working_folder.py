@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from live import Function, gateway_here, gateway_process, gone, until
 from pilotflame.errors import LauncherError
-from pilotflame.runtime.calls.worker.confinement import landlock_version
-from pilotflame.runtime.calls.worker.working_folder import (
+from pilotflame.runtime.calls.leftovers.working_folder import (
     ALL_BYTES,
     ALL_FILES,
     CACHES,
@@ -24,6 +23,7 @@ from pilotflame.runtime.calls.worker.working_folder import (
     ENTRY_FILES,
     WorkingFolder,
 )
+from pilotflame.runtime.calls.worker.confinement import landlock_version
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import LIMIT_S
 from pilotflame.runtime.calls.link.connection import Link
+from pilotflame.runtime.calls.link.exchange import WorkerExchange
 from pilotflame.runtime.calls.link.frames import Frame, FrameKind
 from pilotflame.runtime.calls.link.stream_credit import PIECE_BYTES, STREAM_CHUNKS
 from pilotflame.runtime.calls.serving.input_stream import InputStream
-from pilotflame.runtime.calls.worker.exchange import WorkerExchange
 
 
 class Ends:

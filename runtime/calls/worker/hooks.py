@@ -1,0 +1,151 @@
+"""Calls the hooks of one worker's handler: `rehearse`, `setup`, `teardown`, and the measurement of its example."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ....errors import (
+    CacheError,
+    HandlerSetupError,
+    PilotflameError,
+    SettingsError,
+    SnapshotChanged,
+    SnapshotCorrupt,
+    SourceError,
+)
+from ....handlers.contract import Context
+from ....handlers.failure import explain
+from ....handlers.handler import Hook
+from ..batching.latency_curve import Point
+from ..leftovers import fork_safety
+from ..link.worker_spec import WorkerSpec
+from . import devices, output
+from .answers import not_whole
+from .function_setup import Built, call_hook
+from .host import WorkerHost
+from .measurement import measure
+from .runner import Runner
+from .weights import WorkerWeights, limit_memory
+
+
+class WorkerHooks:
+    """The hooks, on the thread or loop of the handler's calls."""
+
+    def __init__(self, built: Built, spec: WorkerSpec, weights: WorkerWeights) -> None:
+        self._built, self._spec, self._weights = built, spec, weights
+        self._handler = built.handler
+        self._host: WorkerHost | None = None
+        self.state = built.state
+        """What `build` returned, and then what `setup` returned, unless that is None."""
+
+    def bind(self, host: WorkerHost) -> None:
+        """Set what the contexts of the hooks call."""
+        self._host = host
+
+    async def rehearse(self, memory_mb: int | None) -> dict[str, Any]:
+        """Call `rehearse` with weights of zeros, which may use `memory_mb` of each GPU. Return what PRIMED says of it.
+
+        The worker works without a rehearsal, too, so an error goes to the log. If a device has failed, this process cannot use
+        it any more, and ends.
+        """
+        try:
+            limit_memory(memory_mb)
+            self._weights.blank()
+            await self.call(self._handler.rehearse)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  as above
+            self._log("rehearse(context)", error)
+            if devices.may_be_of_device(error) and devices.failure(self._weights.snapshots) is not None:
+                os._exit(1)
+        return {"reserved": devices.reserved_bytes()}
+
+    async def set_up(self, by_s: float | None, check: Callable[[], None]) -> PilotflameError | None:
+        """Map the weights and call `setup`. Return why that failed. `by_s` is as in `WorkerWeights.open`.
+
+        `check` raises SnapshotChanged if the weights have changed since the deploy.
+        """
+        try:
+            self._weights.open(by_s)
+            await self._beside_loop(self._weights.follow, needed=self._weights.arriving)
+            with self._weights.gate():
+                state = await self.call(self._handler.setup)
+            await self._prepare_prefixes()
+            check()
+        except (CacheError, SnapshotChanged, SnapshotCorrupt, SourceError) as error:
+            return not_whole(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
+            return explain(HandlerSetupError, "Setting up a worker", error, self._spec.code)
+        if state is not None:
+            self.state = state
+        return None
+
+    async def measure(self, runner: Runner, stopped: Callable[[], bool]) -> list[Point]:
+        """Return how long the handler takes for its examples, as far as it was measured until `stopped()`."""
+        curve: list[Point] = []
+        # While weights are arriving, the measured times would include the wait for the weights.
+        if not self._weights.arriving:
+            try:
+                await measure(runner, self._context(None), curve, stopped)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway learns from real invocations
+                self._log("Measuring the example of @batch", error)
+        return curve
+
+    async def tear_down(self, restore: Callable[[], None]) -> None:
+        """Call `teardown` after `restore`. An error goes to the log, because the worker ends either way."""
+        if self._handler.teardown is None:
+            return
+        # What hooks print belongs to no invocation.
+        output.begin([])
+        try:
+            await self._beside_loop(restore)
+            with self._weights.gate():
+                await self.call(self._handler.teardown)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  as above
+            self._log("teardown(context)", error)
+
+    def pin(self, stop: Callable[[], bool]) -> None:
+        """Pin the weights for their copy to a device, until `stop()`. An error goes to the log."""
+        try:
+            self._weights.pin(stop)
+        except (PilotflameError, OSError, RuntimeError) as error:
+            self._log("Pinning the weights", error)
+
+    async def call(self, hook: Hook | None) -> Any:
+        return await call_hook(self._handler, hook, self._context(self._host))
+
+    async def _prepare_prefixes(self) -> None:
+        """Map the declared prefixes. If this node does not keep them, compute them. Raise SettingsError if no model uses them."""
+        if (prefixes := self._built.prefixes) is None:
+            return
+        if prefixes.prepare is None:
+            raise SettingsError(
+                "[prefixes] has no effect, because the handler does not use it.",
+                remedy="Write language_model(..., prefixes=context.prefixes) in `build`, or remove [prefixes].",
+            )
+        # Torch keeps its thread count separately for each thread.
+        await self._beside_loop(partial(fork_safety.set_threads, self._built.threads), prefixes.prepare)
+
+    async def _beside_loop(self, *calls: Callable[[], None], needed: bool = True) -> None:
+        """Make blocking calls here, or in a thread if the handler runs on the link's loop and the thread is `needed`."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        if self._handler.kind.on_loop and needed:
+            await asyncio.to_thread(run)
+        else:
+            run()
+
+    def _context(self, host: WorkerHost | None) -> Context:
+        return Context(
+            self._spec.function, self._spec.revision, state=self.state, snapshots=self._weights.snapshots,
+            host=host, prefixes=self._built.prefixes,
+        )  # fmt: skip
+
+    def _log(self, what: str, error: BaseException) -> None:
+        sys.stderr.write(f"{explain(HandlerSetupError, what, error, self._spec.code)}\n")
