@@ -107,7 +107,9 @@ class Deploys:
         wanted = await parsed(
             request, body, lambda body: validate(FileDigests, load_json(body), DIGESTS_REMEDY)
         )
-        revision, lacking = await self._functions.lacking(request.match_info["function"], wanted)
+        revision, lacking = await self._functions.lacking(
+            request.match_info["function"], wanted, caller_of(request).owner
+        )
         return json_response({"revision": revision, "lacking": lacking})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,14 +252,17 @@ class Functions:
                     record, logs, check=request.check, withdraw=withdraw, progress=progress
                 )
 
-    async def lacking(self, name: str, wanted: FileDigests) -> tuple[str, list[str]]:
+    async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
 
-        Raise the errors of `get`.
+        The work counts as the `owner`'s, and ends if this is cancelled. Raise the errors of `get`.
         """
-        record = self.get(name).record
-        missing = functools.partial(lacking, self.store.code(record), wanted)
-        return record.revision, await self._threads.run(missing)
+        record, gone = self.get(name).record, threading.Event()
+        missing = functools.partial(lacking, self.store.code(record), wanted, gone)
+        try:
+            return record.revision, await self._threads.run(missing, owner=owner)
+        finally:
+            gone.set()
 
     async def restart(self, name: str) -> Live:
         """Replace a function's processes by new processes of the same revision, and return the function.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ....errors import BadInput, BaseChanged, CodeError
 from ....handlers.first_errors import first_errors
@@ -54,10 +55,20 @@ class FileDigests(BaseModel, frozen=True, extra="forbid"):
 
     files: tuple[CodeFileDigest, ...] = Field(max_length=MAX_FILES)
 
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        if len({file.path for file in self.files}) < len(self.files):
+            raise ValueError("a path is there twice")
+        return self
 
-def lacking(code: Path, wanted: FileDigests) -> list[str]:
-    """Return the paths of the wanted files that the folder `code` lacks, or has with other content. Blocks."""
-    return [file.path for file in wanted.files if not _has(code, file)]
+
+def lacking(code: Path, wanted: FileDigests, gone: threading.Event | None = None) -> list[str]:
+    """Return the paths of the wanted files that the folder `code` lacks, or has with other content. Blocks.
+
+    If `gone` is set, nobody waits for the result: stop, and count the other files as lacking.
+    """
+    gone = gone or threading.Event()
+    return [file.path for file in wanted.files if not _has(code, file, gone)]
 
 
 def take(code: Path, staged: Path) -> None:
@@ -101,18 +112,18 @@ def _invalid(why: object) -> CodeError:
     return CodeError(f"The upload has no valid {KEPT_FILE}: {why}.", remedy=_FULL_REMEDY)
 
 
-def _has(code: Path, file: CodeFileDigest) -> bool:
+def _has(code: Path, file: CodeFileDigest, gone: threading.Event) -> bool:
     try:
         with _opened(code, checked_path(file.path, file.path)) as source:
-            return _hash(source) == file.sha256
+            return _hash(source, gone=gone) == file.sha256
     except OSError:
         return False
 
 
-def _hash(source: IO[bytes], target: IO[bytes] | None = None) -> str:
-    """Return the SHA-256 of a file, and copy it to `target`."""
+def _hash(source: IO[bytes], target: IO[bytes] | None = None, gone: threading.Event | None = None) -> str:
+    """Return the SHA-256 of a file, or of its first part if `gone` is set, and copy it to `target`."""
     digest = hashlib.sha256()
-    while data := source.read(BUFFER_BYTES):
+    while (gone is None or not gone.is_set()) and (data := source.read(BUFFER_BYTES)):
         digest.update(data)
         if target is not None:
             target.write(data)

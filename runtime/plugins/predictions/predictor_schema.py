@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ...front.api.openapi import REFERENCE
 from ...node.functions.status import FunctionStatus
 
 DISPLAY = "x-cog-array-display"
+_REFERENCE = re.compile(r'"#/\$defs/([^"\\]*)"')
 # The paths that both Cog and this gateway have, and the components that these paths refer to.
 _COG: dict[str, Any] = orjson.loads(Path(__file__).with_suffix(".json").read_bytes())
 
@@ -61,10 +63,14 @@ def _moved(
     schema: dict[str, Any], function: str, taken: Container[str], components: dict[str, Any]
 ) -> dict[str, Any]:
     """Return `schema` without its definitions, which are moved to `components`."""
-    text = orjson.dumps(schema).decode()
-    for name in schema.get("$defs", {}):
-        text = text.replace(f'"#/$defs/{name}"', f'"{REFERENCE}{_free(name, function, taken)}"')
-    moved: dict[str, Any] = orjson.loads(text)
+    known = schema.get("$defs", {})
+
+    def place(found: re.Match[str]) -> str:
+        name = found[1]
+        return f'"{REFERENCE}{_free(name, function, taken)}"' if name in known else found[0]
+
+    # In one walk: the text may refer to each of a thousand definitions.
+    moved: dict[str, Any] = orjson.loads(_REFERENCE.sub(place, orjson.dumps(schema).decode()))
     definitions = moved.pop("$defs", {})
     components.update({_free(name, function, taken): one for name, one in definitions.items()})
     return moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +15,7 @@ from pilotflame.errors import BadInput, BaseChanged, CodeError
 from pilotflame.runtime.node.packaging.archive import unpack
 from pilotflame.runtime.node.packaging.code import KEPT_FILE, code_digest, file_digests, identity, pack
 from pilotflame.runtime.node.packaging.reuse import FileDigests, ReusedRevision, lacking, take
+from pydantic import ValidationError
 
 NAMES = ("handler.py", "a/one.txt", "a/two.txt", "b/deep/three.bin", "umlaut ä.txt")
 TREES = st.dictionaries(st.sampled_from(NAMES), st.tuples(st.binary(max_size=8), st.booleans()))
@@ -93,7 +95,8 @@ def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, path: str):
 def test_a_file_is_kept_or_uploaded_and_never_written_through_a_link(tmp_path: Path):
     live = write(tmp_path / "live", {"handler.py": (b"mine", False), "in/x": (b"mine", False)})
     first, second = file_digests(live)
-    staged = listed(tmp_path / "staged", first, first)
+    staged = listed(tmp_path / "staged", first)
+    (staged / "handler.py").write_bytes(b"uploaded")
     with pytest.raises(CodeError, match="kept and uploaded too"):
         take(live, staged)
     linked = listed(tmp_path / "linked", second)
@@ -133,3 +136,19 @@ def test_a_folder_is_identified_by_what_it_is_and_not_by_its_path(tmp_path: Path
     one.rename(tmp_path / "moved")
     assert identity(tmp_path / "moved") == before
     assert identity(one) == ""
+
+
+def test_a_path_is_asked_for_once(tmp_path: Path):
+    (file,) = file_digests(write(tmp_path / "live", {"handler.py": (b"mine", False)}))
+    with pytest.raises(ValidationError, match="a path is there twice"):
+        FileDigests.model_validate({"files": [file, file]})
+    with pytest.raises(CodeError, match="a path is there twice"):
+        take(tmp_path / "live", listed(tmp_path / "staged", file, file))
+
+
+def test_nothing_is_hashed_for_a_caller_that_has_gone(tmp_path: Path):
+    live = write(tmp_path / "live", {"handler.py": (b"mine", False)})
+    gone = threading.Event()
+    assert lacking(live, digests(live), gone) == []
+    gone.set()
+    assert lacking(live, digests(live), gone) == ["handler.py"]
