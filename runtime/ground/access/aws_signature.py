@@ -81,6 +81,9 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
         raise Unauthorized("The AWS signature is malformed.", remedy=_REMEDY)
     key_id, day, region, service, names, value = found.groups()
     signed = tuple(names.split(";"))
+    # Each mention of a name would join all lines of the header again.
+    if len({*signed}) < len(signed):
+        raise Unauthorized("The AWS signature names a header twice.", remedy="Name each header once.")
     missing = {"host", *(name.lower() for name in headers if name.lower().startswith("x-amz-"))} - {*signed}
     if missing:
         message = f"The AWS signature does not cover the header {min(missing)[:64]!r}."

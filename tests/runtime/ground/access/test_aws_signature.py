@@ -64,6 +64,15 @@ def test_what_botocore_signs_is_accepted(
     check(signed(target, body, **headers))
 
 
+def test_a_name_that_is_signed_twice_is_refused() -> None:
+    """Each mention would join all lines of the header again: 4,096 names times 1 MB of lines."""
+    request = signed()
+    repeated = CIMultiDict(request.headers)  # type: ignore[arg-type]
+    repeated["Authorization"] = repeated["Authorization"].replace("=host;", "=host;a;a;")
+    with pytest.raises(Unauthorized, match="names a header twice"):
+        check(altered(request, headers=repeated))
+
+
 def test_any_change_is_refused() -> None:
     request = signed(f"{PATH}?Qualifier=7", x_amz_invocation_type="Event")
     check(request)
