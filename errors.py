@@ -78,6 +78,7 @@ The text beside a class says what has happened when it is raised.
     │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the route does not accept the body's media type
     ├── MalformedRequest            the request is not valid HTTP
+    ├── HeadersTooLarge             the header of the request is larger than it may be
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── NotSupported                the API of another platform has this, and pilotflame does not
@@ -430,6 +431,9 @@ class UnsupportedMedia(PilotflameError, code="unsupported_media", status=415): .
 
 
 class MalformedRequest(PilotflameError, code="malformed_request", status=400): ...
+
+
+class HeadersTooLarge(PilotflameError, code="headers_too_large", status=431): ...
 
 
 class UnknownRoute(PilotflameError, code="unknown_route", status=404): ...

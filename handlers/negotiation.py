@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 # The most ranges of a header that are read. No client has a reason to send more ranges.
@@ -52,7 +53,8 @@ def preferred(header: str, offered: Sequence[str]) -> str:
 def _ranges(header: str) -> tuple[tuple[str, Weight], ...]:
     """Return each range of the header with its weight, without `exact`. Malformed ranges are ignored."""
     found = []
-    for place, part in enumerate(_PART.findall(header.lower())[:MAX_RANGES]):
+    for place, match in enumerate(islice(_PART.finditer(header.lower()), MAX_RANGES)):
+        part = match[0]
         name = part.partition(";")[0].strip()
         quality = _quality(part)
         if name and quality is not None:

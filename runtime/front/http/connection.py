@@ -12,12 +12,13 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from aiohttp import helpers, http_writer, web
+from aiohttp import hdrs, helpers, http_writer, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDict
 
 from ....errors import MalformedRequest, OutputInvalid, PilotflameError
+from .header_limit import MAX_HEADER_BYTES, HeaderLimit, headers_too_large, too_large
 from .large_answers import LargeAnswers, SlicedWrite
 from .open_connections import ConnectionPlace
 from .requests import CALLS, awaits_continue
@@ -28,7 +29,7 @@ BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
-"""The limits of what is thrown away of a body that is not read."""
+"""The limits of what is thrown away of a body that is not read, or of a header that is too large."""
 INTERNALS = (
     "_close", "_current_request", "_handler_waiter", "_keepalive_handle", "_keepalive_timeout", "_loop", "_manager", "_messages",
     "_next_keepalive_close_time", "_parser", "_paused", "_process_keepalive", "_reading_paused", "_request_count",
@@ -65,7 +66,7 @@ class RequestTaker(Protocol):
 class ClientConnection(web.RequestHandler):
     """A client's connection. It is closed if the header of its first request does not arrive in time."""
 
-    __slots__ = ("_header_timeout_s", "_header_timer", "_place", "discards")
+    __slots__ = ("_header", "_header_timeout_s", "_header_timer", "_place", "discards")
 
     def __init__(
         self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace | None = None
@@ -78,9 +79,9 @@ class ClientConnection(web.RequestHandler):
         )  # fmt: skip
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
-        self._place = place
+        self._header, self._place = HeaderLimit(), place
         self.discards = False
-        """True while it throws away the body of a request whose response has been sent."""
+        """True while it throws away the rest of a request whose response has been sent."""
 
     @property
     def is_busy(self) -> bool:
@@ -98,6 +99,56 @@ class ClientConnection(web.RequestHandler):
         if self._place is not None:
             self._place.leave()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        fits = self._header.add(data)
+        if fits or self._header.arrived:
+            super().data_received(data)
+        else:
+            self._refuse_header()
+        if not fits and self._header.arrived and self.transport is not None:
+            # The requests behind the running one wait at their client.
+            self.transport.pause_reading()
+
+    def begin(self, content: StreamReader | None) -> None:
+        """Note that a request runs, whose body is `content`; None if it is a WebSocket."""
+        self._resume()
+        self._header.begin(content)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response, as aiohttp does, and note that the next request may begin."""
+        sent = await super().finish_response(request, resp, start_time)
+        self._end_request()
+        return sent
+
+    def _end_request(self) -> None:
+        self._resume()
+        self._header.expect()
+
+    def _resume(self) -> None:
+        if self._header.size > MAX_HEADER_BYTES and self.transport is not None:
+            self.transport.resume_reading()
+
+    def _refuse_header(self) -> None:
+        """Answer an unfinished header that is too large. Throw the rest away, so that its client reads the answer."""
+        if self.transport is None or self.discards:
+            if self._header.size > DISCARD_BYTES:
+                self.abort()
+            return
+        self.discards = True
+        self.header_arrived()
+        reply = error_reply(headers_too_large())
+        sent = {
+            **reply.headers,
+            "Server": SERVER,
+            "Content-Length": f"{len(reply.body)}",
+            "Connection": "close",
+        }
+        lines = [_STATUS_LINES[reply.status], *(f"{name}: {value}" for name, value in sent.items())]
+        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + reply.body)
+        asyncio.get_running_loop().call_later(DISCARD_S, self.force_close)
 
     def admitted(self) -> None:
         """Note that the gateway has admitted a request on this connection."""
@@ -245,6 +296,11 @@ class FastConnection(ClientConnection):
             transport.close()
         return self._lost
 
+    def _end_request(self) -> None:
+        # A request that waits has begun to arrive.
+        if not self._messages:
+            super()._end_request()
+
     def _enter_fast_path(self, waiter: asyncio.Future[None]) -> bool:
         """Offer the request that has arrived to the fast path. Return True if the fast path handles it."""
         if len(self._messages) != 1 or self._paused or self._reading_paused:
@@ -255,12 +311,13 @@ class FastConnection(ClientConnection):
         message, payload = self._messages[0]
         if not isinstance(message, RawRequestMessage):
             return False
-        if not payload.is_eof() or payload.exception() is not None:
+        if not payload.is_eof() or payload.exception() is not None or too_large(message.raw_headers):
             return False
         pending = self._fast_path.take(message, payload, transport, self._send)
         if pending is None:
             return False
         self.admitted()
+        self.begin(payload)
         self._messages.clear()
         parser.message_consumed()
         manager.requests_count += 1
@@ -287,6 +344,7 @@ class FastConnection(ClientConnection):
     def _sent(self) -> None:
         """Let aiohttp's task wait for the next request again."""
         self._large = None
+        self._end_request()
         self._pending, self._waiter, self._parked_waiter = None, self._parked_waiter, None
         self._request_in_progress = False
         if self._handler_waiter is not None:
@@ -327,6 +385,9 @@ async def discard_unread_body(request: web.Request, handler: Handler) -> web.Str
     A client that sends its body before it reads the response would lose the response if the connection was closed at
     once: if a socket is closed with unread bytes, the kernel resets the connection.
     """
+    if isinstance(request.protocol, ClientConnection):
+        socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
+        request.protocol.begin(None if socket else request.content)
     response = await handler(request)
     content = request.content
     if not content.is_eof() and not awaits_continue(request):

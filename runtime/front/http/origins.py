@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
+from itertools import chain, islice
 
 from aiohttp import web
 from multidict import MultiMapping
 
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](?::[0-9]{1,5})?")
 
+MAX_HOPS = 32
+"""The addresses that are read of Forwarded and of X-Forwarded-For, from the right."""
 _FOR = re.compile(r'(?:^|;)\s*for\s*=\s*"?([^";]*)', re.IGNORECASE)
 
 
@@ -65,9 +68,9 @@ class Origins:
         return client
 
     def _rightmost(self, hops: list[str]) -> str:
-        """Return the rightmost address that is no trusted proxy, or the leftmost one; "" if it is not valid."""
+        """Return the first of `hops` that is no trusted proxy, or the last one; "" if it is not valid."""
         address = ""
-        for hop in reversed(hops):
+        for hop in hops:
             address = _address(hop)
             if not self.trusts(address):
                 break
@@ -92,9 +95,10 @@ def network_of(address: str) -> str:
 
 
 def _parts(headers: Mapping[str, str], name: str) -> list[str]:
-    """Return the elements of all fields with this name, in their order."""
-    fields: Iterable[str] = headers.getall(name, ()) if isinstance(headers, MultiMapping) else ()
-    return [part for field in fields for part in field.split(",")]
+    """Return the last MAX_HOPS elements of all fields with this name, from the right."""
+    fields: Sequence[str] = headers.getall(name, ()) if isinstance(headers, MultiMapping) else ()
+    found = chain.from_iterable(reversed(field.rsplit(",", MAX_HOPS)) for field in reversed(fields))
+    return [*islice(found, MAX_HOPS)]
 
 
 def _address(hop: str) -> str:

@@ -8,6 +8,7 @@ import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
@@ -51,6 +52,7 @@ CONTINUE = "100-continue"
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
 MAX_ACCEPT_CHARS = 1000
+MAX_PREFERENCES = 32
 MAX_PROBLEMS = 20
 ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
 TOO_LARGE_REMEDY = "Send the address of an object instead, or raise max_body_bytes in pilotflame.toml."
@@ -289,14 +291,14 @@ def preferences_of(request: web.Request) -> dict[str, str]:
 
 
 def parse_preferences(lines: Iterable[str]) -> dict[str, str]:
-    """Return the preferences in these values of Prefer, by name in lower case; "" without a value. The first preference
-    of a name counts.
+    """Return the first MAX_PREFERENCES in these values of Prefer, by name in lower case; "" without a value. The first
+    preference of a name counts.
     """
     found: dict[str, str] = {}
-    for line in lines:
-        for preference in line.split(","):
-            name, _, value = preference.partition(";")[0].partition("=")
-            found.setdefault(name.strip().lower(), value.strip(' \t"'))
+    parts = chain.from_iterable(line.split(",", MAX_PREFERENCES) for line in lines)
+    for preference in islice(parts, MAX_PREFERENCES):
+        name, _, value = preference.partition(";")[0].partition("=")
+        found.setdefault(name.strip().lower(), value.strip(' \t"'))
     return found
 
 

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from ...._version import __version__
 from ....errors import (
     CallEnded,
+    HeadersTooLarge,
     MalformedRequest,
     MethodNotAllowed,
     PilotflameError,
@@ -31,6 +32,7 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.negotiation import weigh
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keys import Caller, Scope
+from .header_limit import check_headers
 from .requests import Headers, awaits_continue, caller_of, id_of
 from .sliced_body import SlicedBody
 
@@ -166,6 +168,7 @@ class ErrorResponses:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             check_version(request)
+            check_headers(request)
             return await handler(request)
         except PilotflameError as error:
             return self._response(request, error)
@@ -189,6 +192,8 @@ class ErrorResponses:
         else:
             error_format = [*formats, error_reply][0]
         response = error_format(error, id_of(request)).response()
+        if isinstance(error, HeadersTooLarge):
+            response.force_close()
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response

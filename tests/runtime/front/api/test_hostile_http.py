@@ -413,6 +413,54 @@ async def test_slow_headers_do_not_hold_connections(state, asked: int):
                 assert await function.answer(number) == number
 
 
+LONG = [f"X-Long-{number}: {'x' * 8000}" for number in range(12)]
+"""A header of 96 KB."""
+
+
+@pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
+@pytest.mark.parametrize("path", ["/healthz", "/invoke/nobody", "/nothing"])
+async def test_a_header_of_more_than_64_kib_is_refused(state, asked: int, path: str):
+    """A complete one, and one that does not end, whose gateway keeps no more of it."""
+    async with gateway_here(state) as gateway:
+        for ending in ("", "\r\n\r\n"):
+            async with wire(gateway) as connection:
+                for _ in range(asked):
+                    connection.send(get("/healthz"))
+                    assert (await connection.reply())[0] == 200
+                connection.send(get(path, *LONG).removesuffix("\r\n\r\n"), ending)
+                status, headers, body = await connection.reply()
+                found = (status, headers["connection"].lower(), json.loads(body)["error"]["type"])
+                assert found == (431, "close", "headers_too_large")
+                assert await connection.ended() == b""
+        assert await status_of(gateway, get("/healthz", *LONG[:7])) == 200
+
+
+async def test_requests_behind_a_running_one_wait_at_their_client(state, gate: Gate):
+    """A client sends 17 MB of requests behind one that runs. The gateway reads them once it has answered."""
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(
+            "import gate\ndef handler(event):\n    gate.wait()\n    return event", gate=gate
+        )
+        async with wire(gateway) as connection:
+            connection.send(post(function.path, "1"))
+            arrival = await gate.next()
+            behind = (
+                get("/healthz", *LONG[:7])
+                + get("/healthz", "X-Short: 1") * 8
+                + post("/nothing", b"x" * 200_000).decode()
+            )
+            connection.send(behind * 64)
+            sent = asyncio.create_task(connection.writer.drain())
+            passed = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.5, passed.set)
+            await passed.wait()
+            assert not sent.done()
+            arrival.go()
+            statuses = [(await connection.reply())[0] for _ in range(1 + 64 * 10)]
+            assert statuses == [200] + ([200] * 9 + [404]) * 64
+            await sent
+
+
 async def test_a_kept_connection_may_be_idle_for_longer_than_a_header(state, gate: Gate):
     """The limit is for headers, neither for the time between requests nor for the time that a request takes."""
     async with gateway_here(state, header_timeout_s=0.05) as gateway:

@@ -26,6 +26,9 @@ ORIGINS = Origins(("10.0.0.0/8", "127.0.0.1", "fd00::/8"))
         ("10.0.0.1", [("Forwarded", 'by=1.1.1.1;for="6, for=192.0.2.1')], "192.0.2.1"),
         ("10.0.0.1", [("Forwarded", "for=_hidden")], "10.0.0.1"),
         ("10.0.0.1", [("Forwarded", "for=192.0.2.1"), ("X-Forwarded-For", "192.0.2.1")], "192.0.2.1"),
+        # Only the last 32 addresses are read.
+        ("10.0.0.1", [("X-Forwarded-For", "192.0.2.1" + ", 10.0.0.9" * 31)], "192.0.2.1"),
+        ("10.0.0.1", [("X-Forwarded-For", "192.0.2.1"), ("X-Forwarded-For", ", 10.0.0.9" * 32)], "10.0.0.9"),
         # The proxy adds only one of the headers, and the caller has sent the other one.
         ("10.0.0.1", [("Forwarded", "for=6.6.6.6"), ("X-Forwarded-For", "192.0.2.1")], "10.0.0.1"),
     ],

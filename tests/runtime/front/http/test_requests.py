@@ -8,14 +8,22 @@ from pilotflame.errors import BadInput
 from pilotflame.runtime.front.http.requests import (
     ENVOY,
     GRPC,
+    MAX_PREFERENCES,
     STAINLESS,
     TIMEOUT,
+    parse_preferences,
     priority_of,
     timeout_of,
     trace_of,
 )
 
 MOST = 600.0
+
+
+def test_the_first_preferences_are_read() -> None:
+    assert parse_preferences(["wait=5; x=1, Respond-Async", "wait=6"]) == {"wait": "5", "respond-async": ""}
+    assert "b" in parse_preferences(["a," * (MAX_PREFERENCES - 1) + "b"])
+    assert "b" not in parse_preferences([",,", "," * (MAX_PREFERENCES - 3) + "b,c", "b"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Limits the bytes of the headers that a connection holds: of a request that arrives, and of requests behind one that runs."""
+
+from __future__ import annotations
+
+import re
+
+from aiohttp import web
+from aiohttp.streams import StreamReader
+from aiohttp.typedefs import RawHeaders
+
+from ....errors import HeadersTooLarge
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_FIELD_BYTES = 8190
+"""aiohttp refuses a longer field."""
+# Empty lines before a request are no header.
+_END = re.compile(rb"[^\r\n]\r\n\r\n")
+_END_BYTES = 5
+
+
+class HeaderLimit:
+    """Counts the bytes of a connection that may belong to headers. It does not count bodies and WebSockets."""
+
+    __slots__ = ("_content", "_seen", "arrived", "size")
+
+    def __init__(self) -> None:
+        self.expect()
+
+    def expect(self) -> None:
+        """The next bytes begin a request."""
+        self.arrived = False
+        """True once the whole header has arrived."""
+        self.size = 0
+        """The bytes that count."""
+        self._seen = b""
+        self._content: StreamReader | None = None
+
+    def begin(self, content: StreamReader | None) -> None:
+        """A request runs, whose body is `content`; None for a WebSocket. What arrives after the body belongs to the requests
+        behind it."""
+        self.arrived, self.size, self._content = True, 0, content
+
+    def add(self, data: bytes) -> bool:
+        """Note what has arrived. Return False if more bytes of headers wait than may."""
+        if self.arrived:
+            if self._content is None or not self._content.is_eof():
+                return True
+        else:
+            seen = self._seen + data
+            if _END.search(seen) is not None:
+                self.arrived = True
+                return True
+            self._seen = seen[1 - _END_BYTES :]
+        self.size += len(data)
+        return self.size <= MAX_HEADER_BYTES
+
+
+def too_large(headers: RawHeaders) -> bool:
+    """Return True if the header of a request is too large."""
+    # Most requests have so few fields that their sizes do not matter.
+    if len(headers) * MAX_FIELD_BYTES <= MAX_HEADER_BYTES:
+        return False
+    return sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
+
+
+def headers_too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(
+        f"The header of the request is larger than {MAX_HEADER_BYTES >> 10} KiB.", remedy="Send less in it."
+    )
+
+
+def check_headers(request: web.Request) -> None:
+    """Raise HeadersTooLarge if the header of a request is too large."""
+    if too_large(request.raw_headers):
+        raise headers_too_large()
