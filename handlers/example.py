@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 8
+MAX_CHARS = 16 << 10
+MAX_ITEMS = 1000
 TEXT = "hello"
 # A file that needs no network: `hello` as text.
 URI = "data:text/plain;base64,aGVsbG8="
@@ -21,9 +23,13 @@ def example_of(schema: Mapping[str, Any]) -> Any:
     """Return a small value that fits `schema`: the first example or default in `schema`, or a value with only the
     required fields.
 
-    Patterns and custom validators are not considered. An empty schema has the example {}.
+    Patterns and custom validators are not considered. An empty schema has the example {}, and so has one that is none:
+    a function may report anything. What exceeds MAX_CHARS is null.
     """
-    return _example(schema, schema.get("$defs", {}), 0) if schema else {}
+    try:
+        return _Maker(schema.get("$defs", {})).make(schema, 0) if schema else {}
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return {}
 
 
 def example_text(schema: Mapping[str, Any]) -> str:
@@ -31,41 +37,54 @@ def example_text(schema: Mapping[str, Any]) -> str:
     return json.dumps(example_of(schema), ensure_ascii=False)
 
 
-def _example(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        return None
-    for key in ("examples", "enum"):
-        if schema.get(key):
-            return schema[key][0]
-    for key in ("const", "default"):
-        if key in schema:
-            return schema[key]
-    if "$ref" in schema:
-        found = definitions.get(schema["$ref"].rpartition("/")[2], {})
-        return _example(found, definitions, depth + 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if choices := schema.get(key):
-            chosen = next((one for one in choices if one.get("type") != "null"), choices[0])
-            return _example(chosen, definitions, depth + 1)
-    return _of_type(schema, definitions, depth)
+class _Maker:
+    """Makes one example of at most MAX_CHARS."""
 
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions, self._left = definitions, MAX_CHARS
 
-def _of_type(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: int) -> Any:
-    match schema.get("type"):
-        case "object":
-            properties = schema.get("properties", {})
-            names = schema.get("required", ())
-            return {name: _example(properties.get(name, {}), definitions, depth + 1) for name in names}
-        case "array":
-            count, first = schema.get("minItems", 1), schema.get("prefixItems")
-            items = first or [schema.get("items") or {}] * max(1, count)
-            return [_example(one, definitions, depth + 1) for one in items]
-        case "string":
-            text = _BY_FORMAT.get(schema.get("format", ""), TEXT)
-            return text.ljust(schema.get("minLength", 0), "o")[: schema.get("maxLength")]
-        case "integer" | "number" as kind:
-            return _number(schema, 1) if kind == "integer" else float(_number(schema, 0.5))
-    return {"boolean": True, "null": None}.get(schema.get("type", ""), TEXT)
+    def make(self, schema: Mapping[str, Any], depth: int) -> Any:
+        if depth > MAX_DEPTH or self._left <= 0:
+            return None
+        for key in ("examples", "enum"):
+            if schema.get(key):
+                return self._copied(schema[key][0])
+        for key in ("const", "default"):
+            if key in schema:
+                return self._copied(schema[key])
+        if "$ref" in schema:
+            found = self._definitions.get(schema["$ref"].rpartition("/")[2], {})
+            return self.make(found, depth + 1)
+        for key in ("anyOf", "oneOf", "allOf"):
+            if choices := schema.get(key):
+                chosen = next((one for one in choices if one.get("type") != "null"), choices[0])
+                return self.make(chosen, depth + 1)
+        return self._of_type(schema, depth)
+
+    def _copied(self, value: Any) -> Any:
+        self._left -= len(json.dumps(value))
+        return value if self._left > 0 else None
+
+    def _of_type(self, schema: Mapping[str, Any], depth: int) -> Any:
+        match schema.get("type"):
+            case "object":
+                properties, found = schema.get("properties", {}), {}
+                for name in schema.get("required", ()):
+                    self._left -= len(name)
+                    found[name] = self.make(properties.get(name, {}), depth + 1)
+                return found
+            case "array":
+                count, first = min(schema.get("minItems", 1), MAX_ITEMS), schema.get("prefixItems")
+                items = first or [schema.get("items") or {}] * max(1, count)
+                return [self.make(one, depth + 1) for one in items]
+            case "string":
+                text = _BY_FORMAT.get(schema.get("format", ""), TEXT)
+                least = min(schema.get("minLength", 0), MAX_CHARS)
+                return self._copied(text.ljust(least, "o")[: schema.get("maxLength")])
+            case "integer" | "number" as kind:
+                number = _number(schema, 1) if kind == "integer" else float(_number(schema, 0.5))
+                return self._copied(number)
+        return self._copied({"boolean": True, "null": None}.get(schema.get("type", ""), TEXT))
 
 
 def _number(schema: Mapping[str, Any], step: float) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 from pilotflame.entry_points import APIS, load
 from pilotflame.runtime.front.api.access import AccessControl
 from pilotflame.runtime.front.api.admin import Admin
@@ -60,4 +61,5 @@ def described() -> OpenApi:
 
 def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
     """Return the document of a gateway that has these functions."""
-    return described().document(functions)
+    found: dict[str, Any] = orjson.loads(orjson.dumps(described().document(functions)))
+    return found

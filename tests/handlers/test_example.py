@@ -61,3 +61,35 @@ def test_what_the_schema_names_is_used() -> None:
 def test_a_schema_that_holds_itself_ends() -> None:
     node = {"type": "object", "required": ["next"], "properties": {"next": {"$ref": "#/$defs/N"}}}
     assert example_of({"$ref": "#/$defs/N", "$defs": {"N": node}})["next"]["next"]
+
+
+NODE = {
+    "type": "object",
+    "required": ["a", "b", "c", "d"],
+    "properties": {key: {"$ref": "#/$defs/N"} for key in "abcd"},
+}
+LARGE: list[Any] = [
+    {"type": "string", "minLength": 10**10},
+    {"type": "array", "minItems": 10**12},
+    {
+        "type": "array",
+        "items": {"type": "array", "minItems": 1000, "items": {"default": "x" * 1000}},
+        "minItems": 1000,
+    },
+    {"$ref": "#/$defs/N", "$defs": {"N": NODE}},
+]
+BROKEN: list[Any] = [
+    {"examples": 5}, {"type": "object", "required": ["a"], "properties": []}, {"$ref": 1}, {"anyOf": {"a": 1}}, {"$defs": 7, "$ref": "#/$defs/N"},
+    {"type": "string", "minLength": "x"}, {"type": "object", "required": [{}]}, {"type": []}, {"type": "number", "multipleOf": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", LARGE, ids=range(len(LARGE)))
+def test_an_example_is_small_whatever_a_schema_asks_for(schema: Any) -> None:
+    """A container reports its schema, and the gateway makes the example of all functions for each list of them."""
+    assert len(example_text(schema)) <= 100_000
+
+
+@pytest.mark.parametrize("schema", BROKEN, ids=str)
+def test_what_is_no_schema_has_an_empty_example(schema: Any) -> None:
+    assert example_of(schema) == {}

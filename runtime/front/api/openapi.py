@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -50,6 +50,7 @@ class OpenApi:
     ) -> None:
         """`statuses` returns the functions that the caller of a request may see. `plugins` may change the document."""
         self._statuses, self._plugins = statuses, plugins
+        self._described: dict[str, _Described] = {}
         own = Route(
             "GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any],
             errors=(404,), parameters=(FUNCTION,),
@@ -58,15 +59,17 @@ class OpenApi:
 
     def document(self, functions: Iterable[FunctionStatus], *, named: bool = False) -> dict[str, Any]:
         """Return the document in the format OpenAPI 3.1, with the paths to invoke these functions and the changes of
-        plugins.
+        plugins. What describes a function is JSON already.
 
         `named` is True if the caller asks for one function only.
         """
         paths, schemas = (dict(part) for part in self._static)
         found = list(functions)
-        if invoke := paths.pop(INVOKE_PATH, None):
+        if paths.pop(INVOKE_PATH, None):
             for function in found:
-                paths[f"/invoke/{function.name}"] = {"post": _invoke(invoke["post"], function, schemas)}
+                described = self._describe(function)
+                paths[f"/invoke/{function.name}"] = described.path
+                schemas |= described.components
         components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES}
         document = {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
         for plugin in self._plugins:
@@ -79,11 +82,26 @@ class OpenApi:
         for status in self._statuses(request):
             if named in ("", status.name):
                 found.append(status)
+                self._describe(status)
             # Let other requests go on: there may be a thousand functions.
             await asyncio.sleep(0)
         if named and not found:
             raise UnknownFunction.named(named)
+        if not named:
+            self._described = {status.name: self._describe(status) for status in found}
         return json_response(self.document(found, named=bool(named)))
+
+    def _describe(self, function: FunctionStatus) -> _Described:
+        """Return the part of the document that describes a function, which is made once for the same facts."""
+        key = (function.revision, function.streaming, function.input_schema, function.output_schema)
+        known = self._described.get(function.name)
+        if known is None or known.key != key:
+            schemas: dict[str, Any] = {}
+            path = {"post": _invoke(self._static[0][INVOKE_PATH]["post"], function, schemas)}
+            components = {name: orjson.Fragment(orjson.dumps(schema)) for name, schema in schemas.items()}
+            known = _Described(key, orjson.Fragment(orjson.dumps(path)), components)
+            self._described[function.name] = known
+        return known
 
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,6 +120,14 @@ class OpenApi:
             text = text.replace(f'"{REFERENCE}{name}"', f'"{REFERENCE}{title}"')
         paths, components = orjson.loads(text)
         return paths, components
+
+
+class _Described(NamedTuple):
+    """What describes a function: the path that invokes it, and the components of its schemas."""
+
+    key: tuple[str, bool, dict[str, Any], dict[str, Any]]
+    path: orjson.Fragment
+    components: dict[str, orjson.Fragment]
 
 
 class _Types:

@@ -141,7 +141,9 @@ class ZygoteProcess:
         send_secrets(child, secrets)
         try:
             head = await zygote.building.wait(spec, logs)
-            facts = handler_facts.checked(head.get("facts"))
+            facts = handler_facts.checked(
+                head.get("facts"), lambda note: logs.write("gateway", note, "warning")
+            )
         except BaseException as error:
             # A zygote that still runs reports its failure itself. If the zygote has died, the base reports its exit
             # code.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import orjson
 import pytest
 from live import Gateway
 from pilotflame._version import __version__
@@ -14,7 +15,7 @@ from pilotflame.runtime.ground.settings.function_settings import FunctionSetting
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
 from pilotflame.runtime.node.functions.status import DesiredWorkers, FunctionStatus, Workers
 from pydantic import BaseModel
-from route_table import describe
+from route_table import describe, described
 
 
 class Leaf(BaseModel):
@@ -203,3 +204,13 @@ def test_the_routes_of_lambda_and_sagemaker_take_signatures() -> None:
     signed = [path for path, found in describe(()).get("paths", {}).items() if {"aws": []} in found.get("post", {}).get("security", ())]  # fmt: skip
     assert signed[:2] == ["/lambda/2015-03-31/functions/{name}/invocations", "/lambda/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
     assert {path.rpartition("/")[0] for path in signed[2:]} == {"/sagemaker/endpoints/{function}"}
+
+
+def test_a_function_is_described_anew_after_its_facts_change() -> None:
+    """What describes it is made once, and is that of the facts which the function has now."""
+    found, api = describe([status("tree")]), described()
+    assert "tree.input.Leaf" not in found["components"]["schemas"]
+    api.document([status("tree")])
+    document = orjson.loads(orjson.dumps(api.document([status("tree", Node)])))
+    assert "tree.input.Leaf" in document["components"]["schemas"]
+    assert document["paths"]["/invoke/tree"] == describe([status("tree", Node)])["paths"]["/invoke/tree"]
