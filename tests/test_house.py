@@ -285,11 +285,11 @@ TIMERS = {
     # Writes what was learned to the disk.
     "runtime/node/reconciling/function_histories.py": 1,
     # Measures memory, and listens to the kernel's pressure again.
-    "runtime/node/functions/memory_pressure.py": 1,
-    "runtime/node/functions/rest.py": 3,
+    "runtime/node/measuring/node_memory.py": 1,
+    "runtime/node/measuring/memory_pressure.py": 1,
+    "runtime/node/measuring/rest.py": 2,
     # The wall clock of schedules, and the windows after calls of other functions.
     "runtime/node/functions/prewarming.py": 2,
-    "runtime/node/measuring/metering.py": 1,
     # Ends the calls of a retiring revision when the gateway ends.
     "runtime/node/reconciling/drain.py": 1,
 }

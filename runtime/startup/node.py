@@ -25,7 +25,6 @@ from ..ground.telemetry.background import BackgroundTasks
 from ..ground.telemetry.metrics import Metrics, Totals
 from ..node.functions.function_events import FunctionEvents
 from ..node.functions.registry import Functions
-from ..node.functions.rest import Rest
 from ..node.launching.container_launcher import ContainerLauncher
 from ..node.launching.fetcher_client import FetcherClient, Sharing
 from ..node.launching.gpu_driver import GpuDriver
@@ -53,7 +52,6 @@ class RunningNode:
     metrics: Metrics
     ledger: Ledger
     memory: MemoryMeter
-    rest: Rest
     recorder: Recorder
 
 
@@ -89,9 +87,9 @@ async def open_node(
     metrics.readers += [
         state.keyring.readings, ledger.readings, state.readings, functions.gpus.readings, functions.reconciler.readings,
     ]  # fmt: skip
-    rest, memory = observe(functions, metrics, ledger, state.keyring, settings, stack)
+    memory = observe(functions, metrics, ledger, state.keyring, settings, stack)
     recorder = open_recorder(functions, state.folder / "records", stack)
-    return RunningNode(functions, metrics, ledger, memory, rest, recorder)
+    return RunningNode(functions, metrics, ledger, memory, recorder)
 
 
 def _deploy_policies(settings: GatewaySettings, keyring: Keyring) -> DeployPolicies:

@@ -12,22 +12,22 @@ from ..ground.billing.ledger import Ledger
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.telemetry.metrics import Metrics
 from ..node.functions.registry import Functions
-from ..node.functions.rest import Rest
 from ..node.measuring.metering import Metering
 from ..node.measuring.node_memory import MemoryMeter
 from ..node.measuring.recorder import Recorder
+from ..node.measuring.rest import Rest
 
 
 def observe(
     functions: Functions, metrics: Metrics, ledger: Ledger, keyring: Keyring, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
-) -> tuple[Rest, MemoryMeter]:  # fmt: skip
+) -> MemoryMeter:  # fmt: skip
     """Connect the metrics, the ledger, the limits of API keys in tokens, the memory limit and the plugins' observers.
 
-    Return the object that limits the memory of idle functions, and the meter of the memory of all processes.
+    Return the meter of the memory of all processes.
     """
     events, memory = functions.events, MemoryMeter(functions, functions.tasks)
-    metering = Metering(functions, ledger, memory, functions.tasks)
+    metering = Metering(functions, ledger)
     rest = Rest(
         functions.all, functions.launcher, functions.tasks, settings.rest_mb, functions.weights.give_back
     )
@@ -38,16 +38,13 @@ def observe(
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)
     events.live.append(TokenCounts(functions, keyring).follow)
-    for notice in (events.activated, events.live, events.processes):
-        notice.append(metering.note_change)
-    metering.note_change()
-    for notice in (events.activated, events.live, events.removed):
-        notice.append(rest.note_change)
-    events.processes.append(rest.note_processes)
-    for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
+    memory.followers += [metering.tell, rest.check]
+    memory.note_change()
+    usage = functions.tasks.keep(ledger.run, name="usage")
+    for close in (rest.close, metering.close, memory.close, usage.cancel):
         stack.callback(close)
     _open_observers(functions, metrics, settings, stack)
-    return rest, memory
+    return memory
 
 
 def _open_observers(

@@ -98,7 +98,6 @@ async def startup(
     # A gateway for one function deploys this function anew. It serves no other function of an older state folder.
     if alone is None:
         await node.functions.restore()
-    node.rest.note_change()
     calls = await open_stored_calls(settings, state, node, plugins.values(), stack)
     front = await open_front(FrontParts(settings, address, state, node, calls, plugins, engine, alone), stack)
     server = Server(

@@ -38,6 +38,8 @@ from .store import RevisionRecord
 # How many of the latest errors the status shows, and how many characters of each.
 LAST_ERRORS = 5
 MAX_ERROR_CHARS = 500
+# A function is light if its zygote takes at most this time to import and build the handler.
+LIGHT_S = 0.25
 
 
 # The facts of a handler that the status shows. These values are shown until the facts are known.

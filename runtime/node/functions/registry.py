@@ -38,9 +38,8 @@ from ..reconciling.reconciler import Reconciler
 from ..scaling.rung_figures import HoldingPrices
 from .deploy import Deployment, prepare, stored_outside
 from .function_events import FunctionEvents
-from .live import Live, ladder_spec_of
+from .live import LIGHT_S, Live, ladder_spec_of
 from .progress import Progress
-from .rest import LIGHT_S
 from .revision_maker import RevisionMaker
 from .status import Prefetched, RevisionFacts
 from .store import RevisionRecord, Store

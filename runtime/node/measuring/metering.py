@@ -1,4 +1,4 @@
-"""Tells the accounts how much memory and disk functions hold, after processes changed and while workers run."""
+"""Tells the accounts how much memory and disk functions hold, after each measurement."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from typing import NamedTuple
 
 from ...ground.billing.ledger import Ledger
 from ...ground.billing.usage import GB, Holding, Usage
-from ...ground.telemetry.background import BackgroundTasks
 from ..functions.live import Live
 from ..functions.registry import Functions
-from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, MemoryMeter
-
-# A measurement of the node begins SETTLE_S after a process came or went, and every EVERY_S while there are workers.
-SETTLE_S = 1.0
-EVERY_S = 60.0
+from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, NodeMemory
 
 
 class _Told(NamedTuple):
@@ -45,69 +40,36 @@ class NodeProcesses:
 
 
 class Metering:
-    """Measures the node after a change of its processes, and tells the accounts of functions, bases and gateway."""
+    """Tells the accounts of functions, bases and gateway what they hold."""
 
-    def __init__(
-        self, functions: Functions, ledger: Ledger, memory: MemoryMeter, tasks: BackgroundTasks
-    ) -> None:
-        self._functions, self._ledger, self._memory, self._tasks = functions, ledger, memory, tasks
-        self._timer: asyncio.TimerHandle | None = None
-        self._due_s, self._closed = math.inf, False
+    def __init__(self, functions: Functions, ledger: Ledger) -> None:
+        self._functions, self._ledger = functions, ledger
         # By function: the last figures that its account has got.
         self._told: dict[str, _Told] = {}
         self._processes = NodeProcesses()
         for name in (GATEWAY, BASES):
             ledger.open_node(name, self._processes)
 
-    def note_change(self, *_: str) -> None:
-        """Measure soon, because a process came or went, or a function was deployed. Ignore the arguments."""
-        self._measure_in(max(SETTLE_S, self._memory.pause_s))
-
     def forget(self, function: str) -> None:
-        """Forget the figures of a deleted function, and measure soon."""
+        """Forget the figures of a deleted function."""
         self._told.pop(function, None)
-        self.note_change()
 
     def close(self) -> None:
-        """Measure no more. Later reports about processes have no effect."""
-        self._closed = True
         for name in (GATEWAY, BASES):
             self._ledger.account(name).detach(self._processes)
-        if self._timer is not None:
-            self._timer.cancel()
 
-    def _measure_in(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        if (due_s := loop.time() + delay_s) >= self._due_s or self._closed:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due_s, self._timer = due_s, loop.call_later(delay_s, self._start)
-
-    def _start(self) -> None:
-        self._due_s = math.inf
-        self._tasks.create_task(self._measure())
-
-    async def _measure(self) -> None:
-        found = await self._memory.measure()
-        if not self._memory.is_current and not any(
-            live.workers.replicas.starting for live in self._functions.running
-        ):
-            # Callers share a measurement. So this one may have begun before the processes changed.
-            self.note_change()
-        # `found` is None if a starting worker has stopped the measurement. The end of the start calls `note_change`.
-        if found is not None:
-            for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
-                self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
-            for live in self._functions.all():
-                memory = found.functions.get(live.record.function, NO_MEMORY)
-                told = self._told.get(live.record.function)
-                if told is None or told.memory is not memory or told.revision != live.record.revision:
-                    await self._tell(live, memory, told)
-                    # Let requests go on: there may be a thousand functions.
-                    await asyncio.sleep(0)
-        if any(live.workers.replicas.held for live in self._functions.all()):
-            self._measure_in(EVERY_S)
+    async def tell(self, found: NodeMemory) -> float:
+        """Tell the accounts of a measurement. No further measurement is needed, so return infinity."""
+        for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
+            self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
+        for live in self._functions.all():
+            memory = found.functions.get(live.record.function, NO_MEMORY)
+            told = self._told.get(live.record.function)
+            if told is None or told.memory is not memory or told.revision != live.record.revision:
+                await self._tell(live, memory, told)
+                # Let requests go on: there may be a thousand functions.
+                await asyncio.sleep(0)
+        return math.inf
 
     async def _tell(self, live: Live, memory: FunctionMemory, told: _Told | None) -> None:
         """Pass the holding of a function to its account. Weights that several functions share count for each function."""

@@ -1,5 +1,8 @@
 """Measures the memory of all processes of this node: of functions, of the bases, and of the gateway.
 
+Nothing else measures them regularly: accounts (metering.py), the limit of idle memory (rest.py), the console and `list` read
+these figures.
+
 Memory is PSS (proportional set size), which divides the size of a page by the number of processes that map it. So the
 sum of all processes counts a shared page once. When a process starts or ends, the PSS of all others changes, but only a
 little if there are many processes. So a measurement reads only the processes of functions that have changed or have
@@ -13,16 +16,23 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...ground.telemetry.background import BackgroundTasks
+from ..functions.live import Live
 from ..functions.registry import Functions
 
 GATEWAY, BASES = "(gateway)", "(bases)"
 """The names under which memory is shown that belongs to no single function. No function can have such a name."""
-# After a measurement, the accounts pause for PAUSE times its processor time. So measurements take at most 2 % of a
+# A measurement begins SETTLE_S after a process has started or ended: by that time, a standby has been forked for the worker
+# that has started. It begins after FIRST_S if no worker of the function was measured yet, because usage has no price until then.
+# While there are workers, it is repeated every EVERY_S.
+FIRST_S, SETTLE_S = 1.0, 5.0
+EVERY_S = 60.0
+# After a measurement, the next one pauses for PAUSE times its processor time. So measurements take at most 2 % of a
 # core. `latest` pauses for ASKED_PAUSE times the processor time, which is 10 % of a core, and for at least FRESH_S. It
 # measures earlier if a process has started or ended.
 PAUSE, ASKED_PAUSE = 50.0, 10.0
@@ -37,6 +47,18 @@ DRIFT = 0.1
 WAIT_S = 2.0
 
 
+class ProcessMemory(NamedTuple):
+    """The memory of one process in bytes; 0 if the process has ended or its memory may not be read."""
+
+    held_bytes: int = 0
+    """Its PSS."""
+    own_bytes: int = 0
+    """The part of it that no other process shares (USS)."""
+
+
+NO_PROCESS = ProcessMemory()
+
+
 @dataclass(slots=True)
 class FunctionMemory:
     """The memory of one function's processes, including processes of revisions that are not live."""
@@ -45,6 +67,8 @@ class FunctionMemory:
     workers_bytes: int = 0
     rest_bytes: int = 0
     """Memory of zygotes and standbys."""
+    idle: ProcessMemory = NO_PROCESS
+    """Memory of one of its idle workers; 0 if it has none."""
     among: int = 0
     """The number of processes of all functions at the time of the measurement."""
 
@@ -52,13 +76,14 @@ class FunctionMemory:
     def total_bytes(self) -> int:
         return self.workers_bytes + self.rest_bytes
 
-    def add(self, role: str, held_bytes: int) -> None:
+    def add(self, role: str, memory: ProcessMemory) -> None:
         """Add the memory of a process."""
-        if role == "worker":
+        if role in ("worker", "idle"):
             self.workers += 1
-            self.workers_bytes += held_bytes
+            self.workers_bytes += memory.held_bytes
+            self.idle = memory if role == "idle" else self.idle
         else:
-            self.rest_bytes += held_bytes
+            self.rest_bytes += memory.held_bytes
 
 
 NO_MEMORY = FunctionMemory()
@@ -85,11 +110,19 @@ class NodeMemory:
         return self.gateway_bytes + self.bases_bytes + self.functions_bytes
 
 
+_Processes = list[tuple[int, str]]
+"""The pid and the role of processes. The role of one idle worker of a function is "idle"."""
+
+
 class MemoryMeter:
-    """Measures the node's memory, process by process, in threads."""
+    """Measures the node's memory in a thread, after processes have changed and while workers run."""
 
     def __init__(self, functions: Functions, tasks: BackgroundTasks) -> None:
         self._functions, self._tasks = functions, tasks
+        self.followers: list[Callable[[NodeMemory], Awaitable[float]]] = []
+        """Called with each measurement that a change has caused. They return in how many seconds to measure again."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s, self._closed, self._telling = math.inf, False, False
         self._last: NodeMemory | None = None
         # `_measured_s` is the end of the last complete measurement. `_ended_s` and `_took_s` are the end and the
         # processor time of the last measurement, which may have stopped early.
@@ -98,33 +131,80 @@ class MemoryMeter:
         # had when the last complete measurement began.
         self._changes = self._measured_changes = 0
         self._running: asyncio.Task[NodeMemory | None] | None = None
-        # `_processes` has the (pid, role) of each revision's processes, by the names of the function and the revision: the
-        # meter keeps no ended revision in memory. `_count` is the number of all these processes.
-        self._processes: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        # Set to stop the thread that measures.
+        self._stopped = False
+        # `_processes` has the processes of each revision, by the names of the function and the revision: the meter keeps no
+        # ended revision in memory. `_count` is the number of all these processes.
+        self._processes: dict[tuple[str, str], _Processes] = {}
         self._count = 0
         # The memory of each function at its last measurement.
         self._held: dict[str, FunctionMemory] = {}
-        # The functions whose processes have started or ended since the function was last measured.
-        self._changed = set[str]()
-        functions.events.processes.append(self._note_change)
+        # The functions whose processes have started or ended since the function was last measured, and the functions whose
+        # workers were measured before.
+        self._changed, self._known = set[str](), set[str]()
+        events = functions.events
+        for notice in (events.processes, events.activated, events.live, events.removed):
+            notice.append(self.note_change)
 
-    def _note_change(self, function: str) -> None:
+    def note_change(self, function: str = "", *_: str) -> None:
+        """Measure soon, because a process of a function came or went, or the function was deployed. Ignore other arguments."""
         self._changes += 1
+        if self._running is not None and self._measured_s > time.monotonic() - OLDEST_S:
+            self._stopped = self._stopped or self._are_starting()
+        if function in self._changed:
+            # A measurement is due already.
+            return
         self._changed.add(function)
+        self.measure_in(SETTLE_S if function in self._known else FIRST_S)
+
+    def measure_in(self, delay_s: float) -> None:
+        """Measure after this time, or after the pause, and tell the followers, unless that is due earlier."""
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        due_s = max(now_s + delay_s, self._ended_s + PAUSE * self._took_s)
+        if due_s >= self._due_s or self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s, self._timer = due_s, loop.call_later(due_s - now_s, self._start)
+
+    def close(self) -> None:
+        """Measure no more. Later reports about processes have no effect."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start(self) -> None:
+        self._due_s, self._timer = math.inf, None
+        if self._telling:
+            self.measure_in(SETTLE_S)
+        else:
+            self._tasks.create_task(self._measure_and_tell(), name="memory")
+
+    async def _measure_and_tell(self) -> None:
+        self._telling, again_s = True, math.inf
+        try:
+            if (found := await self.measure()) is not None:
+                for follower in self.followers:
+                    again_s = min(again_s, await follower(found))
+        finally:
+            self._telling = False
+        if not self.is_current:
+            # A starting worker has stopped the measurement, or the processes have changed since it began.
+            again_s = min(again_s, SETTLE_S)
+        if any(live.workers.replicas.held for live in self._functions.running):
+            again_s = min(again_s, EVERY_S)
+        if again_s < math.inf:
+            self.measure_in(again_s)
 
     @property
     def is_current(self) -> bool:
         """True if no process has started or ended since the last complete measurement began."""
         return self._measured_changes == self._changes
 
-    @property
-    def pause_s(self) -> float:
-        """The seconds until `metering.py` may start its next measurement because of a change.
+    def _are_starting(self) -> bool:
+        return any(live.workers.replicas.starting for live in self._functions.running)
 
-        This pause begins at the end of the last measurement, and lasts PAUSE times the processor time of that
-        measurement.
-        """
-        return max(0.0, self._ended_s + PAUSE * self._took_s - time.monotonic())
+    # -- one measurement
 
     async def latest(self) -> NodeMemory | None:
         """Return a new measurement, or the last measurement if it is recent or workers are starting.
@@ -132,7 +212,7 @@ class MemoryMeter:
         Return None if there is no complete measurement yet.
         """
         changes, fresh_until_s = self._changes, self._measured_s + max(FRESH_S, ASKED_PAUSE * self._took_s)
-        if changes == self._measured_changes and time.monotonic() < fresh_until_s:
+        if self.is_current and time.monotonic() < fresh_until_s:
             return self._last
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
@@ -152,47 +232,52 @@ class MemoryMeter:
         self._running = None
 
     async def _measure(self) -> NodeMemory | None:
-        started_s, began_changes, changes = time.monotonic(), self._changes, -1
-        may_stop = started_s - self._measured_s < OLDEST_S
-        self._took_s = 0.0
+        began_changes = self._changes
         # This measurement does not include processes that start later. The next measurement does.
         due = self._list_due()
-        gateway_bytes = await self._sum_bytes((os.getpid(), *self._functions.weights.pids))
-        bases_bytes = await self._sum_bytes(self._functions.launcher.base_pids())
-        while due:
-            if may_stop and self._changes != changes:
-                changes = self._changes
-                if any(live.workers.replicas.starting for live in self._functions.running):
-                    break
-            name, processes = due.popitem()
-            memory = FunctionMemory(among=self._count)
-            for pid, role in processes:
-                memory.add(role, await self._sum_bytes([pid]))
-            self._held[name] = memory
+        due[GATEWAY] = [(pid, "") for pid in (os.getpid(), *self._functions.weights.pids)]
+        due[BASES] = [(pid, "") for pid in self._functions.launcher.base_pids()]
+        self._stopped = self._measured_s > time.monotonic() - OLDEST_S and self._are_starting()
+        found, self._took_s = await asyncio.to_thread(self._read, due)
+        gateway, bases = (found.pop(name, NO_MEMORY) for name in (GATEWAY, BASES))
+        self._held |= found
+        self._known |= {name for name, held in found.items() if held.workers}
+        self._ended_s = time.monotonic()
         if due:
             # The measured memory of the other functions stays valid.
-            self._changed.update(due)
-        else:
-            self._measured_s, self._measured_changes = time.monotonic(), began_changes
-            self._last = NodeMemory(gateway_bytes, bases_bytes, dict(self._held), time.time())
-        self._ended_s = time.monotonic()
-        return self._last if self._measured_s >= started_s else None
+            self._changed.update(due.keys() - {GATEWAY, BASES})
+            return None
+        self._measured_s, self._measured_changes = self._ended_s, began_changes
+        self._last = NodeMemory(gateway.rest_bytes, bases.rest_bytes, dict(self._held), time.time())
+        return self._last
 
-    def _list_due(self) -> dict[str, list[tuple[int, str]]]:
+    def _read(self, due: dict[str, _Processes]) -> tuple[dict[str, FunctionMemory], float]:
+        """Take functions from `due` and measure them until a worker starts. Also return the processor time. Blocks."""
+        found, began_s = dict[str, FunctionMemory](), time.thread_time()
+        while due and not self._stopped:
+            name, processes = due.popitem()
+            found[name] = FunctionMemory(among=self._count)
+            for pid, role in processes:
+                found[name].add(role, memory_of(pid))
+        return found, time.thread_time() - began_s
+
+    def _list_due(self) -> dict[str, _Processes]:
         """Return the functions to measure, each with its processes."""
         changed, self._changed = self._changed, set()
         running = {(live.record.function, live.record.revision): live for live in self._functions.running}
         for ended in self._processes.keys() - running.keys():
             changed.add(ended[0])
             del self._processes[ended]
-        for (name, revision), live in running.items():
-            if (name, revision) not in self._processes or name in changed:
-                self._processes[name, revision] = [(pid, role) for pid, role, _ in live.process_rows]
-        found = dict[str, list[tuple[int, str]]]()
+        for key, live in running.items():
+            # Which worker is idle changes without an event.
+            if key not in self._processes or key[0] in changed or live.workers.replicas.held:
+                self._processes[key] = list(_processes_of(live))
+        found = dict[str, _Processes]()
         for (name, _), processes in self._processes.items():
             if processes:
                 found.setdefault(name, []).extend(processes)
         self._held = {name: held for name, held in self._held.items() if name in found}
+        self._known &= found.keys()
         self._count = sum(map(len, found.values()))
         return {name: processes for name, processes in found.items() if name in changed or self._is_due(name)}
 
@@ -200,25 +285,19 @@ class MemoryMeter:
         held = self._held.get(name)
         return held is None or held.workers > 0 or abs(self._count - held.among) > DRIFT * held.among
 
-    async def _sum_bytes(self, pids: Iterable[int]) -> int:
-        held_bytes = 0
-        for pid in pids:
-            found_bytes, took_s = await asyncio.to_thread(_timed_pss_bytes, pid)
-            held_bytes += found_bytes
-            self._took_s += took_s
-        return held_bytes
+
+def _processes_of(live: Live) -> Iterable[tuple[int, str]]:
+    idle = [replica.child.pid for replica in live.workers.replicas.idle[:1]]
+    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.process_rows)
 
 
-def pss_bytes(pid: int) -> int:
-    """Return the PSS of a process, or 0 if the process has ended or its memory may not be read."""
+def memory_of(pid: int) -> ProcessMemory:
+    """Return the memory of a process."""
+    held_bytes = own_bytes = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines():
             if line.startswith(b"Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _timed_pss_bytes(pid: int) -> tuple[int, float]:
-    """Return the PSS of a process, and the processor time that it took to read it."""
-    started_s = time.thread_time()
-    return pss_bytes(pid), time.thread_time() - started_s
+                held_bytes = int(line.split()[1]) * 1024
+            elif line.startswith(b"Private_"):
+                own_bytes += int(line.split()[1]) * 1024
+    return ProcessMemory(held_bytes, own_bytes)

@@ -38,11 +38,15 @@ DEAR = 1e9
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
     with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pilotflame.runtime.node.measuring.metering.SETTLE_S", 0.01)
-        # The tests and this gateway are one process. Its memory takes far longer to measure than that of a gateway alone.
-        patch.setattr("pilotflame.runtime.node.measuring.node_memory.PAUSE", 0.0)
+        measure_at_once(patch)
         async with gateway_here(folder / "state", drain_s=5.0, price_memory_gb_hour=36.0) as found:
             yield found
+
+
+def measure_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Measure memory after each change. The tests and the gateway are one process, which takes long to measure."""
+    for name, seconds in (("FIRST_S", 0.01), ("SETTLE_S", 0.01), ("PAUSE", 0.0)):
+        patch.setattr(f"pilotflame.runtime.node.measuring.node_memory.{name}", seconds)
 
 
 async def usage(gateway: Gateway, **query: Any) -> dict[str, Any]:
@@ -307,7 +311,7 @@ async def test_requests_go_on_while_many_accounts_are_settled(tmp_path: Path) ->
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The wall clock of ledgers and accounts. The test sets `at`."""
     found = SimpleNamespace(at=20_779 * 86400.0 + 3600, time=lambda: found.at, monotonic=time.monotonic)
-    for module in ("billing.ledger", "billing.account"):
+    for module in ("ground.billing.ledger", "ground.billing.account"):
         monkeypatch.setattr(f"pilotflame.runtime.{module}.time", found)
     return found
 
@@ -443,7 +447,7 @@ async def test_a_deploy_lifts_the_cap_only_with_a_higher_budget(gateway, deploy)
 
 
 async def test_money_is_a_budget_too_and_is_known_after_a_restart(state, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.node.measuring.metering.SETTLE_S", 0.01)
+    measure_at_once(monkeypatch)
     async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:
         function = await gateway.deploy(
             ECHO, {"budget.money_per_day": 1, "scale.rest": "local"}, name="dear", check=False
@@ -498,8 +502,7 @@ async def test_who_waits_for_workers_learns_of_the_cap(gateway, deploy, gate: Ga
 
 
 async def test_a_gateway_that_has_ended_measures_no_more(state, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.node.measuring.metering.SETTLE_S", 0.01)
-    monkeypatch.setattr("pilotflame.runtime.node.functions.rest.SETTLE_S", 0.01)
+    measure_at_once(monkeypatch)
     loop = asyncio.get_running_loop()
     async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event")

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, gateway_here, gateway_process, short_folder, until
-from pilotflame.runtime.node.measuring import metering, node_memory
-from pilotflame.runtime.node.measuring.node_memory import MemoryMeter, pss_bytes
+from pilotflame.runtime.node.measuring import node_memory
+from pilotflame.runtime.node.measuring.node_memory import MemoryMeter, memory_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -57,7 +57,8 @@ def tree_bytes(gateway: Gateway) -> int:
     """Return the PSS of the gateway and all its descendants."""
     assert gateway.process is not None
     root = psutil.Process(gateway.process.pid)
-    return sum(map(pss_bytes, (root.pid, *(child.pid for child in root.children(recursive=True)))))
+    pids = (root.pid, *(child.pid for child in root.children(recursive=True)))
+    return sum(memory_of(pid).held_bytes for pid in pids)
 
 
 async def listed(gateway: Gateway) -> dict[str, Any]:
@@ -104,8 +105,9 @@ async def test_a_key_for_one_function_learns_nothing_of_the_others_memory(gatewa
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The processes that the meters of a test measure. The gateway's own meter measures nothing."""
     found = list[int]()
-    monkeypatch.setattr(metering, "SETTLE_S", 1e6)
-    monkeypatch.setattr(node_memory, "pss_bytes", lambda pid: found.append(pid) or pss_bytes(pid))
+    for name in ("FIRST_S", "SETTLE_S"):
+        monkeypatch.setattr(node_memory, name, 1e6)
+    monkeypatch.setattr(node_memory, "memory_of", lambda pid: found.append(pid) or memory_of(pid))
     return found
 
 

@@ -10,7 +10,7 @@ import live
 import pytest
 from limited_group import limited_group
 from live import gateway_process, until
-from pilotflame.runtime.node.functions.memory_pressure import MemoryLimit, MemoryPressure, find_limit
+from pilotflame.runtime.node.measuring.memory_pressure import MemoryLimit, MemoryPressure, find_limit
 
 pytestmark = pytest.mark.asyncio
 

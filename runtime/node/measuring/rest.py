@@ -27,17 +27,17 @@ from ...calls.link.child import Child
 from ...calls.serving.replica import ReplicaState
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.rung_name import RungName
+from ..functions.live import LIGHT_S, Live
 from ..launching.launcher import Launcher
 from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.eviction import StepDown, steps_down
-from .live import Live, memory_of
 from .memory_pressure import MemoryPressure
+from .node_memory import NO_MEMORY, FunctionMemory, NodeMemory
 
-LIGHT_S = 0.25
 UNUSED_S = 300.0
-# A check measures the memory SETTLE_S after a worker started or a function was deployed. By that time, the zygote has
-# forked the next standby. While the memory exceeds the limit, a check measures it again after RECHECK_S.
-SETTLE_S = 5.0
+# The next check for a light function that is unused comes after SOONEST_S at the earliest. While the memory exceeds the limit,
+# it is measured again after RECHECK_S.
+SOONEST_S = 5.0
 RECHECK_S = 30.0
 # While memory is short, ending workers have this time to end before more functions must give memory back.
 RELIEF_S = 1.0
@@ -76,11 +76,11 @@ def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
     return [one.name for one in unused if one.idle and one.held_mb]
 
 
-def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
-    """Return the seconds until a light function may lose its zygote as unused, or None if no function may."""
+def next_check_s(stats: Iterable[RestStats], now_s: float) -> float:
+    """Return the seconds until a light function may lose its zygote as unused; infinity if no function may."""
     waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
     # A function may be due but in use. Then check it again after RECHECK_S.
-    return min((max(SETTLE_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=None)
+    return min((max(SOONEST_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=math.inf)
 
 
 class EvictionCandidate(NamedTuple):
@@ -91,16 +91,8 @@ class EvictionCandidate(NamedTuple):
     step: StepDown
 
 
-class _Processes(NamedTuple):
-    """The processes of a function at the time of a measurement."""
-
-    zygote: tuple[int, ...]
-    idle: tuple[int, ...]
-    workers: int
-
-
 class Rest:
-    """Keeps the memory of functions at rest below the limit. Measures it whenever it may have changed."""
+    """Keeps the memory of functions at rest below the limit, at each measurement of the node."""
 
     def __init__(
         self, functions: Callable[[], Sequence[Live]], launcher: Launcher, tasks: BackgroundTasks,
@@ -111,71 +103,31 @@ class Rest:
         self._functions, self._launcher, self._tasks = functions, launcher, tasks
         self._limit_mb = memory_bytes() * SHARE / _MIB if limit_mb is None else limit_mb
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._check_at_s = math.inf
-        self._checking = self._closed = False
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
-        # The last measurement of each function, with the processes that the function had then.
-        self._measured: dict[str, tuple[_Processes, RestStats]] = {}
-        # The next check looks only at these functions. Most of a thousand functions have not changed since the last
-        # check.
-        self._changed, self._unsettled = set[str](), set[str]()
-
-    def note_change(self, function: str = "", *_: str) -> None:
-        """Check soon, because `function` has started a worker, or was deployed or deleted. Ignore other arguments."""
-        self._changed.add(function)
-        self._check_in(SETTLE_S)
-
-    def note_processes(self, function: str) -> None:
-        """Record that a process of a function has started or ended. The next check measures the function."""
-        self._changed.add(function)
+        # The last measurement of each function. Most of a thousand functions have not changed since the last check.
+        self._measured: dict[str, tuple[FunctionMemory, RestStats]] = {}
+        # The functions that were busy at the last check, or whose rung was not measured.
+        self._unsettled = set[str]()
 
     def close(self) -> None:
-        """Stop all checks. Later reports about processes have no effect."""
-        self._closed = True
+        """Listen to the kernel no more."""
         self._pressure.close()
-        self._cancel_timer()
 
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _check_in(self, delay_s: float) -> None:
-        at_s = time.monotonic() + delay_s
-        if self._closed or self._checking or at_s >= self._check_at_s:
-            return
-        self._cancel_timer()
-        self._check_at_s = at_s
-        self._timer = self._loop.call_later(delay_s, self._start_check)
-
-    def _start_check(self) -> None:
-        self._check_at_s = math.inf
-        self._checking = True
-        self._tasks.create_task(self._check())
-
-    async def _check(self) -> None:
-        try:
-            next_s = await self._rest()
-        finally:
-            self._checking = False
-        if next_s is not None:
-            self._check_in(next_s)
-
-    async def _rest(self) -> float | None:
-        """Let functions give back memory if they must. Return the seconds until the next check, or None for none."""
-        shared_mb = await asyncio.to_thread(_held_mb, self._launcher.base_pids())
-        unmeasured = await self._measure_changed()
+    async def check(self, memory: NodeMemory) -> float:
+        """Let functions give back memory if they must. Return the seconds until the next check; infinity for none."""
+        lives = {live.record.function: live for live in self._functions()}
+        unmeasured = await self._note(lives, memory.functions)
         stats, now_s = [one for _, one in self._measured.values()], time.monotonic()
         unused = set(never_used(stats, now_s))
-        for live in self._functions():
-            # A call may have arrived during the measurement.
-            if live.record.function in unused and _idle(live.workers):
+        for live in map(lives.__getitem__, unused):
+            # A call may have arrived since the function was noted.
+            if _idle(live.workers):
                 live.function.ladder.yield_to(live.function.ladder.below(RungName.ZYGOTE)[0])
                 live.note_rest(0.0)
                 live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
         await self._relieve()
-        held_mb = shared_mb + sum(one.held_mb for one in stats)
+        held_mb = memory.bases_bytes / _MIB + sum(one.held_mb for one in stats)
         over_mb = held_mb - self._limit_mb - sum(one.held_mb for one in stats if one.name in unused)
         if over_mb > 0:
             self._free(over_mb * _MIB, REST_MB, {})
@@ -183,57 +135,26 @@ class Rest:
             self._launcher.end_unused()
             return RECHECK_S
         next_s = next_check_s([one for one in stats if one.name not in unused], now_s)
-        if unmeasured:
-            return RECHECK_S if next_s is None else min(next_s, RECHECK_S)
-        return next_s
+        return min(next_s, RECHECK_S) if unmeasured else next_s
 
-    async def _measure_changed(self) -> bool:
-        """Measure the functions that may have changed.
-
-        Return True if a measured function holds a rung whose memory is not known yet.
-        """
-        lives = {live.record.function: live for live in self._functions()}
-        self._measured = {name: one for name, one in self._measured.items() if name in lives}
-        due = (self._changed | self._unsettled | (lives.keys() - self._measured.keys())) & lives.keys()
-        self._changed.clear()
-        for name in sorted(due):
-            await self._measure(lives[name])
-        unmeasured = {name for name in due if _unmeasured(lives[name].workers)}
-        self._unsettled = unmeasured | {name for name in due if not self._measured[name][1].idle}
+    async def _note(self, lives: Mapping[str, Live], found: Mapping[str, FunctionMemory]) -> bool:
+        """Note the functions that have changed. Return True if one of them holds a rung whose memory is not known yet."""
+        before, unsettled, unmeasured = self._measured, self._unsettled, set[str]()
+        self._measured, self._unsettled = {}, set()
+        for name, live in lives.items():
+            memory = found.get(name, NO_MEMORY)
+            if name in before and before[name][0] is memory and name not in unsettled:
+                self._measured[name] = before[name]
+                continue
+            self._measured[name] = memory, (stats := _noted(live, memory))
+            if _unmeasured(live.workers):
+                unmeasured.add(name)
+            if not stats.idle:
+                self._unsettled.add(name)
+            # Let requests go on: there may be a thousand functions.
+            await asyncio.sleep(0)
+        self._unsettled |= unmeasured
         return bool(unmeasured)
-
-    async def _measure(self, live: Live) -> None:
-        """Measure the zygote, the standby and an idle worker of a function, unless the same processes were measured."""
-        name, workers = live.record.function, live.workers
-        idle = [replica.child.pid for replica in workers.replicas.idle[:1]]
-        present = _Processes(tuple(workers.zygote_pids), tuple(idle), len(workers.replicas))
-        before, stats = self._measured.get(name, (None, None))
-        if stats is not None and before == present:
-            held_mb = stats.held_mb
-        else:
-            held_mb = await self._measure_processes(live, present)
-        live.note_rest(held_mb)
-        light, now_idle = live.builds_within(LIGHT_S), _idle(workers)
-        self._measured[name] = (
-            present,
-            RestStats(name, held_mb, now_idle, light, workers.used_s, live.since_s),
-        )
-
-    async def _measure_processes(self, live: Live, present: _Processes) -> float:
-        """Return the MiB of the zygote and the standby. Report the memory of the rungs to the ladder."""
-        workers, ladder, pids, idle = live.workers, live.function.ladder, [*present.zygote], [*present.idle]
-        held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), workers.resident_bytes
-        if idle:
-            ladder.note_held(RungName.RESIDENT, resident_bytes)
-            worker_mb, own_mb = await asyncio.to_thread(_worker_mb, idle)
-            ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
-            if pids and len(workers.replicas) == 1:
-                # When the worker ends, the weights and the pages that it shares with zygote and standby stay.
-                rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
-                ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
-        elif pids and not len(workers.replicas):
-            ladder.note_held(RungName.ZYGOTE, held_mb * _MIB + resident_bytes)
-        return held_mb
 
     # -- giving memory back
 
@@ -310,6 +231,25 @@ class Rest:
         return bool(chosen)
 
 
+def _noted(live: Live, memory: FunctionMemory) -> RestStats:
+    """Report the memory of a function's rungs to its ladder."""
+    workers, rest_bytes, idle = live.workers, memory.rest_bytes, memory.idle
+    ladder, resident_bytes = live.function.ladder, workers.resident_bytes
+    if idle.held_bytes:
+        ladder.note_held(RungName.RESIDENT, resident_bytes)
+        ladder.note_held(RungName.READY, rest_bytes + idle.held_bytes)
+        if rest_bytes and memory.workers == 1:
+            # When the worker ends, the weights and the pages that it shares with zygote and standby stay.
+            ladder.note_held(RungName.ZYGOTE, rest_bytes + idle.held_bytes - idle.own_bytes + resident_bytes)
+    elif rest_bytes and not memory.workers:
+        ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
+    live.note_rest(rest_bytes / _MIB)
+    light = live.builds_within(LIGHT_S)
+    return RestStats(
+        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.used_s, live.since_s
+    )
+
+
 def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[EvictionCandidate]:
     """Yield the steps down that a function can take now, from its present rung on.
 
@@ -382,14 +322,3 @@ def _spare(workers: RevisionWorkers) -> bool:
     calls = replicas.in_flight or replicas.starting or len(revision.dispatcher.queue)
     kept = revision.policy.scale.min or workers.held_until_s is not None
     return bool(replicas.ready or replicas.parked) and not calls and not kept
-
-
-def _held_mb(pids: list[int]) -> float:
-    """Return the memory of processes in MiB (PSS). Each process counts an equal part of a page that it shares."""
-    return sum(process.pss_mb for pid in pids for process in memory_of(pid, "", ""))
-
-
-def _worker_mb(pids: list[int]) -> tuple[float, float]:
-    """Return the memory of processes in MiB (PSS), and the part of it that no other process shares (USS)."""
-    found = [process for pid in pids for process in memory_of(pid, "", "")]
-    return sum(one.pss_mb for one in found), sum(one.uss_mb for one in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,19 +11,23 @@ import psutil
 import pytest
 from live import Function, gateway_here, gone, until
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
-from pilotflame.runtime.node.functions import rest
 from pilotflame.runtime.node.functions.live import Live
-from pilotflame.runtime.node.functions.rest import RestStats, never_used, next_check_s
+from pilotflame.runtime.node.measuring import node_memory, rest
+from pilotflame.runtime.node.measuring.node_memory import FunctionMemory, NodeMemory
+from pilotflame.runtime.node.measuring.rest import RestStats, never_used, next_check_s
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.
 HEAVY = "import time\ntime.sleep(0.4)\n" + LIGHT
+SETTLE_S = 0.05
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Checks follow within a moment, and a function counts as unused after one second."""
-    for name, seconds in (("SETTLE_S", 0.05), ("RECHECK_S", 0.1), ("UNUSED_S", 1.0)):
+    """Measurements follow within a moment, and a function counts as unused after one second."""
+    for name, seconds in (("FIRST_S", SETTLE_S), ("SETTLE_S", SETTLE_S), ("PAUSE", 0.0)):
+        monkeypatch.setattr(node_memory, name, seconds)
+    for name, seconds in (("SOONEST_S", SETTLE_S), ("RECHECK_S", 0.1), ("UNUSED_S", 1.0)):
         monkeypatch.setattr(rest, name, seconds)
 
 
@@ -39,7 +44,7 @@ def test_light_functions_that_were_never_used_rest_after_a_while():
 
 def test_functions_that_hold_nothing_or_were_used_are_not_checked_again() -> None:
     resting, used = one("resting", 0.0, light=True, used_s=0.0), one("used", light=True)
-    assert next_check_s([resting, used, one("heavy", used_s=0.0)], 1e6) is None
+    assert next_check_s([resting, used, one("heavy", used_s=0.0)], 1e6) == math.inf
     waiting = one("waiting", light=True, used_s=0.0, since_s=100.0)
     assert next_check_s([resting, used, waiting], 150.0) == rest.UNUSED_S - 50.0
     in_use = one("in use", light=True, used_s=0.0, idle=False)
@@ -48,37 +53,38 @@ def test_functions_that_hold_nothing_or_were_used_are_not_checked_again() -> Non
 
 @pytest.mark.asyncio
 async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeypatch) -> None:
-    checks, check = [], rest.Rest._check
+    checks, check = [], rest.Rest.check
 
-    async def counted(self: rest.Rest) -> None:
+    async def counted(self: rest.Rest, memory: NodeMemory) -> float:
         checks.append(self)
-        await check(self)
+        return await check(self, memory)
 
-    monkeypatch.setattr(rest.Rest, "_check", counted)
+    monkeypatch.setattr(rest.Rest, "check", counted)
     async with gateway_here(state, keep_bases=False) as gateway:
         function = await gateway.deploy(LIGHT, {"scale.idle_timeout_s": 0})
         await function.settled(zygote=False, standby=False)
         before = len(checks)
         await gateway.deploy(HEAVY)
-        await asyncio.sleep(20 * rest.SETTLE_S)
+        await asyncio.sleep(20 * SETTLE_S)
         # A check for the start of its worker, a check for the deploy, and further checks until the worker was idle.
         assert before < len(checks) <= before + 5
 
 
 @pytest.mark.asyncio
 async def test_a_check_measures_only_functions_that_have_changed(state, quick, monkeypatch) -> None:
-    measured, measure = list[str](), rest.Rest._measure
+    measured, note = list[str](), rest._noted
 
-    async def noted(self: rest.Rest, live: Live) -> None:
-        await measure(self, live)
+    def noted(live: Live, memory: FunctionMemory) -> RestStats:
         measured.append(live.record.function)
+        return note(live, memory)
 
-    monkeypatch.setattr(rest.Rest, "_measure", noted)
+    monkeypatch.setattr(rest, "_noted", noted)
+    monkeypatch.setattr(node_memory, "DRIFT", 10.0)
     async with gateway_here(state, keep_bases=False) as gateway:
         first, second = [await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0.5}) for _ in range(2)]
         for function in (first, second):
             await function.settled(zygote=True, standby=True)
-        await asyncio.sleep(10 * rest.SETTLE_S)
+        await asyncio.sleep(10 * SETTLE_S)
         measured.clear()
         await second.answer()
 
