@@ -297,9 +297,9 @@ TIMERS = {
 
 # What these validate is the gateway's own, a deployer's, or short.
 OWN_INPUT = {
-    "handlers.first_errors", "handlers.language_model.declared_prefixes", "handlers.language_model.prefix_builder",
-    "runtime.ground.access.private_files", "runtime.command.commands.snapshot_prefixes", "runtime.calls.link.handler_facts",
-    "runtime.plugins.cog.cog_yaml", "runtime.ground.settings.validation", "snapshot.format.manifest", "snapshot.registries.artifact",
+    "foreign_json", "handlers.language_model.declared_prefixes", "handlers.language_model.prefix_builder",
+    "runtime.ground.access.private_files", "runtime.command.commands.snapshot_prefixes",
+    "runtime.plugins.cog.cog_yaml", "runtime.ground.settings.validation",
 }  # fmt: skip
 
 
@@ -330,6 +330,11 @@ PARSED = {
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
     "runtime.calls.serving.latency_curve_store", "runtime.node.packaging.snapshots", "runtime.plugins.replicate.problem",
     "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
+    # What servers of snapshots send, counted (`foreign_json`, `bulk_fault`) or at most 64 KiB.
+    "snapshot.sources.http", "snapshot.registries.artifact", "snapshot.registries.mlflow", "snapshot.format.header",
+    "snapshot.format.layout", "snapshot.format.manifest", "snapshot.format.signature",
+    # Files and processes of the gateway's user, and other gateways.
+    "snapshot.peering.peer", "snapshot.registries.login", "snapshot.sources.google", "snapshot.caching.follow", "snapshot.caching.related",
     # Commands.
     "runtime.plugins.bulk.journal", "runtime.plugins.bulk.submitter", "runtime.plugins.images.image_engine",
 }  # fmt: skip
@@ -340,7 +345,7 @@ def test_no_request_is_parsed_before_its_values_are_counted() -> None:
     parses = re.compile(r"\bjson\.loads?\b|validate_json\b|from_json\(")
     rooms = (
         "handlers.", "runtime.front.http.", "runtime.front.api.", "runtime.front.generation.", "runtime.jobs.events.", "runtime.plugins.",
-        "runtime.calls.link.", "runtime.calls.serving.", "runtime.node.packaging.",
+        "runtime.calls.link.", "runtime.calls.serving.", "runtime.node.packaging.", "snapshot.",
     )  # fmt: skip
     texts = {
         name: path.read_text(encoding="utf-8") for name, path in modules().items() if name.startswith(rooms)

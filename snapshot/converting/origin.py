@@ -11,7 +11,7 @@ import torch
 
 from ...errors import HeaderError, SnapshotError
 from ..format.dtypes import DTYPES
-from ..format.header import MAX_TENSORS, aliases_of, name_is_sound, read_header, repeated
+from ..format.header import MAX_TENSORS, HeaderRoom, aliases_of, name_is_sound, read_header, repeated
 from ..format.layout import Layout
 from ..sources.source import Source
 
@@ -76,7 +76,8 @@ class SafetensorsOrigin:
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source = source
-        headers = {name: read_header(source, name) for name in layout.shards}
+        room = HeaderRoom()
+        headers = {name: read_header(source, name, room) for name in layout.shards}
         places = [(file, tensor) for file, header in headers.items() for tensor in header.tensors]
         self._places = {tensor.name: (file, tensor) for file, tensor in places}
         self.specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in places]

@@ -24,7 +24,7 @@ from .digests import (
     file_digest,
     in_order,
 )
-from .header import Header, aliases_of, read_header
+from .header import Header, HeaderRoom, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
 from .manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -107,8 +107,10 @@ class _Headers:
 
 
 def _read_headers(source: Source, layout: Layout, readers: int) -> _Headers:
+    room = HeaderRoom()
+
     def read(name: str, _buffer: memoryview) -> tuple[ObjectInfo, Header]:
-        return source.stat(name), read_header(source, name)
+        return source.stat(name), read_header(source, name, room)
 
     found = list(in_order((partial(read, name) for name in layout.shards), readers, 0))
     infos = {name: info for name, (info, _) in zip(layout.shards, found, strict=True)}

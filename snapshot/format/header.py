@@ -9,8 +9,10 @@ which the tensors cover without gap or overlap. Only the header is read here. Ev
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Never
@@ -22,6 +24,9 @@ from .dtypes import DTYPES
 LENGTH_BYTES = 8
 # The safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
+MAX_HEADERS_BYTES = 2 * MAX_HEADER_BYTES
+"""The most bytes of the headers of all files of a snapshot together."""
+_LARGE_BYTES = 1 << 20
 MAX_TENSORS = 1 << 18
 # Torch has the same limit.
 MAX_RANK = 64
@@ -55,7 +60,25 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(source: Source, name: str) -> Header:
+class HeaderRoom:
+    """The room for the headers of one snapshot, which several threads read. Large headers are read one after another."""
+
+    def __init__(self) -> None:
+        self._counting, self._reading = threading.Lock(), threading.Lock()
+        self._left = MAX_HEADERS_BYTES
+
+    @contextmanager
+    def taken(self, name: str, size_bytes: int) -> Iterator[None]:
+        """Hold room for a header while it is read and parsed. Raises HeaderError if there is not enough."""
+        with self._counting:
+            self._left -= size_bytes
+            if self._left < 0:
+                _refuse(name, f"the headers have over {MAX_HEADERS_BYTES} bytes together, with this one")
+        with self._reading if size_bytes > _LARGE_BYTES else nullcontext():
+            yield
+
+
+def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> Header:
     """Return the header of file `name`, without reading the rest. Raises HeaderError if it is not valid."""
     file_bytes = source.stat(name).size_bytes
     if file_bytes < LENGTH_BYTES:
@@ -65,7 +88,8 @@ def read_header(source: Source, name: str) -> Header:
         _refuse(name, f"its header claims {header_bytes} bytes, over the limit of {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + header_bytes > file_bytes:
         _refuse(name, f"its header claims {header_bytes} bytes, but the file has {file_bytes} in all")
-    return parse_header(_read(source, name, LENGTH_BYTES, header_bytes), file=name, file_bytes=file_bytes)
+    with (room or HeaderRoom()).taken(name, header_bytes):
+        return parse_header(_read(source, name, LENGTH_BYTES, header_bytes), file=name, file_bytes=file_bytes)
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:

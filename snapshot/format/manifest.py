@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from ..._version import __version__
 from ...errors import ManifestError, SourceMissing
+from ...foreign_json import first_errors
 from ..publish import publish
 from ..sources.source import Source, Writable, name_fault, read_all
 from .digests import ALGORITHMS, Algorithm, AlgorithmName
@@ -29,7 +30,8 @@ SIGNATURE_NAME = f"{MANIFEST_NAME}.sig"
 """The file beside the manifest with its signature (see `signature`)."""
 MAX_MANIFEST_BYTES = 128 << 20
 MAX_SHARDS = 1 << 14
-MAX_CHUNKS = 1 << 20
+MAX_CHUNKS = 1 << 19
+"""2 TiB of weights with the default size of chunks. The digests hold the interpreter while they are parsed: 1 s."""
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 1 << 30
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -480,7 +482,7 @@ def _first_fault(error: ValidationError) -> str:
     # Do not call errors() for many faults: it creates a dict of a kilobyte for each fault.
     if error.error_count() > _FAULTS_LISTED:
         return f"The manifest is not valid: it has {error.error_count()} faults."
-    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    fault = first_errors(error, 1)[0]
     where = ".".join(str(step)[:80] for step in fault["loc"])
     what = fault["msg"].removeprefix("Value error, ")[:300]
     return f"The manifest is not valid{f' at {where}' if where else ''}: {what}."

@@ -10,9 +10,10 @@ import tarfile
 from dataclasses import dataclass
 from typing import IO, Annotated, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ...errors import SourceError
+from ...foreign_json import excess, failing_fast, first_errors
 from ..sources.source import ObjectInfo, Source, name_fault
 from .reference import DIGEST
 
@@ -25,6 +26,8 @@ MANIFEST_TYPES = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 ACCEPTED = ", ".join((*MANIFEST_TYPES, *INDEX_TYPES))
+MAX_MANIFEST_BYTES = 4 << 20
+"""As large as registries take a manifest."""
 MAX_LAYERS = 10_000
 MAX_ARCHIVED = 10_000
 """The most files in all archives of an artifact."""
@@ -78,12 +81,13 @@ class ImageManifest(_Parsed):
     def parse(text: bytes, where: str) -> ImageManifest:
         """Return the manifest whose JSON form is `text`. Raises SourceError, which names `where`."""
         try:
-            found = ImageManifest.model_validate_json(text)
+            if many := excess(text):
+                raise _no_manifest(where, f"it has {many}")
+            found: ImageManifest = _MANIFEST.validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            fault = f"{where} is not a manifest of the OCI image specification: {place}: {first['msg']}."
-            raise SourceError(fault, remedy="Push the artifact again.") from None
+            first = first_errors(error, 1)[0]
+            place = ".".join(map(str, first["loc"]))[:200]
+            raise _no_manifest(where, f"{place}: {first['msg']}") from None
         if not found.layers and not found.manifests:
             fault = f"{where} has no layers."
             raise SourceError(fault, remedy="Name an artifact that holds safetensors files.")
@@ -96,6 +100,14 @@ class ImageManifest(_Parsed):
         digests = ", ".join(one.digest for one in self.manifests[:8])
         fault = f"{where} is an index of {len(self.manifests)} manifests: {digests}."
         raise SourceError(fault, remedy="Name one of them with @sha256:… in the URL.")
+
+
+_MANIFEST = failing_fast(TypeAdapter(ImageManifest))
+
+
+def _no_manifest(where: str, why: str) -> SourceError:
+    fault = f"{where} is not a manifest of the OCI image specification: {why}."
+    return SourceError(fault, remedy="Push the artifact again.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ sent to that server, and the token to the registry. Neither is sent to the stora
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from ...errors import PilotflameError, SnapshotChanged, SourceDenied, SourceError, SourceMissing
@@ -20,11 +19,13 @@ from ..sources.exchange import Head
 from ..sources.http import WebSource
 from ..sources.location import Location, ServerAddress, redirected, shown
 from ..sources.response import RangeRequest, refusal, unavailable
+from .artifact import MAX_MANIFEST_BYTES
 from .login import Login
 from .reference import Reference
 
 WRITE_S = 300.0
 """How long a registry may be silent while it is written to. It computes the digest of a file before it answers."""
+MAX_TOKEN_BYTES = 64 << 10
 # If the registry refuses a token that is older, another one is requested.
 RENEWED_AFTER_S = 5.0
 _LOG_IN = "Log in with `docker login` or `podman login`, or set the secret DOCKER_AUTH_CONFIG."
@@ -125,7 +126,7 @@ class RegistryBlobs(WebSource):
             sent = self._authorization()
             location = Location(f"{self._base}/manifests/{version}", {**sent, "Accept": accepted})
             try:
-                return self.document(location)[1]
+                return self.document(location, MAX_MANIFEST_BYTES)[1]
             except SourceDenied:
                 if last or self._authorization() == sent:
                     raise
@@ -182,21 +183,19 @@ class RegistryBlobs(WebSource):
         )
         mark = "&" if "?" in server.realm else "?"
         try:
-            _, text = self.document(Location(f"{server.realm}{mark}{query}", self._login.basic()))
+            answer = self.json_document(
+                Location(f"{server.realm}{mark}{query}", self._login.basic()), MAX_TOKEN_BYTES
+            )
         except (SourceDenied, SourceMissing) as error:
             fault = f"{self.url}: the token server {shown(server.realm)} gives no token {self._login.origin}."
             raise SourceDenied(fault, remedy=_LOG_IN, details=error.details) from None
-        token = _token_in(text)
+        token = _token_in(answer)
         if token is None:
             raise SourceError(f"{self.url}: {shown(server.realm)} does not answer with a token.")
         return token
 
 
-def _token_in(text: bytes) -> str | None:
-    try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _token_in(answer: Any) -> str | None:
     token = (answer.get("token") or answer.get("access_token")) if isinstance(answer, dict) else None
     return token if isinstance(token, str) and _TOKEN.fullmatch(token) else None
 

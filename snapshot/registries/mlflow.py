@@ -213,10 +213,7 @@ class TrackingServer(WebSource):
 
     def _ask(self, path: str, /, **query: str) -> dict[str, Any]:
         location = Location(f"{self._endpoint}/{path}?{urlencode(query)}", self._headers)
-        try:
-            answer = json.loads(self.document(location)[1])
-        except (ValueError, RecursionError):
-            answer = None
+        answer = self.json_document(location)
         if not isinstance(answer, dict):
             raise self._odd()
         return answer

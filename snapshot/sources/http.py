@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import h11
+import orjson
 
 from ..._version import __version__
 from ...errors import (
@@ -24,6 +26,7 @@ from ...errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from ...foreign_json import excess
 from .access import ANY, Access, refused
 from .dialer import AddressRefused, Dialer
 from .exchange import Exchange, Head, StaleError
@@ -145,16 +148,27 @@ class WebSource(ABC):
                         retries.wait(error)
         return max(0, at - offset)
 
-    def document(self, location: Location) -> tuple[Head, bytes]:
+    def json_document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> Any:
+        """Return the JSON value of a small document, as `document` reads it.
+
+        Return None if it is no JSON, or has more values than `foreign_json` allows: the server may be anybody's.
+        """
+        text = self.document(location, most)[1]
+        try:
+            return None if excess(text) else orjson.loads(text)
+        except ValueError:
+            return None
+
+    def document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> tuple[Head, bytes]:
         """Return the head and the whole body of a small document. Retries temporary failures.
 
-        Raises SourceError if the document is larger than MAX_DOCUMENT_BYTES.
+        Raises SourceError if the document has more than `most` bytes.
         """
         retries = Retries()
         with self._borrowed() as connection:
             while True:
                 try:
-                    return connection.document(location)
+                    return connection.document(location, most)
                 except SourceUnavailable as error:
                     retries.wait(error)
 
@@ -287,7 +301,7 @@ class HttpConnection:
         self._source.infos.setdefault(name, info)
         return info
 
-    def document(self, location: Location) -> tuple[Head, bytes]:
+    def document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> tuple[Head, bytes]:
         """Return the head and the whole body of a small document, without asking for a range."""
         head, request = self._follow(location, RangeRequest("", shown(location.url), 0, 0))
         if head.status != OK:
@@ -297,9 +311,9 @@ class HttpConnection:
         try:
             while count := self._exchange.read_into(buffer, len(buffer)):
                 text += buffer[:count]
-                if len(text) > MAX_DOCUMENT_BYTES:
+                if len(text) > most:
                     self.close()
-                    raise SourceError(f"{request.url} has more than {MAX_DOCUMENT_BYTES} bytes.")
+                    raise SourceError(f"{request.url} has more than {most} bytes.")
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._failed(request, error) from error
         return head, bytes(text)

@@ -6,13 +6,11 @@ the token. A branch is resolved to its commit once, so that all files are of the
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing
@@ -152,11 +150,10 @@ class HubSource(WebSource):
     def _ask(self) -> None:
         revision = quote(self._commit or self._place.revision, safe="")
         url = f"{self._endpoint}/api/models/{self._place.repository}/revision/{revision}"
-        _, text = self.document(Location(url, self._headers))
+        answer = self.json_document(Location(url, self._headers))
         try:
-            answer: Any = json.loads(text)
             commit, files = answer["sha"], [entry["rfilename"] for entry in answer["siblings"]]
-        except (ValueError, RecursionError, LookupError, TypeError):
+        except (LookupError, TypeError):
             commit, files = "", []
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             fault = f"{self._endpoint} does not answer as the Hugging Face hub does, for {self.url}."

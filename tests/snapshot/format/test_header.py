@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError
+from pilotflame.snapshot.format import header
 from pilotflame.snapshot.format.dtypes import DTYPES
-from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, HeaderRoom, parse_header, read_header
 from pilotflame.snapshot.sources.folder import FolderSource
 from safetensors import SafetensorError, safe_open
 
@@ -176,10 +177,10 @@ def test_the_length_is_checked_before_anything_is_allocated(
 
 
 def test_the_real_model_is_read(minilm: Path) -> None:
-    header = read_header(FolderSource(minilm), "model.safetensors")
-    assert len(header.tensors) == 104
-    assert header.data_offset_bytes == 11416
-    assert header.metadata == {"format": "pt"}
+    found = read_header(FolderSource(minilm), "model.safetensors")
+    assert len(found.tensors) == 104
+    assert found.data_offset_bytes == 11416
+    assert found.metadata == {"format": "pt"}
 
 
 def test_no_tensors_is_a_sound_file() -> None:
@@ -217,3 +218,14 @@ def _torch_shape(file: Any) -> tuple[int, ...] | None:
     except SafetensorError:
         # Rows that do not fill whole bytes.
         return None
+
+
+def test_the_headers_of_a_snapshot_share_a_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "MAX_HEADERS_BYTES", 100)
+    text = b"{}".ljust(40)
+    (tmp_path / "f.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    source, room = FolderSource(tmp_path), HeaderRoom()
+    for _ in range(2):
+        assert read_header(source, "f.safetensors", room).tensors == ()
+    with pytest.raises(HeaderError, match="over 100 bytes together"):
+        read_header(source, "f.safetensors", room)

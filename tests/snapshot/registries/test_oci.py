@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.registries.oci import OciConnection, OciSource, is_plain
+from pilotflame.snapshot.sources import http
 from pilotflame.snapshot.sources.access import Access
 from pilotflame.snapshot.sources.locate import open_source
 from pilotflame.snapshot.sources.realm import realm_of
@@ -296,6 +297,12 @@ def test_a_fetch_that_is_killed_at_any_of_20_bytes_is_continued(opened: Registry
 # -- logins
 
 
+def fault(url: str) -> str:
+    with pytest.raises(PilotflameError) as caught:
+        find_manifest(open_source(url))
+    return caught.value.message
+
+
 def refused(url: str, secrets: dict[str, str] | None = None) -> PilotflameError:
     with pytest.raises(PilotflameError) as caught:
         find_manifest(open_source(url, secrets))
@@ -439,6 +446,55 @@ def test_addresses_are_checked_at_each_connection(closed: Registry) -> None:
 
 
 # -- what is refused
+
+
+LISTS = b"[" + b"[]," * 800_000 + b"[]]"
+
+
+@contextmanager
+def answering(answers: dict[str, bytes]) -> Iterator[str]:
+    """Serve each answer to paths that begin with its key, or a challenge to a path whose answer is empty."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = next(text for path, text in answers.items() if self.path.startswith(path))
+            self.send_response(200 if body else 401)
+            self.send_header("WWW-Authenticate", f'Bearer realm="http://{self.headers["Host"]}/token"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(OSError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_manifest_has_at_most_4_mib() -> None:
+    with answering({"/v2/": b"{" + b" " * (5 << 20) + b"}"}) as host:
+        assert "has more than 4194304 bytes" in fault(f"oci://{host}/org/net:v1")
+
+
+@pytest.mark.parametrize("text", [b"{}" + b" " * (1 << 20), b"[" * 60_000], ids=["long", "deep"])
+def test_the_answer_of_a_token_server_is_bounded(text: bytes) -> None:
+    with answering({"/token": text, "/v2/": b""}) as host:
+        error = fault(f"oci://{host}/org/net:v1")
+        assert "has more than 65536 bytes" in error or "does not answer with a token" in error
+
+
+def test_values_of_a_servers_answer_are_counted_before_they_are_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with answering({"/": LISTS}) as host:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://{host}")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{host}")
+        monkeypatch.setattr(http.orjson, "loads", lambda _text: pytest.fail("it was parsed"))
+        assert "does not answer as the Hugging Face hub does" in fault("hf://org/net")
+        assert "does not answer as an MLflow server does" in fault("mlflow://net@champion")
 
 
 def test_what_is_not_there_is_named(opened: Registry) -> None:
