@@ -18,11 +18,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import JsonSchemaMode
 
 from ..errors import BadInput, InputInvalid, OutputInvalid
+from ..foreign_json import check_json, failing_fast, first_errors
 from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from .contract import NOTHING
-from .first_errors import failing_fast, first_errors
-from .json_limits import check_json
 from .negotiation import preferred
 
 JSON_TYPE = "application/json"

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 MAX_DEPTH = 8
-MAX_CHARS = 16 << 10
-MAX_ITEMS = 1000
+MAX_VALUES = 256
+"""The most values in an example. The schemas are the functions' own, and the gateway makes the examples."""
+MAX_ITEMS = 8
+MAX_TEXT_CHARS = 64
+MAX_CHARS = 4096
+"""The most characters of an example as JSON."""
+_MAX_CHOICES = 16
 TEXT = "hello"
 # A file that needs no network: `hello` as text.
 URI = "data:text/plain;base64,aGVsbG8="
@@ -23,68 +29,63 @@ def example_of(schema: Mapping[str, Any]) -> Any:
     """Return a small value that fits `schema`: the first example or default in `schema`, or a value with only the
     required fields.
 
-    Patterns and custom validators are not considered. An empty schema has the example {}, and so has one that is none:
-    a function may report anything. What exceeds MAX_CHARS is null.
+    Patterns, custom validators, and lengths above MAX_ITEMS and MAX_TEXT_CHARS are not considered. The example is {}
+    if the schema is empty or is no JSON schema, or if the example would be larger than the limits.
     """
     try:
-        return _Maker(schema.get("$defs", {})).make(schema, 0) if schema else {}
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        found = _Examples(schema.get("$defs", {})).of(schema, 0) if schema else {}
+        return found if len(json.dumps(found, ensure_ascii=False)) <= MAX_CHARS else {}
+    except (AttributeError, TypeError, ValueError, LookupError, OverflowError, RecursionError):
         return {}
 
 
-def example_text(schema: Mapping[str, Any]) -> str:
-    """Return `example_of` as JSON in one line."""
-    return json.dumps(example_of(schema), ensure_ascii=False)
-
-
-class _Maker:
-    """Makes one example of at most MAX_CHARS."""
+class _Examples:
+    """Makes the example of one schema, and counts its values."""
 
     def __init__(self, definitions: Mapping[str, Any]) -> None:
-        self._definitions, self._left = definitions, MAX_CHARS
+        self._definitions = definitions
+        self._left = MAX_VALUES
 
-    def make(self, schema: Mapping[str, Any], depth: int) -> Any:
-        if depth > MAX_DEPTH or self._left <= 0:
+    def of(self, schema: Mapping[str, Any], depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise OverflowError(f"more than {MAX_VALUES} values")
+        if depth > MAX_DEPTH:
             return None
         for key in ("examples", "enum"):
             if schema.get(key):
-                return self._copied(schema[key][0])
+                return schema[key][0]
         for key in ("const", "default"):
             if key in schema:
-                return self._copied(schema[key])
+                return schema[key]
         if "$ref" in schema:
             found = self._definitions.get(schema["$ref"].rpartition("/")[2], {})
-            return self.make(found, depth + 1)
+            return self.of(found, depth + 1)
         for key in ("anyOf", "oneOf", "allOf"):
             if choices := schema.get(key):
-                chosen = next((one for one in choices if one.get("type") != "null"), choices[0])
-                return self.make(chosen, depth + 1)
+                some = islice(choices, _MAX_CHOICES)
+                chosen = next((one for one in some if one.get("type") != "null"), choices[0])
+                return self.of(chosen, depth + 1)
         return self._of_type(schema, depth)
-
-    def _copied(self, value: Any) -> Any:
-        self._left -= len(json.dumps(value))
-        return value if self._left > 0 else None
 
     def _of_type(self, schema: Mapping[str, Any], depth: int) -> Any:
         match schema.get("type"):
             case "object":
-                properties, found = schema.get("properties", {}), {}
-                for name in schema.get("required", ()):
-                    self._left -= len(name)
-                    found[name] = self.make(properties.get(name, {}), depth + 1)
-                return found
+                properties = schema.get("properties", {})
+                names = schema.get("required", ())
+                return {name: self.of(properties.get(name, {}), depth + 1) for name in names}
             case "array":
-                count, first = min(schema.get("minItems", 1), MAX_ITEMS), schema.get("prefixItems")
-                items = first or [schema.get("items") or {}] * max(1, count)
-                return [self.make(one, depth + 1) for one in items]
+                count = min(MAX_ITEMS, max(1, schema.get("minItems", 1)))
+                items = schema.get("prefixItems") or [schema.get("items") or {}] * count
+                return [self.of(one, depth + 1) for one in items]
             case "string":
                 text = _BY_FORMAT.get(schema.get("format", ""), TEXT)
-                least = min(schema.get("minLength", 0), MAX_CHARS)
-                return self._copied(text.ljust(least, "o")[: schema.get("maxLength")])
+                return text.ljust(min(MAX_TEXT_CHARS, schema.get("minLength", 0)), "o")[
+                    : schema.get("maxLength")
+                ]
             case "integer" | "number" as kind:
-                number = _number(schema, 1) if kind == "integer" else float(_number(schema, 0.5))
-                return self._copied(number)
-        return self._copied({"boolean": True, "null": None}.get(schema.get("type", ""), TEXT))
+                return _number(schema, 1) if kind == "integer" else float(_number(schema, 0.5))
+        return {"boolean": True, "null": None}.get(schema.get("type", ""), TEXT)
 
 
 def _number(schema: Mapping[str, Any], step: float) -> Any:

@@ -17,9 +17,9 @@ from urllib.parse import unquote
 import orjson
 
 from ..errors import BadInput, HandlerSignatureError, OutputInvalid
+from ..foreign_json import check_json
 from . import arrays
 from .arrays import TENSORS_TYPE
-from .json_limits import check_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -309,7 +309,7 @@ def test_no_caller_makes_the_gateway_describe_every_error() -> None:
     assert found == OWN_INPUT
 
 
-# What these parse is the gateway's own, short, counted (`json_limits`), or in the process of the function.
+# What these parse is the gateway's own, short, counted (`foreign_json`), or in the process of the function.
 PARSED = {
     # Bodies and outputs, which are counted.
     "handlers.codec", "handlers.tensors", "runtime.front.http.requests", "runtime.jobs.events.consumer", "runtime.front.generation.deltas",

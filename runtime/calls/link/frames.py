@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ....errors import LinkError, OutputTooLarge
-from ....handlers.json_limits import excess
+from ....foreign_json import excess
 
 HEADER = struct.Struct("<IIBI")
 TIMING = struct.Struct("<ddHd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import click
 
 from ....errors import GatewayUnreachable, PilotflameError
-from ....handlers.example import example_text
 from ..client import display, exit_codes, options
 from ..client.client import Client
 from ..client.folder_deploy import FolderDeploy, deploy_changes
@@ -66,17 +66,16 @@ def _print_deployed(found: dict[str, Any], folder: Path, *, as_json: bool) -> No
     if (dialect := found.get("dialect", OWN)) != OWN:
         display.say(f"recognised a handler of {dialect}: {found['entry']}")
     name = found["name"]
-    body = _example(folder, found["input_schema"])
+    body = _example(folder, found["input_example"])
     return display.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
 
 
-def _example(folder: Path, schema: dict[str, Any]) -> str:
-    """Return an input for a first call, quoted for a shell: from INPUT_FILE, or else an example of the input schema."""
+def _example(folder: Path, example: Any) -> str:
+    """Return an input for a first call, quoted for a shell: from INPUT_FILE, or else the gateway's example."""
     file = folder / options.INPUT_FILE
-    try:
-        text = json.dumps(json.loads(file.read_bytes()), ensure_ascii=False)
-    except (OSError, ValueError):
-        text = example_text(schema)
+    with contextlib.suppress(OSError, ValueError):
+        example = json.loads(file.read_bytes())
+    text = json.dumps(example, ensure_ascii=False)
     return shlex.quote(text if len(text) <= MAX_EXAMPLE_CHARS else f"@{file}")
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from ....errors import OutputInvalid, PilotflameError
-from ....handlers.json_limits import excess
+from ....foreign_json import excess
 from ....handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision

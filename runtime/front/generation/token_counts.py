@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from ....handlers.json_limits import excess
+from ....foreign_json import excess
 from ....handlers.language_model.contract import (
     MOST_ANSWERS,
     EmbeddingRequest,

@@ -18,11 +18,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 
 from ....errors import BadInput, InputTimeout, InputTooLarge, OutputInvalid, PilotflameError
+from ....foreign_json import check_json, excess, failing_fast, first_errors
 from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ....handlers.caller import NORMAL
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ....handlers.first_errors import failing_fast, first_errors
-from ....handlers.json_limits import check_json, excess
 from ...ground.access.keys import ALL, ANYBODY, Caller
 from ...ground.telemetry.timeline import TRACEPARENT
 from .content_coding import CODINGS, unpack

@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ....errors import BadInput, Forbidden, UnknownFunction
-from ....handlers.first_errors import first_errors
+from ....foreign_json import first_errors
 from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 from .aws_signature import signing_digest

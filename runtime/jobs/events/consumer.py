@@ -23,7 +23,7 @@ from typing import Literal
 import orjson
 
 from ....errors import BusFailed, PilotflameError
-from ....handlers.json_limits import excess
+from ....foreign_json import excess
 from ....snapshot.sources.access import ANY, Access
 from ...ground.settings.event_source import EventSource
 from ...ground.settings.function_settings import FunctionSettings

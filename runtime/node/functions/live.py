@@ -44,7 +44,7 @@ LIGHT_S = 0.25
 
 # The facts of a handler that the status shows. These values are shown until the facts are known.
 _FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": False, "batch": None, "input_schema": {},
-          "output_schema": {}}  # fmt: skip
+          "output_schema": {}, "input_example": {}}  # fmt: skip
 
 
 class Live:

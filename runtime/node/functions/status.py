@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, computed_field
+from pydantic import BaseModel
 
-from ....handlers.example import example_of
 from ....snapshot.sources.location import shown
 from ...ground.billing.budget import BudgetState
 from ...ground.settings.function_settings import FunctionSettings
@@ -157,11 +156,8 @@ class FunctionStatus(BaseModel, frozen=True):
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
     processes: list[Process] = []
-
-    @computed_field
-    def input_example(self) -> Any:
-        """An example of an input that fits `input_schema`."""
-        return example_of(self.input_schema)
+    input_example: Any = {}
+    """An example of an input that fits `input_schema`."""
 
 
 class Deployed(FunctionStatus, frozen=True):

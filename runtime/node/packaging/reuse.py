@@ -19,8 +19,7 @@ from typing import IO, NamedTuple, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ....errors import BadInput, BaseChanged, CodeError
-from ....handlers.first_errors import first_errors
-from ....handlers.json_limits import excess
+from ....foreign_json import excess, first_errors
 from .archive import checked_path
 from .code import KEPT_FILE, MAX_FILES
 

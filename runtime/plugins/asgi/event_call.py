@@ -11,9 +11,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from ....errors import BadInput, HandlerFailed
+from ....foreign_json import failing_fast
 from ....handlers.codec import JSON_TYPE, input_error
 from ....handlers.failure import cut
-from ....handlers.first_errors import failing_fast
 from .http_call import App, Message, as_bytes
 from .messages import Header
 from .scope import HTTP, Facts, scope_of

@@ -27,9 +27,9 @@ from pydantic import (
 from pydantic.errors import PydanticSchemaGenerationError
 
 from ....errors import HandlerSignatureError
+from ....foreign_json import failing_fast
 from ....handlers.codec import input_error
 from ....handlers.files import InputFiles
-from ....handlers.first_errors import failing_fast
 from ....handlers.handler import written
 from .sdk import declared_input
 

@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from ....errors import BadInput, InputInvalid, OutputInvalid, UnknownFunction
-from ....handlers.json_limits import excess
+from ....foreign_json import excess
 from ....handlers.language_model.contract import GenerationRequest
 from ...front.api.backend import Backend
 from ...front.generation.deltas import delta_of

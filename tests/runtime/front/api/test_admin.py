@@ -24,6 +24,34 @@ ECHO = "def handler(event):\n    return event\n"
 # -- invalid deploys
 
 
+LONG = """
+from typing import Annotated, Any
+from pydantic import BaseModel, Field, WithJsonSchema
+class Event(BaseModel):
+    text: str = Field(min_length=4_000_000)
+    odd: Annotated[Any, WithJsonSchema({"enum": {"a": 1}})]
+def handler(event: Event):
+    pass
+"""
+
+
+async def test_a_function_cannot_enlarge_or_break_the_list_of_functions(gateway: Gateway):
+    function = await gateway.deploy(LONG)
+    try:
+        assert (listed := await gateway.client.get("/v1/functions")).status_code == 200
+        assert len(listed.content) < 20_000
+        assert listed.json()["functions"][0]["input_example"] == {}
+        assert (await gateway.client.get("/openapi.json")).status_code == 200
+    finally:
+        await gateway.client.delete(f"/v1/functions/{function.name}")
+
+
+async def test_a_function_whose_schema_cannot_be_read_is_refused(gateway: Gateway):
+    odd = LONG.replace("(BaseModel)", "(BaseModel, json_schema_extra={'$defs': {'a': 1}})")
+    error = failure(await gateway.send(odd, name="broken"))
+    assert (error["type"], "input_schema.$defs.a" in error["message"]) == ("launcher_error", True)
+
+
 BROKEN = {
     "no-handler": ({}, {}, "handler_import_failed", "handler.py is not in the function's folder (there: gate.py"),
     "syntax": ({"handler.py": "def handler(event):\n    return (\n"}, {}, "handler_import_failed", "handler.py, line 2"),
