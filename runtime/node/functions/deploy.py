@@ -90,14 +90,14 @@ def prepare(
     log: Log,
     secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
     progress: Progress | None = None,
-    on_name: Callable[[str], None] = lambda _name: None,
+    check: Callable[[FunctionSettings, Mapping[str, str]], None] = lambda _settings, _outside: None,
     policies: DeployPolicies = ALL_ALLOWED,
 ) -> tuple[Path, RevisionFields]:
     """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
 
-    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `prepare` calls
-    `on_name` with the function's name, once it is known that the caller may deploy the function. `policies` say what
-    may be deployed. If an error is raised, the staged folder has been removed.
+    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. Before it
+    builds anything, `prepare` calls `check` with the settings and what `_outside` returns. `policies` say from where
+    snapshots may be fetched. If an error is raised, the staged folder has been removed.
     """
     progress, staged = progress or Progress(), store.stage()
     staged_code = staged / CODE_FOLDER
@@ -108,8 +108,7 @@ def prepare(
         with progress.step("code"):
             folder = _source_folder(store, request, staged_code)
             settings, needs = _settings(folder, request, dialects)
-            on_name(settings.name)
-            policies.check(settings, _outside(settings, folder, uploaded=request.path is None), request.owner)
+            check(settings, _outside(settings, folder, uploaded=request.path is None))
             local = _local_snapshots(settings, folder)
             if request.path is not None:
                 code.copy_folder(folder, staged_code, exclude=local.values())

@@ -22,6 +22,7 @@ from ...ground.access.fair_threads import FairThreads
 from ...ground.access.host_claims import HostClaims
 from ...ground.access.keys import Caller, Scope
 from ...ground.access.secrets import Secrets
+from ...ground.settings.function_settings import FunctionSettings
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.invocation_end import GenerationEnd
@@ -206,11 +207,8 @@ class Functions:
         """
         said, progress = list[str](), progress or Progress()
 
-        def named(function: str) -> None:
-            live = self._live.get(function)
-            self._check_owner(live, request.owner, request.deployer)
-            self._check_draining(live)
-            progress.note_target(function, live.record if live is not None else None)
+        def may_replace(settings: FunctionSettings, outside: Mapping[str, str]) -> None:
+            self._check_deploy(settings, outside, Deployer(request.owner, request.deployer), progress)
 
         prepared = functools.partial(
             prepare,
@@ -221,7 +219,7 @@ class Functions:
             said.append,
             self.secrets.of,
             progress,
-            named,
+            may_replace,
             self.policies,
         )
         try:
@@ -241,8 +239,6 @@ class Functions:
             self.gpus.check(name, fields.settings.resources)
             async with self._lock(name):
                 self._check_open()
-                # While this deploy waited for the lock, another deploy may have made a revision live.
-                named(name)
                 failing.pop_all()
                 place = functools.partial(self.store.place, staged, fields)
                 record = await self._threads.run(place, undo=self.store.withdraw)
@@ -375,9 +371,9 @@ class Functions:
         live: Live | None = None
         self._proving.append((record.function, record.revision))
         try:
-            self._check_owner(old, record.deployed_by, record.deployer)
-            self._check_draining(old)
-            self.policies.check(record.settings, stored_outside(record), record.deployed_by)
+            deployer = Deployer(record.deployed_by, record.deployer)
+            # While a deploy waited for the lock, another deploy may have made a revision live.
+            self._check_deploy(record.settings, stored_outside(record), deployer, progress)
             await self._faults.check_signatures(record)
             live = await self._create(record, old.logs if old is not None else logs)
             ready = len(old.workers.replicas.ready) if old is not None else 0
@@ -446,6 +442,25 @@ class Functions:
             if old is not None and old.record.function == name and old.workers.unfinished
         ]
 
+    def _check_deploy(
+        self,
+        settings: FunctionSettings,
+        outside: Mapping[str, str],
+        deployer: Deployer,
+        progress: Progress | None,
+    ) -> None:
+        """Raise Forbidden, RevisionsDraining or PolicyViolation if a key may not make a revision with these settings live.
+
+        A deploy calls this once it knows the settings, before it builds anything, and again when it holds the function's lock.
+        Rollbacks and restarts only call it then. `progress` gets the live function once its owner is checked.
+        """
+        old = self._live.get(settings.name)
+        self._check_owner(old, deployer)
+        self._check_draining(old)
+        if progress is not None:
+            progress.note_target(settings.name, old.record if old is not None else None)
+        self.policies.check(settings, outside, deployer.key_id)
+
     def _check_draining(self, old: Live | None) -> None:
         """Raise RevisionsDraining if the revision `old` cannot be replaced now."""
         if old is None or len(draining := self._draining(old.record.function)) < MOST_DRAINING:
@@ -484,7 +499,7 @@ class Functions:
             return False
         live = self._live.get(name) if caller.confined else None
         return not caller.confined or (
-            live is not None and self._same_owner(live.record, caller.owner, caller.name)
+            live is not None and self._same_owner(live.record, Deployer(caller.owner, caller.name))
         )
 
     def check_owner(self, caller: Caller, name: str) -> None:
@@ -494,17 +509,15 @@ class Functions:
             remedy = "Use the key with which it was deployed, a key of the same name, or a trusted one."
             raise Forbidden(f"{name} was deployed with another key.", remedy=remedy)
 
-    def _same_owner(self, record: RevisionRecord, key_id: str, key_name: str) -> bool:
-        return self.policies.same_owner(
-            Deployer(record.deployed_by, record.deployer), Deployer(key_id, key_name)
-        )
+    def _same_owner(self, record: RevisionRecord, other: Deployer) -> bool:
+        return self.policies.same_owner(Deployer(record.deployed_by, record.deployer), other)
 
-    def _check_owner(self, old: Live | None, key_id: str, key_name: str) -> None:
+    def _check_owner(self, old: Live | None, deployer: Deployer) -> None:
         """Raise Forbidden if the function belongs to another key and one of both keys is not trusted.
 
         The new revision would get the function's secrets, and could get an environment variable that changes what it runs.
         """
-        if old is not None and not self._same_owner(old.record, key_id, key_name):
+        if old is not None and not self._same_owner(old.record, deployer):
             message = f"{old.record.function} was deployed with another key."
             raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
 
