@@ -32,7 +32,7 @@ PRINTED_LINES = 200
 AUTH_VARIABLES = ("PILOTFLAME_AUTH", "PILOTFLAME_TLS_CERT", "PILOTFLAME_TLS_KEY", options.CONFIG_VARIABLE)
 _PR_SET_PDEATHSIG = 1
 # The module of the command line. `_start` runs it with `python -m`.
-_PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
+_PROGRAM = f"{__name__.partition('.command.')[0]}.cli"
 
 
 @click.command()
