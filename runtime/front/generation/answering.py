@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import orjson
 from aiohttp import web
 
 from ....errors import DeadlineExceeded, PilotflameError
+from ....handlers.codec import JSON_TYPE
 from ....handlers.language_model.contract import Delta, GenerationRequest
 from ...node.functions.live import Live
 from ..api.backend import Backend
@@ -16,11 +18,13 @@ from ..api.guard import count_calls
 from ..api.invoke import Gateway
 from ..http.call_group import CallGroup
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
-from ..http.requests import timeout_of
-from ..http.responses import json_response
+from ..http.incoming_bodies import INCOMING
+from ..http.requests import caller_of, timeout_of
 from .deltas import Deltas
 from .targets import with_targets
 
+MAX_ON_LOOP_BYTES = 1 << 20
+"""A larger answer is made in a thread, in the turn of its caller."""
 AHEAD = "X-Queue-Ahead"
 """The header of a stream that begins while its call waits: how many calls of the same caller a worker takes first."""
 
@@ -68,7 +72,13 @@ async def respond(
 async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
     while (found := await deltas.next()) is not None:
         answer.add(*found)
-    return json_response(answer.whole(), headers=deltas.headers)
+
+    def dump() -> bytes:
+        return orjson.dumps(answer.whole())
+
+    large = deltas.size > MAX_ON_LOOP_BYTES
+    body = await request.app[INCOMING].in_turn(caller_of(request).owner, dump) if large else dump()
+    return web.Response(body=body, headers=deltas.headers, content_type=JSON_TYPE)
 
 
 async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:

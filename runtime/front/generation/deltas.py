@@ -66,6 +66,11 @@ class Deltas:
         return None
 
     @property
+    def size(self) -> int:
+        """About how many bytes the pieces take that have come."""
+        return MOST_BYTES - self._left_bytes
+
+    @property
     def ahead(self) -> int | None:
         """The number of the caller's own calls that a worker takes before the first prompt; None if a worker has taken it."""
         if 0 not in self._calls:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ....handlers.forms import FormField, FormParser
 from ...front.http.content_coding import CODINGS
+from ...front.http.incoming_bodies import INCOMING
 from ...front.http.origins import Origins
 from ...front.http.requests import caller_of, coding_of, continue_body, load_json, owner_of
 from ...front.http.responses import Timestamp, json_response, timestamp
@@ -129,17 +131,19 @@ class FilesApi:
         InputInvalid if a file is missing, InputTooLarge if the data URLs are larger than `most`.
         """
         marked = _MARK in body or _ESCAPED_MARK in body
-        urls = dict(_urls(found, self._origins.of(request).partition("//")[2])) if marked else {}
-        if not urls:
+        if not marked:
             return found, {}
-        files = await asyncio.to_thread(self._files, urls, owner_of(request))
+        in_turn = partial(request.app[INCOMING].in_turn, caller_of(request).owner)
+        authority = self._origins.of(request).partition("//")[2]
+        if not (urls := await in_turn(lambda: dict(_urls(found, authority)))):
+            return found, {}
+        files = await in_turn(partial(self._files, urls, owner_of(request)))
         if most is None:
             return found, {url: str(path) for url, (_, path) in files.items()}
         if (size := sum(about.size for about, _ in files.values())) * 4 // 3 > most:
             message = f"The input's files have {size} bytes. They reach a function in a container inside the body, of at most {most} bytes, a third more."
             raise InputTooLarge(message, remedy="Send addresses from which the function can fetch them.")
-        contents = await asyncio.to_thread(_data_urls, files)
-        return _replaced(found, contents), {}
+        return await in_turn(lambda: _replaced(found, _data_urls(files))), {}
 
     def _files(self, urls: dict[str, str], owner: str) -> dict[str, tuple[StoredFile, Path]]:
         try:

@@ -7,7 +7,7 @@ import gc
 from typing import Any
 
 import pytest
-from live import Gate, Gateway, until
+from live import Gate, Gateway, failure, until
 from pilotflame.runtime.calls.serving.invocation import Invocation
 from pilotflame.runtime.front.generation import answering, deltas
 
@@ -110,3 +110,33 @@ async def test_a_failed_request_keeps_nothing(gateway: Gateway, deploy: Any, *, 
         await until(freed, "the end of all references to the request")
     finally:
         gc.enable()
+
+
+LARGE = """
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    yield Delta(text="x" * 2_000_000)
+    yield Delta(text="y", finish_reason="stop")
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_large_piece_is_answered_like_a_small_one(
+    gateway: Gateway, deploy: Any, *, stream: bool
+) -> None:
+    """It is validated and written in threads."""
+    function = await deploy(LARGE)
+    body = {"model": function.name, "prompt": "a", "stream": stream}
+    answer = await gateway.client.post("/openai/v1/completions", json=body)
+    assert answer.status_code == 200, failure(answer)
+    assert answer.text.count("x" * 2_000_000) == 1
+
+
+async def test_a_large_piece_that_is_no_delta_fails_the_call(gateway: Gateway, deploy: Any) -> None:
+    function = await deploy(
+        LARGE.replace('yield Delta(text="x" * 2_000_000)', 'yield {"tokens": ["x"] * 200_000}')
+    )
+    answer = await gateway.client.post("/openai/v1/completions", json={"model": function.name, "prompt": "a"})
+    assert answer.status_code == 500
+    assert "no language model" in answer.text
