@@ -91,6 +91,8 @@ class Child(ABC):
 
     async def wait_gone(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until the process has ended, because the kernel may be unable to end it."""
+        if self.gone.is_set():
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
@@ -108,7 +110,8 @@ class Child(ABC):
 
     async def cause(self) -> EndCause:
         """Return how the process ended. Wait at most EXIT_REPORT_TIMEOUT_S for the report of its end."""
-        await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
+        if not self._exit_code.done():
+            await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
             return EndCause(UNKNOWN_CAUSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -42,15 +43,18 @@ class BackgroundTasks(asyncio.TaskGroup):
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[T]:
         """Run a coroutine once."""
-        label = _label(coro, name)
         # The overridden method prescribes the type. A failed task has no result, as the class docstring says.
-        run: Coroutine[Any, Any, Any] = self._guard(label, coro)
+        run: Coroutine[Any, Any, Any] = self._guard(name, coro)
         task = super().create_task(run, name=name, context=context)
-        # A task that is cancelled before its first step never runs its coroutine, which must be closed then.
-        task.add_done_callback(lambda _: coro.close())
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(functools.partial(self._note_done, coro))
         return task
+
+    def _note_done(self, coro: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if task.cancelled():
+            # A task that is cancelled before its first step never runs its coroutine.
+            coro.close()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -78,11 +82,11 @@ class BackgroundTasks(asyncio.TaskGroup):
         """Run `run()` until it returns. If it fails, run it again after a delay."""
         return self.create_task(self._repeat(name, run), name=name)
 
-    async def _guard(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    async def _guard(self, name: str | None, coroutine: Coroutine[Any, Any, T]) -> T | None:
         try:
             return await coroutine
         except Exception as error:  # noqa: BLE001  any failure of a task must leave the others alone
-            self._report(label, error)
+            self._report(_label(coroutine, name), error)
             return None
 
     async def _repeat(self, label: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:

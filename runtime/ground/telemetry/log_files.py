@@ -12,9 +12,9 @@ removed, so the log of a deleted function stays for that time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
+import os
 import queue
 import re
 import threading
@@ -22,7 +22,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from logging.handlers import RotatingFileHandler
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,7 +274,8 @@ class LogFiles:
         self._failed = False
         with self._changing:
             for name, lines in texts.items():
-                self._file(name).store(b"".join(lines).decode(), len(lines))
+                if not self._file(name).store(b"".join(lines)):
+                    self._fail(name, len(lines))
         if texts:
             self._on_written(self._failed)
         for item in items:
@@ -283,8 +284,7 @@ class LogFiles:
 
     def _file(self, name: str) -> _LogFile:
         if (file := self._open.get(name)) is None:
-            failed = functools.partial(self._fail, name)
-            file = self._open[name] = _LogFile(self._paths(name)[0], self._file_bytes, self._keep_s, failed)
+            file = self._open[name] = _LogFile(self._paths(name), self._file_bytes, self._keep_s)
             if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(name)
@@ -307,34 +307,49 @@ class LogFiles:
                     path.unlink()
 
 
-class _LogFile(RotatingFileHandler):
+class _LogFile:
     """One log's file. It is renamed when it is full, or when its first line is older than half of `keep_s`."""
 
-    terminator = ""
+    def __init__(self, paths: list[Path], max_bytes: int, keep_s: float) -> None:
+        """`paths` has the path of the file, and then those of older files, the newest first."""
+        self._paths, self._max_bytes, self._keep_s = paths, max_bytes, keep_s
+        self._begun_s = _first_s(paths[0])
+        self._file: int | None = None
+        self._size = 0
 
-    def __init__(self, path: Path, max_bytes: int, keep_s: float, on_failure: Callable[[int], None]) -> None:
-        """After a failed write, the file calls `on_failure` with the number of lines that could not be written."""
-        super().__init__(path, maxBytes=max_bytes, backupCount=BACKUPS, encoding="utf-8", delay=True)
-        self._path, self._keep_s, self._on_failure = path, keep_s, on_failure
-        self._begun_s = _first_s(path)
-
-    def store(self, text: str, count: int) -> None:
-        """Append `count` lines. If that fails, they count as dropped."""
-        self.emit(logging.makeLogRecord({"msg": text, "count": count}))
-
-    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  the library's name
-        aged = time.time() - self._begun_s > self._keep_s / 2
-        return bool(super().shouldRollover(record)) or (aged and self._path.exists())
-
-    def doRollover(self) -> None:  # noqa: N802
-        super().doRollover()
-        self._begun_s = time.time()
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Count the lines that could not be written, and open the file anew next time."""
-        self._on_failure(record.__dict__["count"])
-        with contextlib.suppress(OSError, ValueError):
+    def store(self, lines: bytes) -> bool:
+        """Append lines. Return False if they could not be written; the next call opens the file anew."""
+        try:
+            if self._file is None:
+                self._open()
+            aged = time.time() - self._begun_s > self._keep_s / 2
+            if self._size and (aged or self._size + len(lines) > self._max_bytes):
+                self._rename()
+            written = os.write(self._file, lines) if self._file is not None else 0
+        except OSError:
+            written = 0
+        self._size += written
+        if written < len(lines):
             self.close()
+        return written == len(lines)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+    def _open(self) -> None:
+        self._file = os.open(self._paths[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._file).st_size
+
+    def _rename(self) -> None:
+        self.close()
+        for newer, older in reversed(list(pairwise(self._paths))):
+            with contextlib.suppress(FileNotFoundError):
+                newer.replace(older)
+        self._begun_s = time.time()
+        self._open()
 
 
 def function_file(function: str) -> str:

@@ -122,7 +122,7 @@ class _FunctionCounts:
         self.duration = _Histogram(SECONDS)
         self.batch = _Histogram()
         self.cold_starts = 0
-        self.cold_phases: dict[str, _Histogram] = {}
+        self.cold_phases = defaultdict[str, _Histogram](_Histogram)
         self.phases = {name: _Histogram(PHASE_SECONDS) for name in WARM_PHASES}
 
     def count(self, source: Source, code: int, timeline: Timeline) -> None:
@@ -138,7 +138,7 @@ class _FunctionCounts:
         if timeline.activation is not None:
             self.cold_starts += 1
             for phase, seconds in timeline.phases().items():
-                self.cold_phases.setdefault(phase, _Histogram()).observe(seconds)
+                self.cold_phases[phase].observe(seconds)
 
     def totals(self) -> Totals:
         seconds = {name: self.cold_phases[name].sum for name in COLD_START_PHASES if name in self.cold_phases}

@@ -96,7 +96,8 @@ class Listener:
 
         When the process opens a link as `role`, the listener calls `on_link(link, pid, log_stream)`.
         """
-        name, secret = secrets.token_hex(8), secrets.token_hex(16)
+        token = secrets.token_hex(24)
+        name, secret = token[:16], token[16:]
         self._expected[name] = Expected(secret, source, logs, on_link, role)
         return f"{name}.{secret}"
 
@@ -144,9 +145,13 @@ class Listener:
             self._pause(error)
             return False
         self._failing = False
-        self._greetings[_Greeting(sock, self._loop, self)] = None
-        if len(self._greetings) > MAX_GREETINGS:
-            next(iter(self._greetings)).close()
+        greeting = _Greeting(sock, self._loop, self)
+        # Usually the HELLO has arrived with the connection.
+        if not greeting.read():
+            greeting.wait()
+            self._greetings[greeting] = None
+            if len(self._greetings) > MAX_GREETINGS:
+                next(iter(self._greetings)).close()
         return True
 
     def _pause(self, error: OSError) -> None:
@@ -173,15 +178,19 @@ class _Greeting:
         sock.setblocking(False)
         self._sock, self._loop, self._listener = sock, loop, listener
         self._reader = FrameReader(MAX_HELLO_BYTES)
-        self._timer = loop.call_later(HELLO_TIMEOUT_S, self.close)
-        loop.add_reader(sock, self.read)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait(self) -> None:
+        """Read the rest of the HELLO when it arrives."""
+        self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self.close)
+        self._loop.add_reader(self._sock, self.read)
 
     def close(self) -> None:
         self._stop()
         self._sock.close()
 
-    def read(self) -> None:
-        """Read the bytes of the HELLO that have arrived, but no bytes after the HELLO.
+    def read(self) -> bool:
+        """Read the bytes of the HELLO that have arrived, but no bytes after the HELLO. Return False if some are missing.
 
         Once the HELLO is complete, hand over the connection or close it.
         """
@@ -191,17 +200,19 @@ class _Greeting:
                     self._stop()
                     if not self._greet(frames[0]):
                         self._sock.close()
-                    return
+                    return True
         except BlockingIOError:
-            return
+            return False
         except (OSError, LinkError):
             pass
         self.close()
+        return True
 
     def _stop(self) -> None:
-        self._timer.cancel()
-        self._loop.remove_reader(self._sock)
-        self._listener.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._loop.remove_reader(self._sock)
+            self._listener.discard(self)
 
     def _greet(self, hello: Frame) -> bool:
         # OSError means that no descriptor is free to watch the process.
