@@ -74,8 +74,15 @@ class LatencyCurveStore:
             self._curves[device] = list(points)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             stored = {name: [point._asdict() for point in curve] for name, curve in self._curves.items()}
-            with publish(self._path) as stream:
+            is_new = not self._path.exists()
+            # After a power loss, a damaged file counts as empty.
+            with publish(self._path, durable=False) as stream:
                 stream.write(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
-            files = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            # Only a new file can be one too many, and there may be hundreds to look at.
+            files = (
+                sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+                if is_new
+                else []
+            )
             for old in files[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
