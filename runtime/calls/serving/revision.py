@@ -7,6 +7,7 @@ It accepts invocations, queues them, and has workers run them. It starts and sto
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
@@ -38,6 +39,9 @@ class CallWatcher(Protocol):
     def on_refused(self) -> None:
         """A caller was refused, because it could not wait for the start of a worker."""
 
+    def on_followed(self, arrived_s: float) -> None:
+        """An invocation has ended that had arrived until `Revision.follows_until_s`."""
+
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
         """A worker got room, and waiting invocations were sent. `waiting` is True if some invocations still wait."""
 
@@ -68,6 +72,8 @@ class Revision(CallEvents):
         """Called with each invocation before it is sent or queued."""
         self.enough = -1.0
         """While at most this number of invocations run, an arrival causes no look. The watcher sets the number."""
+        self.follows_until_s = -math.inf
+        """The watcher is told of the invocations that have arrived until this time, when they end. It sets the time."""
         self.peak = 0
         """The largest number of running invocations since the last look, which set it to the number at that time."""
         self._waited = self._refused = 0
@@ -177,6 +183,8 @@ class Revision(CallEvents):
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
         timeline = invocation.timeline
         self._note_arrival(timeline.received_s)
+        if timeline.received_s <= self.follows_until_s:
+            self._watcher.on_followed(timeline.received_s)
         if timeline.activation is not None:
             self._waited += 1
         # A worker has room for another batch only after the last invocation of a batch has ended.

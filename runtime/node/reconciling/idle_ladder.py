@@ -11,6 +11,7 @@ import asyncio
 import functools
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -27,9 +28,11 @@ from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
 from ..scaling.slow_share import SlowShare
 from ..scaling.upstream import NEVER_READY, ClimbCost, ready_shares
 
-# The largest number of ended periods whose later arrivals are still being counted. If there are more, the ladder learns
-# from the oldest period with the arrivals counted so far.
+# The largest number of ended periods whose later arrivals are still to come. If there are more, the ladder learns from the
+# oldest period with the arrivals so far.
 MOST_OBSERVATIONS = 64
+# The most arrivals that are remembered for these periods. Further ones do not count.
+MOST_ARRIVALS = 4096
 NOTHING_KNOWN = SlowShare()
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.RESIDENT, RungName.LOCAL)
 
@@ -43,10 +46,6 @@ class LadderTarget(Protocol):
 
     @property
     def rung(self) -> RungName: ...
-    @property
-    def arrived(self) -> int:
-        """The number of invocations that were ever accepted."""
-
     @property
     def slow(self) -> tuple[int, int]:
         """Two numbers: of invocations that were slow for lack of a ready worker, and of all, including refused ones."""
@@ -97,12 +96,11 @@ class NextStep(NamedTuple):
 
 
 class _Observation(NamedTuple):
-    """An idle period that has ended. The ladder learns from it after counting the arrivals that followed."""
+    """An idle period that has ended. The ladder learns from it when the arrivals that follow are known."""
 
     idle_s: float
     since_s: float
     followers: Followers
-    arrived: int
 
 
 class _Settled(NamedTuple):
@@ -138,6 +136,8 @@ class IdleLadder:
         self._woken_from: tuple[RungName, float] | None = None
         self._observations: deque[_Observation] = deque()
         self._followers: Followers | None = None
+        # The arrivals since the oldest observation, in monotonic seconds.
+        self._arrivals_s = array("d")
 
     # -- the live revision
 
@@ -187,7 +187,7 @@ class IdleLadder:
         if load:
             self._evicted_to = None
             if (ended := self._watch.busy(now_s)) is not None:
-                self._on_wake(ended, now_s, load)
+                self._on_wake(ended, now_s)
             return math.inf
         if self.idle:
             return math.inf
@@ -346,32 +346,29 @@ class IdleLadder:
     def learning(self) -> Callable[[], History]:
         """Return a function that adds all ended periods to the history. The returned function can run in a thread."""
         observations, prior = tuple(self._observations), self._shared.prior
-        return functools.partial(_learn, self.history, self._measured, prior, observations)
+        return functools.partial(
+            _learn, self.history, self._measured, prior, observations, self._arrivals_s[:]
+        )
 
     # -- the end of a period
 
-    def _on_wake(self, ended: IdlePeriod, now_s: float, load: int) -> None:
+    def _on_wake(self, ended: IdlePeriod, now_s: float) -> None:
         self._forget_plan()
         if not ended.known or self._target is None:
             return
         wakes_s = [rung.wake_s for rung in self._measured.rungs]
         followers = self._followers = Followers(now_s, wakes_s, self._followers)
-        arrived = self._target.arrived - load
-        self._observations.append(_Observation(now_s - ended.begun_s, ended.since_s, followers, arrived))
+        self._observations.append(_Observation(now_s - ended.begun_s, ended.since_s, followers))
 
-    def count_followers(self, now_s: float) -> float:
-        """Count the invocations that followed each wake, if a time to count has come. Return the next time to count."""
-        next_s = math.inf
-        for observation in self._observations:
-            if (
-                self._target is not None
-                and (due_s := observation.followers.next_s) is not None
-                and due_s <= now_s
-            ):
-                observation.followers.count(now_s, self._target.arrived - observation.arrived)
-            if (due_s := observation.followers.next_s) is not None:
-                next_s = min(next_s, due_s)
-        return next_s
+    @property
+    def follows_until_s(self) -> float:
+        """The ladder wants to know the arrivals until this time."""
+        return max((one.followers.until_s for one in self._observations), default=-math.inf)
+
+    def note_arrival(self, arrived_s: float) -> None:
+        """Record the arrival of an invocation that has ended, in monotonic seconds."""
+        if len(self._arrivals_s) < MOST_ARRIVALS:
+            self._arrivals_s.append(arrived_s)
 
     # -- planning
 
@@ -410,10 +407,11 @@ class IdleLadder:
             self._count_slow()
             if differs(self._ladder, self._measured):
                 self._ladder, self.history = self._measured, self.history.unplanned()
+            arrivals_s = self._arrivals_s[:]
             observations = self._take_observations()
             prior, known = self._shared.prior, self.history.periods
             self.history, choice = await asyncio.to_thread(
-                _settle, self.history, self._ladder, prior, observations, period.since_s
+                _settle, self.history, self._ladder, prior, observations, arrivals_s, period.since_s
             )
         for number, observation in enumerate(observations):
             self._shared.prior = self._shared.prior.learn(observation.idle_s, known + number)
@@ -423,11 +421,13 @@ class IdleLadder:
             self._begin_plan(period, choice.plan)
 
     def _take_observations(self) -> tuple[_Observation, ...]:
-        taken = list[_Observation]()
+        taken, now_s = list[_Observation](), time.monotonic()
         while self._observations and (
-            self._observations[0].followers.next_s is None or len(self._observations) > MOST_OBSERVATIONS
+            self._observations[0].followers.until_s <= now_s or len(self._observations) > MOST_OBSERVATIONS
         ):
             taken.append(self._observations.popleft())
+        from_s = self._observations[0].followers.from_s if self._observations else math.inf
+        self._arrivals_s = array("d", [at_s for at_s in self._arrivals_s if at_s >= from_s])
         return tuple(taken)
 
     # -- the steps
@@ -464,15 +464,19 @@ class IdleLadder:
 
 
 def _settle(
-    history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation], since_s: float
-) -> _Settled:
+    history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation],
+    arrivals_s: Sequence[float], since_s: float,
+) -> _Settled:  # fmt: skip
     """Learn from periods that have ended, and plan the period that began `since_s` after the last wake."""
-    history = _learn(history, ladder, prior, observations)
+    history = _learn(history, ladder, prior, observations, arrivals_s)
     return _Settled(history, keep_alive.choose(history, ladder, since_s, prior))
 
 
-def _learn(history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation]) -> History:
+def _learn(
+    history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation], arrivals_s: Sequence[float]
+) -> History:  # fmt: skip
     wakes_s = [rung.wake_s for rung in ladder.rungs]
-    for idle_s, since_s, followers, _ in observations:
-        history = keep_alive.learn(history, ladder, idle_s, since_s, followers.waits(wakes_s), prior)
+    for idle_s, since_s, followers in observations:
+        waits = followers.waits(wakes_s, arrivals_s)
+        history = keep_alive.learn(history, ladder, idle_s, since_s, waits, prior)
     return history

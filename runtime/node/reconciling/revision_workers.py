@@ -112,6 +112,8 @@ class RevisionWorkers:
         self._stand = Stand()
         self._rollover = 0
         self._barred = ""
+        # After this time without calls, the row may change, or an idle period begins.
+        self._quiet_s = QUIET_S
         self.drain = Drain()
         node.reconciler.join(self)
         function.account.attach(self)
@@ -183,10 +185,6 @@ class RevisionWorkers:
         return RungName.PARKED if rung is RungName.READY and not self.replicas.ready else rung
 
     @property
-    def arrived(self) -> int:
-        return self.revision.arrived
-
-    @property
     def slow(self) -> tuple[int, int]:
         return self.revision.slow
 
@@ -240,6 +238,7 @@ class RevisionWorkers:
         ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
         self.row = desired(spec, seen, now_s, self._state(now_s), ahead)
         # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
+        self._quiet_s = min(QUIET_S, spec.scale_to_zero_s, spec.park_after_s)
         looks_first = self.function.ladder.idle or seen.parked
         self.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         return self.row, seen
@@ -264,9 +263,9 @@ class RevisionWorkers:
         stand = self._stand = self._take_stand(now_s)
         if zygote.relaunch_at_s <= now_s:
             zygote.relaunch()
-        count_at_s = ladder.count_followers(now_s) if ladder.drives(self) else math.inf
+        self.revision.follows_until_s = ladder.follows_until_s if ladder.drives(self) else -math.inf
         drains_s = now_s + DRAIN_LOOK_S if self.phase is Phase.RETIRING else math.inf
-        return min(stand.again_s, follow_at_s, count_at_s, account.due_s, zygote.relaunch_at_s, drains_s)
+        return min(stand.again_s, follow_at_s, account.due_s, zygote.relaunch_at_s, drains_s)
 
     def _follow_idling(self, now_s: float) -> float:
         """Tell the ladder whether there is work. Return when to tell it again."""
@@ -648,10 +647,14 @@ class RevisionWorkers:
         idle = not replica.outstanding.calls
         if idle:
             self.node.reconciler.note_change()
-        # The look that begins an idle period must be due at most QUIET_S after the last call has ended.
-        untimed = idle and self.node.reconciler.due_s(self) > replica.idle_since_s + QUIET_S
-        if waiting or untimed or self.phase is Phase.RETIRING:
+        if waiting or self.phase is Phase.RETIRING:
             self.look()
+        elif idle:
+            # Nothing changes at the end of the last call, but then time counts.
+            self.node.reconciler.look_by(self, replica.idle_since_s + self._quiet_s)
+
+    def on_followed(self, arrived_s: float) -> None:
+        self.function.ladder.note_arrival(arrived_s)
 
 
 _TIERS = {

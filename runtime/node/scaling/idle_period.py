@@ -1,4 +1,4 @@
-"""Finds the idle periods of a function, says which rung a plan stands on, and counts the arrivals after a wake.
+"""Finds the idle periods of a function, says which rung a plan stands on, and how long the arrivals after a wake would have waited.
 
 It reads no clock: `now_s` is the time on any clock that does not jump.
 """
@@ -6,9 +6,8 @@ It reads no clock: `now_s` is the time on any clock that does not jump.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from .idle_distribution import LONGEST_S
 from .ladder import BurstWait, Plan, Step
@@ -16,8 +15,6 @@ from .ladder import BurstWait, Plan, Step
 # An idle period counts only if it lasts longer than this. Its length is still measured from the end of the last
 # request.
 QUIET_S = 0.5
-# The number of times that the arrivals after a wake are counted within the wake time of each rung.
-COUNTS_PER_WAKE = 4
 
 
 @dataclass(slots=True)
@@ -98,7 +95,9 @@ class IdleWatch:
 
 
 class Followers:
-    """Counts the arrivals in the first seconds after an idle period, and computes how long they would have waited."""
+    """The wakes that begin with the arrival after an idle period, one from each rung, and how long the arrivals would have
+    waited for them.
+    """
 
     def __init__(self, woken_s: float, wakes_s: Sequence[float], before: Followers | None = None) -> None:
         """`wakes_s` are the wake times of the rungs. During a wake from a rung, no other wake begins from that rung."""
@@ -109,44 +108,25 @@ class Followers:
             for last_s, wake_s in zip(lasts_s, wakes_s, strict=True)
         )
         """When the last wake from each rung began."""
-        parts = range(1, COUNTS_PER_WAKE + 1)
-        points = {woken_s + wake_s * part / COUNTS_PER_WAKE for wake_s in wakes_s if wake_s for part in parts}
-        self._left_s = sorted(points, reverse=True)
+        self.from_s = woken_s - QUIET_S
+        """The calls of earlier periods have arrived before this time."""
+        self.until_s = woken_s + max(wakes_s, default=0.0)
+        """When the longest wake ends. Later arrivals do not count."""
         self._woken_s = woken_s
-        self._counts = [(0.0, 1)]
 
-    @property
-    def next_s(self) -> float | None:
-        """When to count next; None after the last count."""
-        return self._left_s[-1] if self._left_s else None
-
-    def count(self, now_s: float, arrived: int) -> None:
-        """Record the number of arrivals until `now_s`, including the arrival that ended the idle period."""
-        while self._left_s and self._left_s[-1] <= now_s:
-            self._left_s.pop()
-        after_s, before = now_s - self._woken_s, self._counts[-1]
-        if after_s > before[0]:
-            self._counts.append((after_s, max(arrived, before[1])))
-
-    def waits(self, wakes_s: Sequence[float]) -> tuple[BurstWait, ...]:
+    def waits(self, wakes_s: Sequence[float], arrivals_s: Iterable[float]) -> tuple[BurstWait, ...]:
         """For each wake time, return the total seconds that the arrivals during such a wake would have waited.
 
-        Each arrival waits for the rest of the wake, so the total is the integral of the number of arrivals over the
-        wake.
+        Each arrival waits for the rest of the wake. `arrivals_s` are in no order. The earliest of them since the period
+        has ended the period; without any, one arrival has.
         """
+        later_s = (arrival_s for arrival_s in arrivals_s if arrival_s >= self.from_s)
+        delays_s = sorted(max(0.0, arrival_s - self._woken_s) for arrival_s in later_s)
+        delays_s[:1] = [0.0]
         begun_s = self.begun_s if len(self.begun_s) == len(wakes_s) else (self._woken_s,) * len(wakes_s)
         return tuple(
-            BurstWait(self._waited(wake_s), 1) if last_s == self._woken_s else BurstWait()
+            BurstWait(math.fsum(max(0.0, wake_s - delay_s) for delay_s in delays_s), 1)
+            if last_s == self._woken_s
+            else BurstWait()
             for last_s, wake_s in zip(begun_s, wakes_s, strict=True)
         )
-
-    def _waited(self, wake_s: float) -> float:
-        waited_s, last = 0.0, self._counts[-1]
-        for (from_s, before), (to_s, after) in pairwise([*self._counts, (math.inf, last[1])]):
-            if from_s >= wake_s:
-                break
-            until_s = min(to_s, wake_s)
-            # Between two counts, the arrivals are taken as evenly spread.
-            grown = (after - before) * (until_s - from_s) / (to_s - from_s) if to_s < math.inf else 0.0
-            waited_s += (until_s - from_s) * (before + grown / 2)
-        return waited_s

@@ -226,7 +226,7 @@ async def test_the_history_survives_a_deploy_and_a_restart_but_no_delete(state):
         await function.answer()
         await idle(gateway, function, "ready")
         assert history_of(gateway, function).ladder.history.periods == 1
-        # A period is learned when its followers were counted, which takes the longest wake time.
+        # A period is learned when the arrivals of the longest wake are known.
         while history_of(gateway, function).ladder.history.periods < 2:
             await function.answer()
             await idle(gateway, function, "ready")
@@ -269,7 +269,7 @@ class Warm:
     """A revision with a worker and without calls."""
 
     rung = RungName.READY
-    arrived, slow = 0, (0, 0)
+    slow = (0, 0)
     held_until_s = None
 
     def __init__(self) -> None:

@@ -73,35 +73,22 @@ def test_before_its_time_a_plan_stands_on_its_first_rung() -> None:
     assert IdlePeriod(5.0, 0.0, 7.0).rung(PLAN, 6.0) == 0
 
 
-def counted(arrivals_s: list[float], wakes_s: list[float], *, late_s: float = 0.0) -> tuple[float, ...]:
-    """Return the waits if arrivals come at these delays after the first."""
-    count = Followers(100.0, wakes_s)
-    while (due_s := count.next_s) is not None:
-        now_s = due_s + late_s
-        count.count(now_s, 1 + sum(100.0 + after_s <= now_s for after_s in arrivals_s))
-    return tuple(one.waited_s for one in count.waits(wakes_s))
-
-
-@given(st.lists(st.floats(1e-3, 15), max_size=40), st.lists(st.floats(0.01, 20), max_size=3), st.floats(0, 3))
-def test_followers_are_counted_with_what_they_would_have_waited(
-    arrivals_s: list[float], wakes: list[float], late_s: float
-) -> None:
+@given(st.lists(st.floats(1e-3, 15), max_size=40), st.lists(st.floats(0.01, 20), max_size=3))
+def test_followers_wait_for_the_rest_of_each_wake(delays_s: list[float], wakes: list[float]) -> None:
     wakes_s = [0.0, *sorted(wakes)]
-    for wake_s, waited_s in zip(wakes_s, counted(arrivals_s, wakes_s, late_s=late_s), strict=True):
-        exact = wake_s + sum(max(0.0, wake_s - after_s) for after_s in arrivals_s)
-        # Each arrival is known to the nearest count.
-        assert abs(waited_s - exact) <= len(arrivals_s) * (max(wakes_s) / 4 + late_s) + 1e-6
-        assert waited_s >= wake_s - 1e-9
+    followers = Followers(100.0, wakes_s)
+    # The first arrival is a moment older than the look that it caused, and those of the last period are older still.
+    arrivals_s = [*(100.0 + delay_s for delay_s in delays_s), 99.9, 90.0]
+    for wake_s, found in zip(wakes_s, followers.waits(wakes_s, arrivals_s), strict=True):
+        waits_s = [max(0.0, wake_s - delay_s) for delay_s in (0.0, *delays_s)]
+        assert found.waited_s == pytest.approx(sum(waits_s), abs=1e-9)
+    assert followers.until_s == 100.0 + max(wakes_s)
 
 
-def test_one_caller_alone_waits_for_the_wake_time() -> None:
-    assert counted([], [0.0, 0.03, 6.0]) == pytest.approx((0.0, 0.03, 6.0))
-
-
-def test_what_was_not_counted_yet_is_taken_as_quiet() -> None:
-    count = Followers(0.0, [0.0, 4.0])
-    count.count(1.0, 3)
-    assert count.waits([0.0, 4.0])[1].waited_s == pytest.approx(2.0 + 3 * 3.0)
+def test_an_arrival_that_was_not_seen_waits_alone_for_the_wake_time() -> None:
+    wakes_s = [0.0, 0.03, 6.0]
+    waits = Followers(100.0, wakes_s).waits(wakes_s, ())
+    assert [one.waited_s for one in waits] == pytest.approx(wakes_s)
 
 
 def test_no_wake_begins_while_another_one_is_under_way() -> None:
@@ -109,13 +96,13 @@ def test_no_wake_begins_while_another_one_is_under_way() -> None:
     first = Followers(100.0, wakes_s)
     second = Followers(105.0, wakes_s, first)
     third = Followers(110.0, wakes_s, second)
-    assert [[one.wakes for one in each.waits(wakes_s)] for each in (first, second, third)] == [
+    assert [[one.wakes for one in each.waits(wakes_s, ())] for each in (first, second, third)] == [
         [1, 1, 1], [1, 1, 0], [1, 1, 1]
     ]  # fmt: skip
-    assert second.waits(wakes_s)[2].waited_s == 0.0
+    assert second.waits(wakes_s, ())[2].waited_s == 0.0
 
 
 def test_followers_of_another_ladder_begin_all_wakes() -> None:
     after = Followers(101.0, [0.0, 5.0], Followers(100.0, [0.0, 2.0, 10.0]))
-    assert [one.wakes for one in after.waits([0.0, 5.0])] == [1, 1]
-    assert [one.wakes for one in after.waits([0.0, 2.0, 10.0])] == [1, 1, 1]
+    assert [one.wakes for one in after.waits([0.0, 5.0], ())] == [1, 1]
+    assert [one.wakes for one in after.waits([0.0, 2.0, 10.0], ())] == [1, 1, 1]
