@@ -386,6 +386,35 @@ async def test_over_the_rate_is_refused_until_retry_after(keyed: Opened):
     assert (await client.post("/invoke/mine", json=1)).status_code == 200
 
 
+async def statuses(gateway: Gateway, key: dict[str, Any], *headers: str) -> list[int]:
+    """The statuses of four calls with a key, each sent in one write."""
+    lines = [f"Authorization: Bearer {key['key']}", "Host: localhost", "Content-Length: 1", *headers]
+    call = "\r\n".join(["POST /invoke/mine HTTP/1.1", *lines, "", "1"]).encode()
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    found = []
+    for _ in range(4):
+        writer.write(call)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+        found.append(int(head.split()[1]))
+    writer.close()
+    return found
+
+
+@pytest.mark.xfail(strict=True, reason="A refused plain call passes the guard twice.")
+@pytest.mark.parametrize(
+    ("refused", "status"), [({"scopes": ["deploy"]}, 403), ({"functions": ["theirs"]}, 404)], ids=str
+)
+async def test_a_refused_call_takes_one_token(gateway: Gateway, refused: dict[str, Any], status: int):
+    key = await made(gateway, rate_per_s=0.001, burst=3, **refused)
+    assert await statuses(gateway, key) == [status, status, status, 429]
+
+
+async def test_a_call_that_asks_for_more_than_an_output_takes_one_token(gateway: Gateway):
+    key = await made(gateway, rate_per_s=0.001, burst=3)
+    assert await statuses(gateway, key, "Prefer: wait=1") == [200, 200, 200, 429]
+
+
 async def test_over_the_concurrency_is_refused_while_it_lasts(gateway: Gateway, keyed: Opened, gate: Gate):
     source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
     await gateway.deploy(source, {"scale.max": 2}, name="slow", gate=gate)
