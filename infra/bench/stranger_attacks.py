@@ -16,7 +16,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import brotli
@@ -291,3 +291,70 @@ def other_origins(stage: Stage) -> str:
     if wrong:
         raise Breach("; ".join(wrong))
     return "all refused"
+
+
+@attack("AWS signatures that name a header of 56 KB and of 0.9 MB 2,000 times")
+def signatures(stage: Stage) -> str:
+    at, key_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), stage.keys["alpha"].split("_")[1]
+    scope = f"{key_id}/{at[:8]}/eu-west-1/lambda/aws4_request"
+    signed = "host;x-amz-date" + ";a" * 2000
+    authorization = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders={signed}, Signature={'0' * 64}"
+    fields = {"Authorization": authorization, "X-Amz-Date": at}
+    path = "/lambda/2015-03-31/functions/hello/invocations"
+    sends = [bare(stage, "POST", path, fields, ["a: " + "x " * 4000] * lines) for lines in (7, 110)]
+    return repeat(stage, itertools.cycle(sends))
+
+
+@attack("headers of 1 MB: lists of commas, and headers that do not end")
+def headers(stage: Stage) -> str:
+    fields = {"Authorization": f"Bearer {stage.keys['alpha']}"}
+    names = ("Prefer", "Accept", "Accept-Encoding", "Forwarded", "X-Forwarded-For", "Cache-Control", "Cookie")
+    lists = [
+        bare(stage, "POST", "/invoke/hello", fields, [f"{name}: {',' * 8000}"] * lines)
+        for name in names
+        for lines in (7, 110)
+    ]
+    open_ones, address = contextlib.ExitStack(), urlsplit(stage.server.url)
+    with open_ones:
+        for _ in range(IDLE):
+            with contextlib.suppress(OSError):
+                place = (address.hostname or "", address.port or 80)
+                sock = open_ones.enter_context(socket.create_connection(place, timeout=1))
+                sock.sendall(
+                    b"GET /invoke/hello HTTP/1.1\r\nHost: x\r\n" + (b"a: " + b"x" * 8000 + b"\r\n") * 120
+                )
+        return repeat(stage, itertools.cycle(lists))
+
+
+@attack(
+    "a schema of 0.9 MB, and one whose example has 10 billion characters", handler="schemas", functions=20
+)
+def schemas(stage: Stage) -> str:
+    sends = [raw(stage, "GET", path, b"", {}, "admin") for path in ("/openapi.json", "/v1/functions")]
+    return repeat(stage, itertools.cycle(sends))
+
+
+def bare(stage: Stage, method: str, path: str, fields: Mapping[str, str], lines: Sequence[str]) -> Send:
+    """Return a function that sends a request with these further lines of its header, and returns the status."""
+    address = urlsplit(stage.server.url)
+    named = [f"{name}: {value}" for name, value in fields.items()]
+    head = [
+        f"{method} {path} HTTP/1.1",
+        f"Host: {address.netloc}",
+        "Content-Length: 2",
+        *named,
+        *lines,
+        "",
+        "{}",
+    ]
+    sent = "\r\n".join(head).encode()
+
+    def send() -> int:
+        with socket.create_connection((address.hostname or "", address.port or 80), timeout=60) as sock:
+            with contextlib.suppress(OSError):
+                sock.sendall(sent)
+            with contextlib.suppress(OSError, IndexError):
+                return int(sock.recv(4096).split()[1])
+            return 0
+
+    return send

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ....errors import Overloaded, QueueFull
 from ....fair_queue import FIRST, FairQueue, Waiting
+from ...ground.access.fair_share import SharedRoom
 from .batch_forming import ArrivalPattern, saving, wait_until
 from .latency_curve import LatencyCurve
 from .reservations import Reservations
@@ -23,6 +24,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 SMOOTHING = 0.1
 MAX_QUEUE_BYTES = 512 << 20
 """The default of `max_queue_bytes`."""
+MAX_WAITING_BYTES = 1 << 30
+"""The most bytes of bodies that wait in all queues of a gateway. The owners of API keys share them."""
 
 
 class Item(Waiting, Protocol):
@@ -66,9 +69,12 @@ class Queue(Generic[T]):
 
     def __init__(
         self, name: str, *, max_batch: int, max_queue: int, max_bytes: int = MAX_QUEUE_BYTES,
-        curve: LatencyCurve | None = None,
+        curve: LatencyCurve | None = None, room: SharedRoom | None = None,
     ) -> None:  # fmt: skip
-        """`max_queue` limits the number of waiting items, and `max_bytes` the total size of their bodies."""
+        """`max_queue` limits the number of waiting items, and `max_bytes` the total size of their bodies. `room` limits the
+        bodies that wait in all queues which share it.
+        """
+        self._room = room or SharedRoom(MAX_WAITING_BYTES)
         self.curve = curve or LatencyCurve()
         self.max_batch = max_batch
         self.admitted = self.emptied = 0
@@ -114,6 +120,10 @@ class Queue(Generic[T]):
         if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
             waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB (max_queue_bytes)"
             raise self._full(waiting, "max_queue_bytes", now_s, slots)
+        if not self._room.takes(item.tenant, len(item.body)):
+            message = f"{self._room.total >> 20} MiB of bodies wait in the queues of all functions."
+            remedy = "Try again later, or send the addresses of objects instead."
+            raise QueueFull(message, remedy=remedy, details={"retry_after_s": self._retry_s(now_s, slots)})
         if self.max_batch > 1:
             self._arrivals.observe_arrival(now_s)
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
@@ -125,10 +135,12 @@ class Queue(Generic[T]):
     def _add(self, item: T) -> None:
         self._waiting.add(item, first=item.first)
         self._bytes += len(item.body)
+        self._room.add(item.tenant, len(item.body))
         self._first += item.first
 
     def _note_removed(self, item: T) -> None:
         self._bytes -= len(item.body)
+        self._room.remove(item.tenant, len(item.body))
         self._first -= item.first
         if not len(self._waiting):
             self.emptied += 1

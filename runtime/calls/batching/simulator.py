@@ -164,8 +164,9 @@ class Simulator:
     ) -> None:  # fmt: skip
         """`next_call` returns the next call of an ended attempt's caller: a retry, another call, or None."""
         curve = curve or function.curve()
-        limits = {"max_batch": function.max_batch, "max_queue": function.max_queue}
-        self.queue = queue_type("simulated", curve=curve, **limits)
+        self.queue = queue_type(
+            "simulated", curve=curve, max_batch=function.max_batch, max_queue=function.max_queue
+        )
         self._run = Run(slots=function.workers * function.slots)
         self._function = function
         self._workers = [SimulatedWorker(function.slots) for _ in range(function.workers)]

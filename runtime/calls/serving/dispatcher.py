@@ -19,6 +19,7 @@ from ....errors import (
     RevisionRetired,
     WorkerDied,
 )
+from ...ground.access.fair_share import SharedRoom
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.settings.scale_spec import ReachedLimit, ScaleSpec
 from ...ground.telemetry.invocation_end import InvocationEnd
@@ -70,7 +71,7 @@ class Dispatcher:
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, curves: LatencyCurveStore,
-        look: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
+        look: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None, room: SharedRoom | None = None,
     ) -> None:  # fmt: skip
         """The dispatcher calls `look` when another number of workers may be needed: after a cancellation or a time limit, and
         when invocations wait and a worker is late.
@@ -80,7 +81,7 @@ class Dispatcher:
         settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
             spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
-            max_bytes=settings.max_queue_bytes,
+            max_bytes=settings.max_queue_bytes, room=room,
         )  # fmt: skip
         self._spec, self._policy, self._replicas = spec, policy, replicas
         self._curves, self._look, self._on_ended = curves, look, on_ended

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from ....errors import HandlerFailed, OutputInvalid, Overloaded, PilotflameError
+from ...ground.access.fair_share import SharedRoom
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.load_history import Arrivals, LoadSeries
 from ...ground.telemetry.logs import RevisionLog
@@ -56,13 +57,14 @@ class Revision(CallEvents):
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, watcher: CallWatcher, curves: LatencyCurveStore,
         log: RevisionLog, load: LoadSeries, arrivals: Arrivals, on_called: Callable[[float], None],
         on_ended: Callable[[InvocationEnd], None], on_begun: Sequence[Callable[[str, Invocation], None]] = (),
+        room: SharedRoom | None = None,
     ) -> None:  # fmt: skip
         """The revision calls `on_called` with the arrival time of an invocation, at most once every CALL_NOTICE_S. It
         calls `on_ended` when an invocation has ended with an output or an error, and each of `on_begun` before an
-        invocation is queued or sent.
+        invocation is queued or sent. `room` limits the bodies that wait in this queue and in others.
         """
         self.spec, self.policy, self.streaming, self.replicas = spec, policy, policy.streaming, replicas
-        self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended)
+        self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended, room)
         self._equal = EqualCalls(self.dispatcher, self._queue_aside)
         self._watcher, self._log, self._load, self._note_arrival = watcher, log, load, arrivals.note
         self._on_called, self._notice_at_s, self._on_begun = on_called, 0.0, on_begun

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from ...ground.access.keyring import Held, Keyring, Meter, check_quota
 from ...ground.access.keys import ANYBODY, Caller, Scope
 from ..http.connection import ClientConnection
 from ..http.cross_origin import CrossOrigin
+from ..http.incoming_bodies import INCOMING
 from ..http.open_connections import OpenConnections
 from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_sent
 from ..http.responses import MAX_ON_LOOP_BYTES, Handler
@@ -311,7 +313,9 @@ class Guard:
             )
             covered = SignedRequest(request.method, request.raw_path, request.headers, body)
             if len(body) > MAX_ON_LOOP_BYTES:
-                await asyncio.to_thread(verify, held.key.signing_digest, signature, covered)
+                work = partial(verify, held.key.signing_digest, signature, covered)
+                # The caller may only claim to be this owner.
+                await request.app[INCOMING].in_turn(f"unverified {held.key.id}", work)
             else:
                 verify(held.key.signing_digest, signature, covered)
 

@@ -110,14 +110,18 @@ class ApiPlugin:
         event: Any,
         number: int = 0,
         extra: Mapping[str, Any] | None = None,
+        *,
+        read: Callable[[bytes], Any] = load_output,
     ) -> Any:
-        """Call a function with a JSON value, and return its output, which must be JSON. Raise its error.
+        """Call a function with a JSON value, and return what `read` makes of its output, which must be JSON. Raise its error.
+
+        A large output is read in a thread.
 
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
         reads `extra` as `context.extra`.
         """
         output = await self._json_of(request, function, event, number, extra)
-        return await parsed(request, output, load_output)
+        return await parsed(request, output, read)
 
     async def _json_of(
         self, request: web.Request, function: str, event: Any, number: int, extra: Mapping[str, Any] | None

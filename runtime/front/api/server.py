@@ -135,3 +135,4 @@ async def http_server(
             acceptor.close()
         await runner.cleanup()
         app[PARSED_BODIES].close()
+        app[INCOMING].close()

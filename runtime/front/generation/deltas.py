@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
-from pydantic import ValidationError
 
 from ....errors import OutputInvalid, PilotflameError
-from ....foreign_json import excess
 from ....handlers.language_model.contract import Delta, GenerationRequest, TokenUsage
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision
 from ...ground.telemetry.invocation_end import GenerationEnd
 from ...node.functions.live import Live
 from ..api.invoke import Gateway
-from ..http.requests import dump_json, request_id_of
+from ..http.parsed_bodies import parsed
+from ..http.requests import dump_json, request_id_of, validate_output
 from ..http.responses import invocation_headers
 
 MOST_UNREAD = 64
@@ -86,13 +86,14 @@ class Deltas:
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         body = dump_json(event.model_dump(mode="json", exclude_unset=True))
+        read = partial(delta_of, self._live.record.function)
         usage, made = TokenUsage(prompt_tokens=0), 0
         first_s, last_s, failure = 0.0, 0.0, None
         try:
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
                     self._count(piece)
-                    delta = delta_of(self._live.record.function, piece)
+                    delta = await parsed(self._request, piece, read)
                     usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
                     first_s = first_s or last_s
                     await self._arrived.put((number, delta))
@@ -141,11 +142,6 @@ class Deltas:
 
 
 def delta_of(name: str, piece: bytes) -> Delta:
-    """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta."""
-    try:
-        if not excess(piece):
-            return Delta.model_validate_json(piece)
-        message = f"{name} yields a Delta with too many values."
-    except ValidationError:
-        message = f"{name} is no language model: its handler yields something else than Delta."
-    raise OutputInvalid(message, remedy="Yield pilotflame's Delta, or call it at /invoke.")
+    """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta, or has too many values."""
+    wrong = f"{name} is no language model: its handler yields something else than Delta."
+    return validate_output(Delta, piece, wrong, "Yield pilotflame's Delta, or call it at /invoke.")

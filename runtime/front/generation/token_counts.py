@@ -7,6 +7,7 @@ tokens replace the reserved ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 import time
@@ -41,6 +42,8 @@ USUAL_ANSWER = 128.0
 SMOOTHING = 0.1
 _ANSWERS = re.compile(rb'"n"\s*:\s*"?\s*\+?(\d{1,9})')
 _NUMBER = TypeAdapter(int)
+_MADE = re.compile(rb'"tokens"\s*:\s*\[([\d,\s]*)\]')
+_USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]{0,4096}\})')
 _TOKENS = re.compile(rb'"tokens"\s*:\s*(\d{1,9})')
 
 
@@ -170,16 +173,18 @@ class AnswerTokens:
 
     def note(self, piece: bytes) -> None:
         """Count the tokens of a piece. A piece that is no `Delta` has none: its reader raises the error."""
-        if excess(piece):
-            return
+        # A large piece is not parsed on the event loop.
+        large = len(piece) > PARSED_BYTES
         try:
-            found = orjson.loads(piece)
+            found = None if large or excess(piece) else orjson.loads(piece)
         except orjson.JSONDecodeError:
             return
+        if large:
+            found = _found_in(piece)
         if not isinstance(found, dict):
             return
         tokens, usage = found.get("tokens"), found.get("usage")
-        made = self.made + (len(tokens) if isinstance(tokens, list) else 0)
+        made = self.made + (len(tokens) if isinstance(tokens, list | range) else 0)
         usage = usage if isinstance(usage, dict) else {}
         prompt, cached = _count(usage, "prompt_tokens"), _count(usage, "cached_tokens")
         # A handler may yield text without the tokens, and only their number at the end.
@@ -192,6 +197,15 @@ class AnswerTokens:
             return
         self._prompt, self._cached, self.made = prompt, cached, made
         self._account.note_tokens(prompt=more[0], cached=more[1], generated=more[2])
+
+
+def _found_in(piece: bytes) -> dict[str, Any]:
+    """Return the tokens and the usage of a large piece, which are searched for."""
+    made, usage = _MADE.search(piece), _USAGE.search(piece)
+    count = made[1].count(b",") + 1 if made is not None and made[1].strip() else 0
+    with contextlib.suppress(orjson.JSONDecodeError):
+        return {"tokens": range(count), "usage": orjson.loads(usage[1]) if usage is not None else None}
+    return {"tokens": range(count)}
 
 
 def _count(usage: dict[str, Any], name: str) -> int:

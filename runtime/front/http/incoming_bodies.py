@@ -1,21 +1,44 @@
-"""Limits the bytes of the request bodies that have arrived only in part. The owners of API keys share the limit."""
+"""Limits the bytes of the request bodies that have arrived only in part or wait to be unpacked. The owners of API keys share the
+limit, and take turns in the threads that unpack and pack bodies."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
 from ....errors import Overloaded
 from ...ground.access.fair_share import SharedRoom
+from ...ground.access.fair_threads import FairThreads
 
 MAX_BYTES = 1 << 30
+THREADS = 2
 RETRY_S = 1.0
+T = TypeVar("T")
 
 
 class IncomingBodies:
     """The bytes of unfinished bodies, by owner."""
 
     def __init__(self, most: int = MAX_BYTES) -> None:
-        self._room = SharedRoom(most)
+        self._room, self._threads = SharedRoom(most), FairThreads(THREADS, "packing")
+
+    async def unpack(self, owner: str, body: bytes, work: Callable[[bytes], bytes]) -> bytes:
+        """Return the result of `work` with a packed body, which a thread computes. Raise the error of `add`."""
+        self.add(owner, len(body))
+        try:
+            return await self.in_turn(owner, partial(work, body))
+        finally:
+            self.remove(owner, len(body))
+
+    async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which a thread computes in the turn of its owner."""
+        return await self._threads.run(work, owner=owner)
+
+    def close(self) -> None:
+        self._threads.close()
 
     def add(self, owner: str, size: int) -> None:
         """Count bytes that have arrived. Raise Overloaded, and count nothing, if the owner has no room for them."""

@@ -92,7 +92,8 @@ async def read_body(
     coding = coding_of(request.headers)
     if coding not in CODINGS:
         return body
-    body = await asyncio.to_thread(unpack, body, coding, limit)
+    work = functools.partial(unpack, coding=coding, limit=limit)
+    body = await request.app[INCOMING].unpack(caller_of(request).owner, body, work)
     if len(body) > limit:
         raise too_large(limit, remedy)
     return body
@@ -198,6 +199,19 @@ def load_output(payload: bytes) -> Any:
         return orjson.loads(payload)
     except orjson.JSONDecodeError as error:
         raise OutputInvalid(f"The output is not JSON: {error}.", remedy="Return JSON.") from None
+
+
+def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M:
+    """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid: with `wrong` and `remedy` if it is
+    none, and if it has too many values. Call this for an output of any size within `large_bodies.parsed`.
+    """
+    if why := excess(payload):
+        raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")
+    try:
+        valid: M = _validator(kind).validate_json(payload)
+    except ValidationError:
+        raise OutputInvalid(wrong, remedy=remedy) from None
+    return valid
 
 
 def dump_json(value: Any) -> bytes:

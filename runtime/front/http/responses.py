@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import importlib
 import math
@@ -33,6 +32,7 @@ from ....handlers.negotiation import weigh
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keys import Caller, Scope
 from .header_limit import check_headers
+from .incoming_bodies import INCOMING
 from .requests import Headers, awaits_continue, caller_of, id_of
 from .sliced_body import SlicedBody
 
@@ -234,7 +234,7 @@ async def compressed(request: web.Request, handler: Handler) -> web.StreamRespon
     if "Content-Encoding" not in response.headers and pays(body, response.content_type):
         response.headers["Vary"] = "Accept-Encoding"
         if coding := choose_coding(request.headers.get("Accept-Encoding", "")):
-            response.body = await compress(body, coding)
+            response.body = await compress(request, body, coding)
             response.headers["Content-Encoding"] = coding
     return response
 
@@ -252,12 +252,13 @@ def choose_coding(accept_encoding: str) -> str:
     return "zstd" if zstd_quality == best else "gzip"
 
 
-async def compress(body: bytes | SlicedBody, coding: str) -> bytes:
-    if isinstance(body, SlicedBody):
-        return await asyncio.to_thread(compress_now, body.parts, coding)
-    if len(body) <= MAX_ON_LOOP_BYTES:
-        return compress_now([body], coding)
-    return await asyncio.to_thread(compress_now, [body], coding)
+async def compress(request: web.Request, body: bytes | SlicedBody, coding: str) -> bytes:
+    """Return the compressed body of the response to a request. A large one is compressed in a thread, in the turn of its caller."""
+    parts = body.parts if isinstance(body, SlicedBody) else [body]
+    if isinstance(body, bytes) and len(body) <= MAX_ON_LOOP_BYTES:
+        return compress_now(parts, coding)
+    work = functools.partial(compress_now, parts, coding)
+    return await request.app[INCOMING].in_turn(caller_of(request).owner, work)
 
 
 def compress_now(parts: Sequence[bytes], coding: str) -> bytes:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from ....errors import PilotflameError
 from ....handlers.recognise import Dialects
+from ...calls.batching.queue import MAX_WAITING_BYTES
 from ...calls.link.worker_spec import WorkerSpec
 from ...calls.serving.latency_curve_store import LatencyCurveStore
 from ...calls.serving.revision import FAILURES
 from ...ground.access.deploy_policy import DeployPolicies
+from ...ground.access.fair_share import SharedRoom
 from ...ground.access.fair_threads import FairThreads
 from ...ground.access.secrets import Secrets
 from ...ground.telemetry.background import BackgroundTasks
@@ -47,6 +49,8 @@ class RevisionMaker:
     tasks: BackgroundTasks
     events: FunctionEvents
     threads: FairThreads
+    waiting: SharedRoom = field(default_factory=lambda: SharedRoom(MAX_WAITING_BYTES), init=False)
+    """The bodies that wait in the queues of all functions."""
     call_observers: list[str] = field(default_factory=list, init=False)
     """Names the `CallObserver`s of workers, as `WorkerSpec.observers` does."""
 
@@ -65,7 +69,7 @@ class RevisionMaker:
             self.threads.run,
         )  # fmt: skip
         workers = RevisionWorkers(
-            spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),
+            spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks, self.waiting),
             logs.of(record.revision), functools.partial(self._secrets_of, function), curves, function,
             self._listeners(function, logs),
         )  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ...calls.batching.queue import MAX_WAITING_BYTES
+from ...ground.access.fair_share import SharedRoom
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from .gpu_places import GpuPlaces
@@ -19,6 +21,8 @@ class NodeParts:
     launcher: Launcher
     weights: FetcherClient
     tasks: asyncio.TaskGroup
+    waiting: SharedRoom = field(default_factory=lambda: SharedRoom(MAX_WAITING_BYTES))
+    """The bodies that wait in all queues."""
 
     @property
     def gpus(self) -> GpuPlaces:

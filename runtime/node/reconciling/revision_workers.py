@@ -93,7 +93,7 @@ class RevisionWorkers:
         self.replicas = ReplicaList()
         self.revision = Revision(
             spec, policy, self.replicas, self, curves, logs, function.load, function.arrivals, listeners.called,
-            listeners.ended, listeners.begun,
+            listeners.ended, listeners.begun, node.waiting,
         )  # fmt: skip
         self.events = ProcessEvents(self, node.tasks, logs, listeners.activated, listeners.processes)
         self.pool = Pool(

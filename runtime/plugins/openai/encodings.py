@@ -6,11 +6,12 @@ import base64
 import struct
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, OutputInvalid
 from ....handlers.language_model.contract import EmbeddingOutput, RerankOutput, Text
+from ...front.http.requests import validate_output
 from ...node.functions.live import Live
 from ..completions.requests import REMEDY
 
@@ -107,12 +108,9 @@ class RankingRequest(BaseModel):
         return {"id": f"rerank-{request_id}", "model": self.model, "results": results, "usage": usage}
 
 
-def output_of(found: Any, kind: type[T], live: Live) -> T:
+def output_of(kind: type[T], live: Live, output: bytes) -> T:
     """Return a function's output. Raise OutputInvalid if it is something else."""
-    try:
-        return kind.model_validate(found)
-    except ValidationError:
-        message = f"{live.record.function} is no model of this kind: its handler returns something else than {kind.__name__}."
-        raise OutputInvalid(
-            message, remedy=f"Return pilotflame's {kind.__name__}, or call it at /invoke."
-        ) from None
+    wrong = f"{live.record.function} is no model of this kind: its handler returns something else than {kind.__name__}."
+    return validate_output(
+        kind, output, wrong, f"Return pilotflame's {kind.__name__}, or call it at /invoke."
+    )

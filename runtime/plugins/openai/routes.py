@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypeVar
 
+import orjson
 from aiohttp import web
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
+from ....handlers.codec import JSON_TYPE
 from ....handlers.language_model.contract import (
     EmbeddingOutput,
     EmbeddingRequest,
@@ -156,17 +158,23 @@ class OpenAiApi(ApiPlugin):
     async def embed(self, request: web.Request) -> web.StreamResponse:
         asked, texts = await self._asked(request, EmbeddingsRequest, lambda asked: asked.texts)
         live = self._named(request, asked.model, EmbeddingRequest)
-        found = output_of(
-            await self.call(request, live.record.function, {"text": texts}), EmbeddingOutput, live
-        )
-        return json_response(asked.answer(found))
+
+        def read(output: bytes) -> bytes:
+            return orjson.dumps(asked.answer(output_of(EmbeddingOutput, live, output)))
+
+        body = await self.call(request, live.record.function, {"text": texts}, read=read)
+        return web.Response(body=body, content_type=JSON_TYPE)
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         asked, texts = await self._asked(request, RankingRequest, lambda asked: asked.texts)
         live = self._named(request, asked.model, RerankRequest)
-        event = {"query": asked.query, "documents": texts}
-        found = output_of(await self.call(request, live.record.function, event), RerankOutput, live)
-        return json_response(asked.answer(found, request_id_of(request.headers)))
+        event, request_id = {"query": asked.query, "documents": texts}, request_id_of(request.headers)
+
+        def read(output: bytes) -> bytes:
+            return orjson.dumps(asked.answer(output_of(RerankOutput, live, output), request_id))
+
+        body = await self.call(request, live.record.function, event, read=read)
+        return web.Response(body=body, content_type=JSON_TYPE)
 
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
         """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pilotflame.errors import Overloaded, QueueFull
 from pilotflame.runtime.calls.batching.latency_curve import LatencyCurve, Point
 from pilotflame.runtime.calls.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Queue, Slots
+from pilotflame.runtime.ground.access.fair_share import SharedRoom
 
 BUSY_S = 0.01
 
@@ -376,3 +377,19 @@ def test_it_is_drained_no_sooner_with_more_that_waits(
     assert drained_s(0, max_batch, slots, 10.0, CURVE) == free_s
     full = drained_s(3 * max_batch * slots.count, max_batch, slots, 10.0, CURVE)
     assert full == pytest.approx(free_s + 3 * CURVE.typical(max_batch))
+
+
+def test_the_bodies_of_all_queues_share_a_room() -> None:
+    """An owner with many functions leaves room for others, and gets it back as its calls leave their queues."""
+    room = SharedRoom(1000)
+    queues = [Queue[Item](name, max_batch=1, max_queue=100, curve=curve(), room=room) for name in "fgh"]
+    for queue in queues[:2]:
+        queue.admit(Item("greedy", body=b"x" * 400), 0.0, busy())
+    with pytest.raises(QueueFull, match="queues of all functions"):
+        queues[2].admit(Item("greedy", body=b"x" * 150), 0.0, busy())
+    queues[2].admit(Item("other", body=b"x" * 100), 0.0, busy())
+    assert room.total == 900
+    for queue in queues:
+        while queue.next_batch(0.0).batch:
+            pass
+    assert room.total == 0

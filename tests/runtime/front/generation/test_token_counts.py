@@ -242,3 +242,15 @@ async def test_several_in_one_request_count_as_several(
     assert 1900 <= int(refused.headers["Retry-After"]) <= 2100
     one = await gateway.client.post("/invoke/model", json={"prompt": prompt}, headers=headers)
     assert one.status_code == 200, one.text
+
+
+@pytest.mark.parametrize("text", ["", "x" * 100_000, '"tokens":[1,2],"usage":{"prompt_tokens":9}' * 5000])
+@pytest.mark.parametrize("tokens", [[], [7], [1, 22, 333]])
+async def test_the_tokens_of_a_large_piece_are_counted_without_parsing_it(
+    text: str, tokens: list[int]
+) -> None:
+    tally = Tally()
+    account: Any = tally
+    usage = {"prompt_tokens": 5, "cached_tokens": 2, "completion_tokens": len(tokens)}
+    AnswerTokens(account).note(json.dumps({"text": text, "tokens": tokens, "usage": usage}).encode())
+    assert (tally.prompt, tally.cached, tally.generated) == (5, 2, len(tokens))

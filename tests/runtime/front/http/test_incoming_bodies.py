@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
-from live import Gateway, failure, gateway_here
+from live import LIMIT_S, Gateway, failure, gateway_here
+from pilotflame.errors import Overloaded
+from pilotflame.runtime.front.http.incoming_bodies import IncomingBodies
 
 JSON = {"Content-Type": "application/json"}
 
@@ -40,3 +43,25 @@ async def unfinished(gateway: Gateway, key: str, size: int) -> int:
         return int((await reader.readline()).split()[1])
     finally:
         writer.transport.abort()
+
+
+async def test_the_owners_of_packed_bodies_take_turns() -> None:
+    """An owner whose bodies take long leaves a thread to others. Its bodies count until they are unpacked."""
+    bodies, held = IncomingBodies(1000), threading.Event()
+
+    def slow(body: bytes) -> bytes:
+        held.wait(LIMIT_S)
+        return body
+
+    try:
+        greedy = [asyncio.create_task(bodies.unpack("greedy", b"x" * 100, slow)) for _ in range(8)]
+        async with asyncio.timeout(LIMIT_S):
+            assert await bodies.unpack("other", b"y", lambda body: body) == b"y"
+        with pytest.raises(Overloaded):
+            await bodies.unpack("greedy", b"x" * 150, slow)
+        held.set()
+        assert await asyncio.gather(*greedy) == [b"x" * 100] * 8
+        assert await bodies.unpack("greedy", b"x" * 150, slow) == b"x" * 150
+    finally:
+        held.set()
+        bodies.close()

@@ -8,7 +8,10 @@ import sys
 import threading
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from pilotflame.runtime.front.http import responses
+from pilotflame.runtime.front.http.incoming_bodies import INCOMING, IncomingBodies
 from pilotflame.runtime.front.http.responses import MIN_COMPRESSED_BYTES, choose_coding
 
 if sys.version_info >= (3, 14):
@@ -113,6 +116,10 @@ async def test_a_large_body_is_compressed_in_a_thread(monkeypatch):
     monkeypatch.setattr(
         responses, "compress_now", lambda body, coding: threads.append(threading.get_ident()) or body
     )
-    await responses.compress(b"x" * 100, "gzip")
-    await responses.compress(b"x" * (1 << 20), "gzip")
+    app = web.Application()
+    app[INCOMING] = IncomingBodies()
+    request = make_mocked_request("GET", "/", app=app)
+    await responses.compress(request, b"x" * 100, "gzip")
+    await responses.compress(request, b"x" * (1 << 20), "gzip")
+    app[INCOMING].close()
     assert threads[0] == threading.get_ident() != threads[1]
