@@ -84,7 +84,7 @@ class Checks:
         """Have the methods that decide and act call this object."""
         pool, zygote = one.pool, one.pool.zygote
         changed: tuple[tuple[object, str, Callable[..., Any]], ...] = (
-            (one, "decide", self._on_decide), (pool, "start", self._on_start), (pool, "stop", self._on_stop),
+            (one.observed, "decide", self._on_decide), (pool, "start", self._on_start), (pool, "stop", self._on_stop),
             (pool, "park", self._on_park), (pool, "wake", self._on_wake), (zygote, "rest", self._on_rest),
             (zygote, "end_standby", self._on_end_standby), (one.events, "on_lost", self._on_lost),
             (one.events, "_note_death", self._on_death),
@@ -151,8 +151,8 @@ class Checks:
 
     @staticmethod
     def _wants(one: RevisionWorkers) -> str:
-        seen = one._seen
-        wanted = ", ".join(f"{each.cause} {each.want}" for each in one.row.wanted)
+        seen = one.observed.seen
+        wanted = ", ".join(f"{each.cause} {each.want}" for each in one.observed.row.wanted)
         return f"{wanted}; {seen.queued} queued, {seen.in_flight} in flight, {seen.ready} ready, {seen.starting} starting"
 
     # -- limits, and the table
@@ -160,7 +160,7 @@ class Checks:
     def _check_start(self, one: RevisionWorkers, count: int) -> None:
         if self._decided_s[one.key] < self.now_s - self.allocation_s - LATE_S:
             raise Broken(f"{one.key}: a start by a row of another time")
-        replicas, row = one.replicas, one.row
+        replicas, row = one.replicas, one.observed.row
         awake = len(replicas.ready) + replicas.starting + count
         if awake > row.awake:
             raise Broken(f"{one.key}: starts {count}, to {awake}, but the row names {row.awake}")
@@ -170,7 +170,7 @@ class Checks:
                 f"{one.key}: {awake} awake and {len(replicas.parked)} parked are more than max, {most}"
             )
         proves = any(
-            each.phase is Phase.PROVING and (each is one or each.held_workers)
+            each.phase is Phase.PROVING and (each is one or each.replicas.held)
             for each in self.node.members.values()
         )
         for name, limit, held in self._limits(one):
@@ -180,8 +180,8 @@ class Checks:
     def _limits(self, one: RevisionWorkers) -> list[tuple[str, int | None, int]]:
         members = list(self.node.members.values())
         return [
-            ("node", self.node.most, sum(each.held_workers for each in members)),
-            (one.owner, self.node.owners.get(one.owner), sum(each.held_workers for each in members if each.owner == one.owner)),
+            ("node", self.node.most, sum(each.replicas.held for each in members)),
+            (one.owner, self.node.owners.get(one.owner), sum(each.replicas.held for each in members if each.owner == one.owner)),
         ]  # fmt: skip
 
     def _check_gpus(self) -> None:
@@ -251,10 +251,10 @@ class Checks:
         reconciler = self.node.reconciler
         self._shared = bool(reconciler._short)
         self._allocation_due = reconciler._pending and reconciler._allocate_at_s < math.inf
-        self._rows = {one.key: one.row.wants for one in self._members()}
+        self._rows = {one.key: one.observed.row.wants for one in self._members()}
         self._before = {
             key: (
-                one._seen.unfinished > 0 or one.replicas.in_flight > 0,
+                one.observed.seen.unfinished > 0 or one.replicas.in_flight > 0,
                 reconciler.due_s(one),
             )
             for key, one in self.node.members.items()
@@ -268,7 +268,11 @@ class Checks:
 
     def _shares_anew(self) -> bool:
         """Return True if workers were shared anew, because that was due soon, or the load of a revision has changed unheard."""
-        changed = [one for one in self._members() if one.row.wants != self._rows.get(one.key, one.row.wants)]
+        changed = [
+            one
+            for one in self._members()
+            if one.observed.row.wants != self._rows.get(one.key, one.observed.row.wants)
+        ]
         under_way = self._shared and any(one.events.unrecovered for one in self._members())
         return self._allocation_due or under_way or any(self._is_soon(one) for one in changed)
 
@@ -291,8 +295,8 @@ class Checks:
             # The reaction to the death of a worker comes a moment earlier.
             return True
         within_s = max(one.revision.policy.scale.scale_down_s / CHECKS, MIN_RECHECK_S) if busy else QUIET_S
-        if busy and one._seen.load is not None:
-            within_s = max(within_s, one._seen.load.delay_s)
+        if busy and one.observed.seen.load is not None:
+            within_s = max(within_s, one.observed.seen.load.delay_s)
         return due_s <= self.now_s + within_s
 
     def _check_calls(self) -> None:
@@ -310,7 +314,7 @@ class Checks:
     def _check_rows(self) -> None:
         reconciler = self.node.reconciler
         for one in self._members():
-            row, seen = one.decide(self.now_s)
+            row, seen = one.observed.decide(self.now_s)
             missing = row.start(seen)
             if not missing:
                 continue
@@ -345,7 +349,9 @@ class Checks:
         since_s = self._waiting_since_s.setdefault(one.key, self.now_s)
         rivals = self._rivals.setdefault(one.key, set())
         rivals |= {
-            each.key for each in self._members() if each is not one and (each.urgent or each._seen.unfinished)
+            each.key
+            for each in self._members()
+            if each is not one and (each.observed.urgent or each.observed.seen.unfinished)
         }
         waited_s = self.now_s - since_s
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
@@ -389,10 +395,10 @@ class Checks:
                 f"{len(node.open_calls)} calls were accepted and have not ended: {[*node.open_calls][:5]}"
             )
         for one in self._members():
-            row, seen = one.decide(self.now_s)
+            row, seen = one.observed.decide(self.now_s)
             if one not in reconciler._short and (row.awake, row.held) != (seen.ready, seen.held):
                 raise Broken(f"{one.key}: has {seen}, but the row is {row}")
-            stand, ladder = one._stand, one.function.ladder
+            stand, ladder = one.observed.stand, one.function.ladder
             # A plan may keep a worker for more than a month.
             planned = ladder.plans and stand.rung is RungName.READY and stand.again_s == math.inf
             holds = one.revision.policy.scale.min or row.wanted or planned

@@ -188,7 +188,7 @@ class SimulatedNode:
             self.tell(f"deploy of {workers.key}: {setup}")
             old = function.live
             try:
-                await workers.open()
+                await workers.carry_out.open()
                 workers.revision.configure(policy_of(record))
                 if check:
                     ready = len(old.replicas.ready) if old is not None else 0

@@ -290,6 +290,8 @@ TIMERS = {
     "runtime/node/measuring/rest.py": 2,
     # The wall clock of schedules, and the windows after calls of other functions.
     "runtime/node/functions/prewarming.py": 2,
+    # Writes the load and the arrivals to the disk.
+    "runtime/node/measuring/recorder.py": 1,
     # Ends the calls of a retiring revision when the gateway ends.
     "runtime/node/reconciling/drain.py": 1,
 }
@@ -412,9 +414,40 @@ def test_one_timer_decides_about_workers() -> None:
         ROOT / "runtime/calls/serving/revision.py",
     ]:
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        names = [node.func.attr for node in calls if isinstance(node.func, ast.Attribute)]
-        found[str(path.relative_to(ROOT))] = sum(name in ("call_later", "call_at") for name in names)
+        waits = ("call_later", "call_at", "sleep")
+        timers = [node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in waits]
+        # `sleep(0)` lets other tasks run.
+        found[str(path.relative_to(ROOT))] = sum(ast.unparse(timer.args[0]) != "0" for timer in timers)
     assert {name: count for name, count in found.items() if count} == TIMERS
+
+
+# By part of a revision, what starts and ends its processes, and what brings and drops its weights.
+VERBS = {
+    "pool": {"start", "wake", "park", "stop", "close"},
+    "zygote": {"open", "launch", "warm", "rest", "fork", "take_standby", "replenish", "stop_standbys", "end_standby", "close", "wait_closed"},
+    "weights": {"fetch", "fetch_on_use", "release", "drop", "close"},
+}  # fmt: skip
+# The pool forks the children that it starts while their weights are fetched, and closes both.
+OF_POOL = {
+    "zygote.fork",
+    "zygote.take_standby",
+    "weights.fetch",
+    "zygote.close",
+    "zygote.wait_closed",
+    "weights.close",
+}
+
+
+def test_only_carry_out_starts_and_ends_processes_and_drops_weights() -> None:
+    found = dict[str, set[str]]()
+    for path in (ROOT / "runtime/node/reconciling").glob("*.py"):
+        for node in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
+            match node.func:
+                case ast.Attribute(ast.Attribute(attr=part) | ast.Name(id=part), verb):
+                    if verb in VERBS.get(part.removeprefix("_"), ()):
+                        found.setdefault(path.stem, set()).add(f"{part.removeprefix('_')}.{verb}")
+    assert found.pop("pool") == OF_POOL
+    assert found.keys() == {"carry_out"}
 
 
 def test_processes_are_made_and_ended_in_one_room() -> None:

@@ -1,7 +1,7 @@
 """Runs the invocations of a revision, which is one immutable version of a function.
 
 It accepts invocations, queues them, and has workers run them. It starts and stops no worker. It tells its watcher
-(reconciling/revision_workers.py) when more or fewer workers may be needed.
+(reconciling/call_reports.py) when more or fewer workers may be needed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Revision(CallEvents):
         self.enough = -1.0
         """While at most this number of invocations run, an arrival causes no look. The watcher sets the number."""
         self.follows_until_s = -math.inf
-        """The watcher is told of the invocations that have arrived until this time, when they end. It sets the time."""
+        """The watcher gets `on_followed` for each invocation that has arrived until this time. It sets the time."""
         self.peak = 0
         """The largest number of running invocations since the last look, which set it to the number at that time."""
         self._waited = self._refused = 0

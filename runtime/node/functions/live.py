@@ -74,7 +74,7 @@ class Live:
     @property
     def devices(self) -> float:
         """How many GPUs a worker of the function holds, in the mean. A share of a GPU counts by its memory."""
-        held = [self.workers.devices(replica) for replica in self.workers.replicas]
+        held = [self.workers.holdings.devices(replica) for replica in self.workers.replicas]
         return fmean(held) if held else 0.0
 
     @property
@@ -118,7 +118,7 @@ class Live:
         began_s = time.monotonic()
         progress.begin("import")
         with self.logs.listen(lambda line: _tell_warning(progress, line)):
-            source = await self.workers.open()
+            source = await self.workers.carry_out.open()
         build_s = float(source.facts.get("build_s", 0.0)) - float(source.facts.get("import_s", 0.0))
         progress.add("import", time.monotonic() - began_s - build_s)
         progress.add("build", build_s)
@@ -183,10 +183,10 @@ class Live:
             snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
                 ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining
             ),
-            desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.stands_on,
+            desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.holdings.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
             queued=worker_counts.queued, in_flight=worker_counts.in_flight,
-            activations=self.workers.activations,
+            activations=self.workers.holdings.activations,
             rest_mb=self.rest_mb,
             last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,
             last_cold_start_phases_ms=self.last_cold_phases_ms(),
@@ -198,7 +198,7 @@ class Live:
 
     def desired(self) -> DesiredWorkers:
         """Return how many workers the revision should have now, and why."""
-        row, limit = self.workers.desired(), self.workers.reached
+        row, limit = self.workers.observed.desired(), self.workers.reached
         replicas = self.workers.replicas
         missing = row.awake - len(replicas.ready) - replicas.starting
         limits = (
@@ -222,7 +222,7 @@ class Live:
     @property
     def process_rows(self) -> list[tuple[int, str, str]]:
         """The pid, the role and the name of each process of the revision."""
-        return self.workers.processes()
+        return self.workers.holdings.processes()
 
 
 def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:

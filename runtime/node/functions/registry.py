@@ -287,7 +287,7 @@ class Functions:
         """Replace a function's processes. If too many revisions drain, return the tasks that end them instead."""
         async with self._lock(name):
             live, draining = self._live.get(name), self._draining(name)
-            needed = live is not None and not self._closing and live.workers.holds_processes
+            needed = live is not None and not self._closing and live.workers.holdings.exist
             if needed and len(draining) >= MOST_DRAINING:
                 self.log(name, f"{name} has changed secrets, which wait for the end of a replaced revision")
                 return draining
@@ -439,7 +439,7 @@ class Functions:
         return [
             task
             for task, old in list(self._retirements.items())
-            if old is not None and old.record.function == name and old.workers.unfinished
+            if old is not None and old.record.function == name and old.workers.observed.unfinished
         ]
 
     def _check_deploy(
@@ -540,7 +540,7 @@ class Functions:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
             await self._uninterrupted(self._take_away(name, live))
         ending = [task for task, old in self._retirements.items() if old is live]
-        if ending and not live.workers.unfinished:
+        if ending and not live.workers.observed.unfinished:
             await asyncio.wait(ending, timeout=DELETED_S)
 
     async def _take_away(self, name: str, live: Live) -> None:
@@ -609,7 +609,7 @@ class Functions:
         for live in functions:
             if self._is_live(live):
                 light = live.builds_within(LIGHT_S)
-                warm = self.tasks.create_task(live.workers.warm_zygote(shared_only=light))
+                warm = self.tasks.create_task(live.workers.carry_out.open_ahead(shared_only=light))
                 await asyncio.wait([warm], timeout=WARM_TURN_S)
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:

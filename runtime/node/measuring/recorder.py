@@ -128,7 +128,7 @@ class Recorder:
                     continue
                 # Fetched weights enter and leave the memory although no process starts or ends.
                 if name in changed or live.revision.spec.remote:
-                    live.workers.note_load(now_s)
+                    live.workers.observed.note_load(now_s)
                 if _pending(function) and any(rows := _take(function, now_s)):
                     due[name] = rows
             if due:

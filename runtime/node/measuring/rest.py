@@ -65,7 +65,7 @@ class RestStats:
     """True if the function has no worker and no invocation."""
     light: bool
     used_s: float
-    """`RevisionWorkers.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
+    """`Holdings.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
     since_s: float
     """The time at which the function's revision became live."""
 
@@ -234,7 +234,7 @@ class Rest:
 def _noted(live: Live, memory: FunctionMemory) -> RestStats:
     """Report the memory of a function's rungs to its ladder."""
     workers, rest_bytes, idle = live.workers, memory.rest_bytes, memory.idle
-    ladder, resident_bytes = live.function.ladder, workers.resident_bytes
+    ladder, resident_bytes = live.function.ladder, workers.holdings.resident_bytes
     if idle.held_bytes:
         ladder.note_held(RungName.RESIDENT, resident_bytes)
         ladder.note_held(RungName.READY, rest_bytes + idle.held_bytes)
@@ -246,7 +246,7 @@ def _noted(live: Live, memory: FunctionMemory) -> RestStats:
     live.note_rest(rest_bytes / _MIB)
     light = live.builds_within(LIGHT_S)
     return RestStats(
-        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.used_s, live.since_s
+        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.holdings.used_s, live.since_s
     )
 
 
@@ -263,7 +263,7 @@ def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> It
     spare = private_bytes is not None and _spare(workers)
     if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
         return
-    resident_bytes = float(workers.resident_bytes)
+    resident_bytes = float(workers.holdings.resident_bytes)
     freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
     for lower in live.function.ladder.below(upper):
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
@@ -282,7 +282,7 @@ class _Family(NamedTuple):
     @classmethod
     def of(cls, workers: RevisionWorkers) -> _Family:
         pids = (replica.child.pid for replica in workers.replicas.ready + workers.replicas.parked)
-        return cls(workers.zygote_pid, tuple(pids))
+        return cls(workers.holdings.zygote_pid, tuple(pids))
 
 
 def _private(families: Mapping[str, _Family]) -> dict[str, float]:
@@ -308,7 +308,7 @@ def _unmeasured(workers: RevisionWorkers) -> bool:
     The memory of a rung is not known if the workers were busy in all checks so far.
     """
     known = workers.function.ladder.figures.held_bytes
-    held = {RungName.READY: workers.replicas.ready, RungName.ZYGOTE: workers.zygote_pids}
+    held = {RungName.READY: workers.replicas.ready, RungName.ZYGOTE: workers.holdings.zygote_pids}
     return any(processes and rung not in known for rung, processes in held.items())
 
 

@@ -3,10 +3,12 @@
 Start reading at `reconciler.py`.
 
     Reconciler          compares each revision's row with its workers, and acts; has the only timer for these decisions
-      RevisionWorkers   observes one revision, asks `scaling` for the revision's row, and carries the row out
-        ProcessEvents   handles the events of the revision's processes, and recovers the calls of ended workers
-        Demand          measures the load of the revision
-        Pool            starts, parks, wakes and ends the revision's workers
+      RevisionWorkers   the life of one revision: it is proven, goes live, is warmed, and retires
+        Observed        observes the revision, and asks `scaling` for its row; Demand measures its load
+        CarryOut        carries out the row; nothing else starts and ends processes, or drops weights
+        Bar             refuses the calls of a revision that may have no worker
+        CallReports, ProcessEvents  pass on the events of its calls and of its processes, and have the reconciler look
+        Pool            starts, parks, wakes and ends the revision's workers for CarryOut
           ZygoteSupervisor  keeps the zygote, from which workers are forked, and the standby
           HeldWeights       keeps the fetched weights on this node while the revision has workers
       GpuPlaces         books the memory of the node's GPUs

@@ -25,8 +25,6 @@ class HeldWeights:
         """The holds on adapters."""
         self._holding_on_use = {one.name: asyncio.Lock() for one in spec.remote if one.on_use}
         self._holding = asyncio.Lock()
-        self._drops = False
-        """True if the weights should leave the memory once no worker uses them."""
 
     @property
     def at_start(self) -> list[Weights]:
@@ -46,7 +44,6 @@ class HeldWeights:
     async def fetch(self, activation: Activation) -> None:
         """Fetch and hold the weights that are not held yet, and again the weights whose fetch failed."""
         async with self._holding:
-            self._drops = False
             for progress in [one for one in self._progress.values() if one.error is not None]:
                 self._release(self._progress, progress)
             missing = [one for one in self.at_start if one.name not in self._progress]
@@ -64,7 +61,6 @@ class HeldWeights:
         if (lock := self._holding_on_use.get(name)) is None:
             raise LauncherError(f"{self._spec.label} has no adapter {name[:80]!r} that is fetched.")
         async with lock:
-            self._drops = False
             progress = self._on_use.get(name)
             if progress is not None and progress.error is not None:
                 self._release(self._on_use, progress)
@@ -86,15 +82,8 @@ class HeldWeights:
                 self._release(holds, progress)
 
     def drop(self) -> None:
-        """Let the weights leave the memory at the next `drop_unused`. Weights that are not on the disk stay."""
-        self._drops = True
-
-    def drop_unused(self) -> None:
-        """Let the weights leave the memory if `drop` was called. The caller says so when no worker uses them."""
-        if self._drops and self._spec.remote:
-            self._drops = False
-            self.release()
-            self._fetcher.drop(self)
+        """Let the weights leave the memory, because no worker uses them. Weights that are not on the disk stay."""
+        self._fetcher.drop(self)
 
     def close(self) -> None:
         """End all holds: the revision has ended."""

@@ -35,11 +35,10 @@ class PoolEvents(WorkerEvents, Protocol):
     def on_processes_changed(self) -> None:
         """A worker, the zygote or the standby has started or ended."""
 
-    def keeps_zygote(self) -> bool:
-        """Return True if the revision should have a zygote now."""
-
-    def on_zygote_died(self) -> None:
-        """The zygote has died. `ZygoteSupervisor.relaunch_at_s` says when to launch a new one."""
+    def on_zygote(self) -> None:
+        """The zygote has died, and `ZygoteSupervisor.relaunch_at_s` says when to launch a new one. Or a zygote was
+        launched that no start waits for.
+        """
 
 
 class Pool:
@@ -67,13 +66,11 @@ class Pool:
             launcher,
             logs,
             tasks,
-            lambda: replicas.in_flight > 0,
             self._note_rung,
             secrets,
             numbers,
             StandbyPlaces(gpus, claimant, tasks),
-            events.keeps_zygote,
-            events.on_zygote_died,
+            events.on_zygote,
         )
         self._spec, self._tasks, self._secrets = spec, tasks, secrets
         self._calls, self._events = calls, events
@@ -86,7 +83,7 @@ class Pool:
         self._past_held_s = self._past_parked_s = 0.0
         self.weights = HeldWeights(spec, fetcher, secrets)
         """The fetched weights, which all workers share."""
-        self._ending = 0
+        self.ending = 0
         """The number of removed workers whose processes still run. While they do, the weights stay in memory."""
 
     # -- state
@@ -223,24 +220,8 @@ class Pool:
 
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured the latency curve, later workers do not measure it again."""
-        self.zygote.reset_delay()
+        self.zygote.note_works()
         self._measure = self._measure and not replica.measured
-
-    # -- weights
-
-    def drop_weights(self) -> None:
-        """Let the fetched weights leave the memory once there is no worker. Weights that are not on the disk stay."""
-        self.weights.drop()
-        self._drop_unused_weights()
-
-    def note_gone(self) -> None:
-        """Learn that the process of a worker that was removed has ended."""
-        self._ending -= 1
-        self._drop_unused_weights()
-
-    def _drop_unused_weights(self) -> None:
-        if not (self.replicas.held or self._ending):
-            self.weights.drop_unused()
 
     # -- parking
 
@@ -276,7 +257,7 @@ class Pool:
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""
         self.replicas.remove(replica)
-        self._ending += 1
+        self.ending += 1
         self._past_busy_s += replica.outstanding.busy_s
         self._past_load_s += replica.outstanding.load_s(time.monotonic())
         if replica.completed:
@@ -286,15 +267,10 @@ class Pool:
         self._past_held_s += time.monotonic() - replica.activation.asked_s
         self._past_parked_s += replica.parked_s(time.monotonic())
         self._note_rung()
-        # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
-        if not len(self.replicas):
-            self.zygote.replenish()
 
-    def release(self) -> None:
-        """If there is no worker, release the weights, and end the zygote unless the settings keep it."""
-        if not self.replicas.held:
-            self.weights.release()
-            self.zygote.release()
+    def note_gone(self) -> None:
+        """Learn that the process of a worker that was removed has ended."""
+        self.ending -= 1
 
     async def close(self, timeout_s: float) -> None:
         """Drain all workers, kill those that do not exit within `timeout_s`, and end the zygote."""

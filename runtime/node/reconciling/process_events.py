@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -14,18 +13,13 @@ from ...calls.link.child import UNKNOWN_CAUSE, EndCause
 from ...calls.link.worker_spec import Weights
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.replica import Replica
-from ...calls.serving.replicas import ReplicaList
-from ...calls.serving.revision import Revision
 from ...ground.telemetry.logs import RevisionLog
 from ..scaling.revision_state import Phase
-from ..scaling.seen import Seen
-from ..scaling.table import Row
-from .function import Function
+from .carry_out import CarryOut
 from .gpu_places import GpuPlace
-from .idle_ladder import LadderTarget
-from .node_parts import NodeParts
-from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
-from .start_outcomes import StartOutcomes
+from .holdings import Holdings
+from .pool import STOP_TIMEOUT_S, PoolEvents
+from .revision_parts import RevisionParts
 
 # After a failed start, the error is held back for up to this time until the fetcher reports the reason.
 CAUSE_TIMEOUT_S = 2.0
@@ -35,35 +29,26 @@ LAST_WORDS = 5
 MOST_IDS = 10
 
 
-class RevisionParts(LadderTarget, Protocol):
-    """The workers of one revision, as their events see them (revision_workers.py)."""
+class Watcher(RevisionParts, Protocol):
+    """One revision, as the events of its processes see it."""
 
-    function: Function
-    node: NodeParts
-    phase: Phase
-    pool: Pool
-    replicas: ReplicaList
-    revision: Revision
+    carry_out: CarryOut
+    holdings: Holdings
 
-    def look(self) -> None: ...
-    def decide(self, now_s: float) -> tuple[Row, Seen]: ...
-    def keeps_zygote(self) -> bool: ...
-    def devices(self, replica: Replica) -> float: ...
+    def decide(self) -> None:
+        """Compute its row anew, without a look."""
 
 
 class ProcessEvents(PoolEvents):
     """The events of the workers, the zygote and the standby of one revision."""
 
     def __init__(
-        self, one: RevisionParts, tasks: asyncio.TaskGroup, logs: RevisionLog, on_activation: Callable[[str], None],
-        on_processes: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, one: Watcher, on_activation: Callable[[str], None], on_processes: Callable[[], None]
+    ) -> None:
         """See `Listeners` for the callbacks."""
-        self._one, self._tasks, self._logs = one, tasks, logs
+        self._one, self._tasks, self._logs = one, one.node.tasks, one.logs
         self._on_activation, self._on_processes = on_activation, on_processes
-        self.starts = StartOutcomes()
-        self.deaths = 0
-        """The number of workers that have ended unexpectedly."""
+        self.starts = one.starts
         self.unexplained = 0
         """The number of failed starts whose cause the fetcher, or the parent of the process, has yet to report."""
         self.unrecovered = 0
@@ -71,17 +56,10 @@ class ProcessEvents(PoolEvents):
         # The tasks that recover the calls of ended workers, and log why the workers ended.
         self._endings: set[asyncio.Task[None]] = set()
 
-    def tell_workers(self) -> None:
-        """Tell the callers that wait for workers how many workers are ready, and how many start."""
-        self.starts.note_workers(len(self._one.replicas.ready), self._one.replicas.starting)
-
     async def wait_told(self, timeout_s: float) -> None:
         """Wait until the function's log says how the last workers have ended."""
         if self._endings:
             await asyncio.wait(self._endings, timeout=timeout_s)
-
-    def keeps_zygote(self) -> bool:
-        return self._one.keeps_zygote()
 
     def on_ready(self, replica: Replica) -> None:
         self._one.function.prewarms.watch(replica)
@@ -89,16 +67,16 @@ class ProcessEvents(PoolEvents):
         # `adopt` has sent the waiting invocations. Only now learn from the start.
         self._one.pool.note_ready(replica)
         self.starts.note_ready()
-        self.tell_workers()
+        self.starts.note_workers(self._one.replicas)
         self._one.function.ladder.note_ready(
-            self._one, usual=not replica.measured, devices=self._one.devices(replica)
+            self._one, usual=not replica.measured, devices=self._one.holdings.devices(replica)
         )
         self._on_activation("ready")
         # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
         self._one.node.reconciler.note_change()
         self._one.look()
 
-    def on_zygote_died(self) -> None:
+    def on_zygote(self) -> None:
         self._one.look()
 
     def on_processes_changed(self) -> None:
@@ -128,17 +106,7 @@ class ProcessEvents(PoolEvents):
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)
 
     def on_need(self, replica: Replica, name: str) -> None:
-        self._tasks.create_task(self._hold_adapter(replica, name))
-
-    async def _hold_adapter(self, replica: Replica, name: str) -> None:
-        """Have an adapter fetched that a worker needs, and tell the worker when it can be mapped."""
-        try:
-            held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
-        except PilotflameError as error:
-            self._logs.write("gateway", f"adapter {name[:80]} could not be fetched: {error}", "error")
-            held = error
-        if not replica.child.link.closed:
-            replica.tell_held(name, held)
+        self._tasks.create_task(self._one.carry_out.hold_adapter(replica, name))
 
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
@@ -163,13 +131,11 @@ class ProcessEvents(PoolEvents):
         self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
         self._on_activation("failed")
         self.starts.note_failure(error)
-        self.tell_workers()
+        self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready:
             self._one.revision.dispatcher.fail_queued(error)
         self._one.node.reconciler.note_change()
         self._one.look()
-        if not len(self._one.revision.dispatcher.queue):
-            self._one.pool.release()
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
@@ -177,7 +143,7 @@ class ProcessEvents(PoolEvents):
         if _died_in_start(replica):
             # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
             self.unexplained += 1
-            self._one.decide(time.monotonic())
+            self._one.decide()
         self._one.node.reconciler.note_change()
         self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
@@ -199,14 +165,16 @@ class ProcessEvents(PoolEvents):
             self._note_death(cause)
         self._one.look()
         if not len(self._one.replicas) and not len(self._one.revision.dispatcher.queue):
-            self._one.pool.release()
             self._tasks.create_task(self._one.revision.dispatcher.store_curve())
         text = cause.text or (await self._cause(replica)).text
         end = describe_end(replica, text, started, self._logs, retiring=self._one.phase is Phase.RETIRING)
-        self.deaths += end.unexpected
+        self.starts.unexpected_ends += end.unexpected
         self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
         await replica.child.wait_gone(STOP_TIMEOUT_S)
         self._one.pool.note_gone()
+        if self._one.holdings.resident_bytes:
+            # The weights may leave the memory now.
+            self._one.look()
 
     async def _cause(self, replica: Replica) -> EndCause:
         """Return how a worker ended. A read beyond the end of a mapped file ends it with SIGBUS: name the file."""
@@ -222,7 +190,7 @@ class ProcessEvents(PoolEvents):
         """Count a worker that died while it started. After too many such deaths, fail the waiting invocations."""
         self._on_activation("failed")
         error = self.starts.note_death(cause.text)
-        self.tell_workers()
+        self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready and self.starts.give_up():
             self._one.revision.dispatcher.fail_queued(error)
 

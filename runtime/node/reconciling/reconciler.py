@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
+from ...calls.serving.replicas import Replicas
 from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.metrics import Reading
 from ..scaling.allocation import allocate
 from ..scaling.claims import Allocation, Grant, Limits, RevisionClaim
 from ..scaling.seen import Seen
-from ..scaling.table import Row
+from ..scaling.table import AtRest, Row
 from .gpu_places import GpuClaimant, GpuPlaces
 
-NOTHING_SEEN = Seen(0, 0, 0, 0)
 # A look carries out at most this many rows: after workers wake, stop or park, the revision gets a new row.
 MOST_LOOKS = 3
 # Allocations take at most this share of the event loop's time, however many events there are.
@@ -33,20 +33,8 @@ MOST_SHARE = 0.1
 ROUNDING_S = 0.0005
 
 
-class Member(GpuClaimant, Protocol):
-    """The workers of one revision, as the reconciler sees them (revision_workers.py)."""
-
-    @property
-    def key(self) -> str:
-        """The id of this revision among the members."""
-
-    @property
-    def owner(self) -> str:
-        """The owner, whose limit of workers applies to this revision in addition to the limit of the gateway."""
-
-    @property
-    def held_workers(self) -> int:
-        """The number of the revision's workers, including workers that are being forked."""
+class Observations(Protocol):
+    """The observations of one revision, and its row (observed.py)."""
 
     row: Row
     """The row of the last look."""
@@ -55,32 +43,11 @@ class Member(GpuClaimant, Protocol):
     def urgent(self) -> bool:
         """True if other revisions make room for this one: callers, a deploy or an urgent signal wait for a worker."""
 
-    def __hash__(self) -> int: ...
-
-    # -- one look
-
-    def look(self) -> None:
-        """Call `Reconciler.look`."""
-
     def advance(self, now_s: float) -> float:
         """Take the steps that are due. Return when the next step is due."""
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Return its row, and the observations that the row follows from. `arriving` invocations are about to be queued."""
-
-    def settle(self, row: Row, seen: Seen, now_s: float) -> None:
-        """After the row is carried out, hold the plan's rung and note the load."""
-
-    # -- actions
-
-    def start(self, workers: int, row: Row, seen: Seen) -> None: ...
-    def wake(self, workers: int, queued: int) -> int:
-        """Wake at most this number of parked workers, if their GPUs have room. Return how many woke."""
-
-    def stop(self, workers: int, seen: Seen) -> None: ...
-    def park(self, workers: int) -> None: ...
-
-    # -- shared limits
 
     def fits_gpus(self, workers: int) -> bool:
         """Return True if the GPUs have room for this number of additional workers that are awake."""
@@ -88,10 +55,44 @@ class Member(GpuClaimant, Protocol):
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
 
-    def carry_out(self, grant: Grant, seen: Seen) -> None:
+
+class Steps(Protocol):
+    """The steps of one revision (carry_out.py)."""
+
+    def row(self, row: Row, seen: Seen) -> bool:
+        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row."""
+
+    def at_rest(self, rest: AtRest) -> None:
+        """Launch and end what the revision holds beside its workers."""
+
+    def grant(self, grant: Grant, row: Row, seen: Seen) -> None:
         """Start, wake, park and stop workers as the allocation says."""
 
-    def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
+
+class Member(GpuClaimant, Protocol):
+    """One revision, as the reconciler sees it (revision_workers.py)."""
+
+    key: str
+
+    @property
+    def owner(self) -> str:
+        """The owner, whose limit of workers applies to this revision in addition to the limit of the gateway."""
+
+    @property
+    def replicas(self) -> Replicas: ...
+    @property
+    def observed(self) -> Observations: ...
+    @property
+    def carry_out(self) -> Steps: ...
+    def __hash__(self) -> int: ...
+
+    def look(self) -> None:
+        """Call `Reconciler.look`."""
+
+    def settle(self, now_s: float) -> None:
+        """Called at the end of a look."""
+
+    def note_limit(self, reached: ReachedLimit | None, missing: int) -> None:
         """Record that the limit `reached` keeps `missing` workers from starting. None means that no limit keeps workers
         from starting any more.
         """
@@ -174,17 +175,18 @@ class Reconciler:
         if one.key not in self._members:
             return
         self._looks += 1
-        now_s, before = time.monotonic(), one.row
-        again_s = one.advance(now_s)
+        now_s, before = time.monotonic(), one.observed.row
+        again_s = one.observed.advance(now_s)
         for _ in range(MOST_LOOKS):
-            row, seen = one.decide(now_s, arriving)
+            row, seen = one.observed.decide(now_s, arriving)
             if not self._act(one, row, seen, now_s):
                 break
-        one.settle(row, seen, now_s)
+        one.carry_out.at_rest(row.rest)
+        one.settle(now_s)
         if self._short and row.wants != before.wants:
             # Other revisions may get the workers that this revision gives up.
             self.note_change()
-        self.look_by(one, min(row.again_s, again_s))
+        self.look_by(one.key, min(row.again_s, again_s))
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
         """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
@@ -193,27 +195,19 @@ class Reconciler:
             self._wait(one, missing, now_s)
             return False
         self._note_short(one, None)
-        if missing and seen.parked and one.wake(missing, seen.queued):
-            return True
-        # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
-        room = max(0, row.most - seen.held)
-        if missing:
-            one.start(min(missing, room), row, seen)
-        stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
-        if stop:
-            one.stop(stop, seen)
-        if park:
-            one.park(park)
-        if self._short and stop + park:
+        changed = one.carry_out.row(row, seen)
+        if self._short and changed:
             # A parked worker gives up its place sooner than a ready worker.
             self.note_change()
-        return stop + park > 0
+        return changed
 
-    def look_by(self, one: Member, when_s: float) -> None:
-        """Look again at this time, unless an earlier look is due. An extra look costs less than moving the timer."""
-        if one.key in self._members and when_s < self._due.get(one.key, math.inf):
-            self._due[one.key] = when_s
-            heapq.heappush(self._heap, (when_s, one.key))
+    def look_by(self, key: str, when_s: float) -> None:
+        """Look again at a revision at this time, unless an earlier look is due. An extra look costs less than moving the
+        timer.
+        """
+        if when_s < self._due.get(key, math.inf) and key in self._members:
+            self._due[key] = when_s
+            heapq.heappush(self._heap, (when_s, key))
             self._set_timer(when_s)
 
     def _set_timer(self, when_s: float) -> None:
@@ -256,7 +250,7 @@ class Reconciler:
             other.gpu_need is not None for other in self._short if other is not one
         ):
             return False
-        return one.fits_gpus(missing)
+        return one.observed.fits_gpus(missing)
 
     def _awaited(self, one: Member, owner: str | None) -> int:
         """Return the number of workers that other revisions wait for."""
@@ -264,7 +258,7 @@ class Reconciler:
         return sum(self._short[other].missing for other in waiting)
 
     def _held(self, owner: str | None = None) -> int:
-        return sum(one.held_workers for one in self._all() if owner in (None, one.owner))
+        return sum(one.replicas.held for one in self._all() if owner in (None, one.owner))
 
     def _all(self) -> Iterator[Member]:
         """Yield the revisions that have processes or may get some."""
@@ -272,7 +266,7 @@ class Reconciler:
 
     def _wait(self, one: Member, missing: int, now_s: float) -> None:
         """Have the next allocation decide which workers a revision gets."""
-        since_s = now_s if one.urgent else math.inf
+        since_s = now_s if one.observed.urgent else math.inf
         if (short := self._short.get(one)) is None:
             self._note_short(one, _Short(since_s, missing))
         else:
@@ -287,7 +281,7 @@ class Reconciler:
         if short is not None:
             self._short[one] = short
         elif before is not None:
-            one.note_limit(None, 0, NOTHING_SEEN)
+            one.note_limit(None, 0)
             self.note_change()
         if before is not short:
             self.gpus.waiting = sum(other.gpu_need is not None for other in self._short)
@@ -315,7 +309,7 @@ class Reconciler:
         self._pending, self._allocate_at_s = False, math.inf
         if not self._short:
             return
-        present = (one for one in self._all() if one.held_workers or one in self._short)
+        present = (one for one in self._all() if one.replicas.held or one in self._short)
         # A process that ends may hold GPU memory for a moment after its revision was forgotten.
         members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
         claims = [self._claim(one) for one in members]
@@ -329,7 +323,7 @@ class Reconciler:
 
     def _claim(self, one: Member) -> RevisionClaim:
         """Return the claim of a revision. A retiring revision wants nothing, because its last row is out of date."""
-        claim = one.claim(self._short[one].since_s if one in self._short else math.inf)
+        claim = one.observed.claim(self._short[one].since_s if one in self._short else math.inf)
         return claim if one.key in self._members else claim._replace(wants={}, awake=0, held=0)
 
     def _limits(self, members: list[Member]) -> Limits:
@@ -342,7 +336,7 @@ class Reconciler:
         # First stop and park the workers that make room for other workers.
         for one in members:
             if (grant := allocation.grants.get(one.key)) and (grant.stop or grant.park or grant.end):
-                one.carry_out(grant._replace(start=(), wake=()), one.decide(now_s)[1])
+                one.carry_out.grant(grant._replace(start=(), wake=()), *one.observed.decide(now_s))
                 changed.append(one)
                 if (short := self._short.get(one)) is not None and short.since_s < math.inf:
                     # Until now the revision had workers, so its wait begins now.
@@ -350,7 +344,7 @@ class Reconciler:
         for one in members:
             grant = allocation.grants.get(one.key, Grant())
             if grant.start or grant.wake:
-                one.carry_out(grant._replace(stop=(), park=(), end=()), one.decide(now_s)[1])
+                one.carry_out.grant(grant._replace(stop=(), park=(), end=()), *one.observed.decide(now_s))
                 changed.append(one)
             if one in self._short:
                 self._learn(one, grant, now_s)
@@ -364,6 +358,6 @@ class Reconciler:
             self._note_short(one, None)
             return
         if short.reached is None or short.reached.name != grant.limit.name:
-            row, seen = one.decide(now_s)
-            one.note_limit(grant.limit, row.start(seen), seen)
+            row, seen = one.observed.decide(now_s)
+            one.note_limit(grant.limit, row.start(seen))
         self._short[one] = short._replace(reached=grant.limit)

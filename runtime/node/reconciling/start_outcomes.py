@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 from ....errors import ActivationFailed, CrashLoop, PilotflameError, QueueFull
+from ...calls.serving.replicas import Replicas
 
 # After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
 # FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
@@ -76,6 +77,8 @@ class StartOutcomes:
 
     def __init__(self) -> None:
         self.breaker = Breaker()
+        self.unexpected_ends = 0
+        """The number of workers that have ended unexpectedly, before or after they were ready."""
         self._waiting: list[_Waiter] = []
         self._deaths = 0
 
@@ -95,8 +98,11 @@ class StartOutcomes:
         finally:
             self._waiting.remove(waiter)
 
-    def note_workers(self, ready: int, starting: int) -> None:
-        """Learn how many workers are ready now, and how many start."""
+    def note_workers(self, replicas: Replicas) -> None:
+        """Learn that other workers are ready or start."""
+        if not self._waiting:
+            return
+        ready, starting = len(replicas.ready), replicas.starting
         for waiter in self._waiting:
             if waiter.is_reached(ready, starting) and not waiter.done.done():
                 waiter.done.set_result(None)

@@ -30,9 +30,7 @@ STABLE_AFTER_S = 30.0
 # To fork one child, the zygote is launched at most this many times.
 MAX_LAUNCHES = 3
 # Forking a standby takes processor time from the requests that follow a cold start. (MiniLM on 2 cores: a request
-# took up to 69 ms instead of 23 ms.) So the next standby is forked when no invocation runs, which is checked every
-# QUIET_S, or at the latest after LATEST_STANDBY_S.
-QUIET_S = 0.2
+# took up to 69 ms instead of 23 ms.) So the next standby waits until no invocation runs, at most for this time.
 LATEST_STANDBY_S = 2.0
 
 
@@ -41,34 +39,35 @@ class ZygoteSupervisor:
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
-        secrets: Callable[[], Mapping[str, str]] = dict, numbers: Iterator[int] | None = None,
-        places: StandbyPlaces | None = None, keeps: Callable[[], bool] = lambda: True,
-        on_death: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None, secrets: Callable[[], Mapping[str, str]] = dict,
+        numbers: Iterator[int] | None = None, places: StandbyPlaces | None = None,
+        on_zygote: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
-        invocations run, and `keeps` returns True while the revision should have a zygote. `numbers` yields the last
+        """`secrets` returns the environment variables that each new zygote gets over its link. `numbers` yields the last
         part of each child's name.
 
         `places` books the GPU memory of standbys; None if that memory is not limited. The supervisor calls `on_change`
-        when the zygote has started or ended, and when the standby is primed or has ended. It calls `on_death` when a
-        zygote has died and a new one will be launched.
+        when the zygote has started or ended, and when the standby is primed or has ended. It calls `on_zygote` when a
+        zygote has died and a new one should be launched, and when a zygote was launched that no start waits for.
         """
         self.standby: Child | None = None
         self.standby_primed = False
-        self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._on_change, self._secrets, self._places, self._keeps = on_change, secrets, places, keeps
-        self._tell_death = on_death
+        self._spec, self._launcher, self._logs, self._tasks = spec, launcher, logs, tasks
+        self._on_change, self._secrets, self._places = on_change, secrets, places
+        self._on_zygote = on_zygote
         # The place of the standby on GPUs; None without a place.
         self._place: GpuPlace | None = None
-        # If False, the zygote ends after the last worker.
-        self._keep = scale.rest == "zygote"
-        self._with_standby = self._keep and scale.standby
+        self.stays = scale.rest == "zygote"
+        """If False, the zygote ends after the last worker."""
+        self._with_standby = self.stays and scale.standby
         self._source: WorkerSource | None = None
         self._launching = asyncio.Lock()
         self._numbers = numbers or itertools.count(1)
         self._forking_standby = False
-        self._scheduled: asyncio.Task[None] | None = None
+        # After a fork failed, the next one is tried once a worker has started, or a zygote was launched.
+        self._failed_standby = False
+        self.standby_due_s = math.inf
+        """When to fork a missing standby although invocations run."""
         self.relaunch_at_s = math.inf
         """When to launch a new zygote after a death; infinity if no launch is due."""
         self._closed = False
@@ -99,7 +98,8 @@ class ZygoteSupervisor:
             if self._closed:
                 source.close()
             self.check_open()
-            self._source = source
+            self._source, self.relaunch_at_s, self._failed_standby = source, math.inf, False
+            self.standby_due_s = time.monotonic() + LATEST_STANDBY_S
             self._on_change()
             return source
 
@@ -117,8 +117,14 @@ class ZygoteSupervisor:
         if self._closed:
             raise LauncherError(f"Revision {self._spec.revision} has been stopped.")
 
+    def launch(self) -> None:
+        """Launch the zygote before it is needed, unless it is there. A failure is only logged."""
+        self.relaunch_at_s = math.inf
+        if not self.exists and not self._closed:
+            self._tasks.create_task(self.warm())
+
     async def warm(self, *, shared_only: bool = False) -> None:
-        """Launch the zygote and its standby before they are needed. A failure is only logged.
+        """Launch the zygote before it is needed. A failure is only logged.
 
         If `shared_only`, start only the processes that the zygote shares with zygotes of other revisions.
         """
@@ -128,19 +134,15 @@ class ZygoteSupervisor:
                     await self._launcher.prepare(self._spec)
             else:
                 await self.open()
-                if not self._keeps():
-                    # During the launch, the revision has stopped needing a zygote.
-                    self.rest()
-                    return
         except PilotflameError as error:
             text = f"the zygote could not be launched: {error}\n{error.trace}".rstrip()
             self._logs.write("gateway", text, "error")
-        self.replenish()
+        self._on_zygote()
 
     def _on_death(self) -> None:
         self._source = None
         self._on_change()
-        if self._closed or not self._keep:
+        if self._closed or not self.stays:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
@@ -149,27 +151,17 @@ class ZygoteSupervisor:
         )
         self.relaunch_at_s = time.monotonic() + self._delay_s
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
-        self._tell_death()
+        self._on_zygote()
 
-    def relaunch(self) -> None:
-        """Launch a new zygote after a death, unless the function should hold no zygote now."""
-        self.relaunch_at_s = math.inf
-        if self._keeps() and not self._closed:
-            self._tasks.create_task(self.warm())
-        elif not self._closed:
-            self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
-
-    def reset_delay(self) -> None:
+    def note_works(self) -> None:
         """Make the next relaunch immediate: a worker became ready, so the zygote works."""
-        self._delay_s = 0.0
-
-    def release(self) -> None:
-        """End the zygote, unless the settings keep it without workers."""
-        if not self._keep:
-            self.rest()
+        self._delay_s, self._failed_standby = 0.0, False
 
     def rest(self) -> None:
         """End the zygote and the standby. The next fork of a worker launches a new zygote."""
+        if self.relaunch_at_s < math.inf:
+            self.relaunch_at_s = math.inf
+            self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
         if self._source is not None:
             self._drop_standby()
             self._source.close()
@@ -189,7 +181,6 @@ class ZygoteSupervisor:
     def close(self) -> None:
         """Close the standby, and start no more processes."""
         self._closed = True
-        self._cancel_scheduled()
         self.relaunch_at_s = math.inf
         self._drop_standby()
 
@@ -225,29 +216,20 @@ class ZygoteSupervisor:
     def take_standby(self) -> Child | None:
         """Hand the standby over to the caller; return None if there is no live standby."""
         child, self.standby = self.standby, None
+        self.standby_due_s = time.monotonic() + LATEST_STANDBY_S
         return child if child is not None and not child.link.closed else None
 
+    @property
+    def lacks_standby(self) -> bool:
+        """True if the settings ask for a standby, it is missing, and the zygote can fork it."""
+        there = self.standby is not None or self._forking_standby or self._failed_standby
+        return self._with_standby and not self._closed and not there and self.source is not None
+
     def replenish(self) -> None:
-        """Fork a standby, if the settings ask for a standby and it is missing."""
-        if self._closed or not self._with_standby or self._forking_standby or self.standby is not None:
-            return
-        if (source := self.source) is not None:
+        """Fork a standby, if one is missing."""
+        if self.lacks_standby and (source := self.source) is not None:
             self._forking_standby = True
             self._tasks.create_task(self._fork_standby(source))
-
-    def schedule_standby(self) -> None:
-        """Fork the next standby when no invocation runs, or at the latest after LATEST_STANDBY_S."""
-        if self.standby is None and self._scheduled is None and self._with_standby and not self._closed:
-            self._scheduled = self._tasks.create_task(self._replenish_when_quiet())
-
-    async def _replenish_when_quiet(self) -> None:
-        latest_s = time.monotonic() + LATEST_STANDBY_S
-        busy = True
-        while busy and time.monotonic() < latest_s:
-            await asyncio.sleep(QUIET_S)
-            busy = self._busy()
-        self._scheduled = None
-        self.replenish()
 
     async def _fork_standby(self, source: WorkerSource) -> None:
         place, rehearsal_mb = self._places.take(source.facts) if self._places is not None else (None, None)
@@ -256,6 +238,7 @@ class ZygoteSupervisor:
             child = await self._fork(source, rehearsal_mb)
         except LauncherError as error:
             if source is self._source:
+                self._failed_standby = True
                 self._logs.write("gateway", f"no standby: {error}", "warning")
             return
         finally:
@@ -286,25 +269,14 @@ class ZygoteSupervisor:
     def stop_standbys(self) -> None:
         """End the standby, and fork no other: few or no workers will start."""
         self._with_standby = False
-        self._cancel_scheduled()
         self.end_standby()
 
-    def _cancel_scheduled(self) -> None:
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            # The garbage collector does not find a cycle through the exception of a cancelled task.
-            self._scheduled = None
-
     def end_standby(self) -> bool:
-        """End the standby, and fork another later: workers need its GPU memory, or it had no GPU memory to rehearse.
-
-        Return False if there is no standby.
-        """
+        """End the standby. Return False if there is no standby."""
         if self.standby is None:
             return False
         self._drop_standby()
         self._on_change()
-        self.schedule_standby()
         return True
 
     def _drop_standby(self) -> None:

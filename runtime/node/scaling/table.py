@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from ...ground.telemetry.rung_name import RungName
 from .seen import Seen
 
 
@@ -67,8 +68,29 @@ class Cap(NamedTuple):
     """When the cap changes although no event occurs. Used only if the cap refuses a start, or may park a worker."""
 
 
+class Hold(IntEnum):
+    """What happens to a process."""
+
+    END = 0
+    KEEP = 1
+    """It stays if it is there."""
+    WANT = 2
+    """It is launched if it is missing."""
+
+
+class AtRest(NamedTuple):
+    """What a revision should hold beside its workers."""
+
+    zygote: Hold = Hold.KEEP
+    standby: Hold = Hold.KEEP
+    weights: RungName = RungName.READY
+    """READY: workers need the fetched weights. RESIDENT: the cache may evict them. LOCAL: they leave the memory."""
+    again_s: float = math.inf
+    """When a standby is wanted although calls run."""
+
+
 class Row(NamedTuple):
-    """How many workers a revision should have, and why."""
+    """How many workers a revision should have, and why; and what it should hold beside them."""
 
     awake: int
     held: int
@@ -89,6 +111,7 @@ class Row(NamedTuple):
     """When the cap `capped` ends although no event occurs."""
     parks: str = ""
     """The cause of the cap that lets workers park; "" without such a cap."""
+    rest: AtRest = AtRest()
 
     @property
     def wants(self) -> dict[Rank, int]:

@@ -29,8 +29,8 @@ FINE = {"concurrency": 8, "scale.max": 1}
 
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("reconciling.revision_workers.MIN_TEARDOWN_S", "launching.launcher.STACKS_TIMEOUT_S"):
-        monkeypatch.setattr(f"pilotflame.runtime.node.{name}", 0.1)
+    for name in ("node.reconciling.carry_out.MIN_TEARDOWN_S", "calls.link.child.STACKS_TIMEOUT_S"):
+        monkeypatch.setattr(f"pilotflame.runtime.{name}", 0.1)
 
 
 def version(number: int) -> str:

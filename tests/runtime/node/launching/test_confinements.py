@@ -233,7 +233,7 @@ async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
     state: Path, tmp_root: Path
 ) -> None:
     async with launcher_of(state) as launcher, asyncio.TaskGroup() as tasks:
-        supervisor = ZygoteSupervisor(spec_of(), Scale(), launcher, LogChannel(), tasks, bool)
+        supervisor = ZygoteSupervisor(spec_of(), Scale(), launcher, LogChannel(), tasks)
         opening = asyncio.create_task(supervisor.open())
         await asyncio.sleep(0)
         supervisor.close()

@@ -173,7 +173,7 @@ async def test_a_zygote_that_a_signal_holds_does_not_count_as_freed(state, quick
         workers = gateway.server.functions.get(held.name).workers
         # The budget is used up, so the signal gets no worker.
         workers.warm(1, "warmup", 1000.0)
-        await workers.pool.zygote.warm()
+        await workers.pool.zygote.open()
         before = len(workers.function.decisions.since(0))
         other = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0})
         await other.logged("the zygote ended to save memory")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +196,27 @@ async def test_a_key_that_deploys_nothing_has_no_limit_of_workers(gateway: Gatew
     assert "max_workers needs the scope deploy" in response.text
 
 
+# -- looks
+
+
+async def test_a_cold_start_of_one_worker_needs_two_looks_until_its_answer(state: Path):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(
+            "def handler(event):\n    return event", {"scale.idle_timeout_s": 0.1}
+        )
+        for _ in range(2):
+            await function.settled(ready=0, standby=True)
+            before = await looks(gateway)
+            assert (await function.call()).headers["x-cold-start"] == "true"
+            assert await looks(gateway) - before <= 2
+
+
+async def looks(gateway: Gateway) -> float:
+    text = (await gateway.client.get("/metrics")).text
+    [count] = re.findall(r"^pilotflame_reconciler_looks_total (\S+)$", text, re.MULTILINE)
+    return float(count)
+
+
 class Due:
     """A member that notes when it is looked at, or fails."""
 
@@ -215,7 +238,7 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
         members = [Due("first", fails=True), Due("second"), Due("third")]
         for number, one in enumerate(members):
             reconciler.join(one)  # type: ignore[arg-type]
-            reconciler.look_by(one, time.monotonic() + 0.001 * number)  # type: ignore[arg-type]
+            reconciler.look_by(one.key, time.monotonic() + 0.001 * number)
         async with asyncio.timeout(LIMIT_S):
             for one in members:
                 await one.looked.wait()
@@ -225,12 +248,14 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
 
 
 class Wanting:
-    """A revision with one draining worker, whose row wants a number of workers."""
+    """A revision with one draining worker, whose row wants a number of workers. It is its own observations and steps."""
 
-    gpu_need, owner, urgent, row, held_workers = None, "", False, Row(0, 0), 1
+    gpu_need, owner, urgent, row = None, "", False, Row(0, 0)
+    replicas = SimpleNamespace(held=1)
 
     def __init__(self, key: str, wants: dict[WorkerTier, int]) -> None:
         self.key, self.wants, self.granted = key, wants, list[Grant]()
+        self.observed = self.carry_out = self
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         most = max(self.wants.values())
@@ -247,14 +272,14 @@ class Wanting:
 
     def settle(self, *_arguments: Any) -> None: ...
 
-    note_limit = settle
+    note_limit = at_rest = settle
 
     def advance(self, _now_s: float) -> float:
         return math.inf
 
     def look(self) -> None: ...
 
-    def carry_out(self, grant: Grant, _seen: Seen) -> None:
+    def grant(self, grant: Grant, _row: Row, _seen: Seen) -> None:
         self.granted.append(grant)
 
 

@@ -1,0 +1,185 @@
+"""Carries out the rows and the grants of one revision.
+
+Nothing else calls the verbs of the pool, of the zygote supervisor and of the held weights. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ....errors import PilotflameError
+from ...calls.serving.call_ends import CallEnd, replaced
+from ...calls.serving.replica import Replica
+from ...ground.telemetry.rung_name import RungName
+from ..launching.launcher import WorkerSource
+from ..scaling.claims import Grant
+from ..scaling.load import BUFFER, CALLS
+from ..scaling.placement import Holding
+from ..scaling.revision_state import Phase
+from ..scaling.seen import Seen
+from ..scaling.table import AtRest, Hold, Rank, Row
+from .drain import MIN_TEARDOWN_S, Drain
+from .revision_parts import RevisionParts
+
+
+class CarryOut:
+    """The steps of one revision."""
+
+    def __init__(self, one: RevisionParts) -> None:
+        self._one, self._fetches = one, bool(one.spec.remote)
+
+    # -- a row
+
+    def row(self, row: Row, seen: Seen) -> bool:
+        """Start, wake, stop and park workers until their number is that of the row.
+
+        Return True if workers woke, stop or park: then the revision has a new row.
+        """
+        missing = row.start(seen)
+        if missing and seen.parked:
+            # The most recently used worker wakes first.
+            parked = self._one.replicas.parked[::-1]
+            if self._sent(self._one.pool.wake(parked, missing), seen.queued):
+                return True
+        # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
+        room = max(0, row.most - seen.held)
+        if missing:
+            self._start(min(missing, room), row, seen)
+        stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
+        if stop:
+            self._stop(stop, seen)
+        if park:
+            # The longest idle worker parks first.
+            self._one.pool.park(self._one.replicas.idle[:park])
+        return stop + park > 0
+
+    def at_rest(self, rest: AtRest) -> None:
+        """Launch and end the zygote and the standby, and let go of the weights, as a row says."""
+        zygote = self._one.pool.zygote
+        if rest.zygote is Hold.END:
+            zygote.rest()
+        elif rest.zygote is Hold.WANT:
+            zygote.launch()
+        if rest.standby is Hold.WANT:
+            zygote.replenish()
+        elif rest.standby is Hold.END:
+            zygote.stop_standbys()
+        if self._fetches and rest.weights is not RungName.READY:
+            self._one.pool.weights.release()
+            if rest.weights is RungName.LOCAL and self._one.pool.weights.resident_bytes:
+                self._one.pool.weights.drop()
+
+    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None] = ()) -> None:
+        """Start workers for the proposals of a row."""
+        one, number = self._one, 0
+        for proposal, count in row.causes(seen, workers):
+            if not seen.awake:
+                one.function.ladder.note_start(one)
+            ahead = proposal.rank is Rank.AHEAD and proposal.cause != BUFFER
+            deploying = one.phase is Phase.PROVING
+            signal = proposal.cause if ahead and not deploying else ""
+            one.pool.start(count, signal, places[number : number + count], deploying=deploying)
+            number += count
+            if not deploying:
+                self._note("start", proposal.cause, seen, workers=count)
+        one.function.account.check()
+
+    def _sent(self, woken: int, queued: int) -> int:
+        """Send waiting invocations to workers that woke."""
+        if woken:
+            self._one.function.decisions.note("wake", CALLS, workers=woken, queued=queued)
+            self._one.starts.note_workers(self._one.replicas)
+            self._one.revision.dispatcher.dispatch()
+        return woken
+
+    def _stop(self, workers: int, seen: Seen) -> None:
+        """Drain workers: first parked workers, then idle workers (the longest idle first), then the least busy."""
+        one = self._one
+        busy = sorted((each for each in one.replicas.ready if each.load), key=lambda each: each.load)
+        one.pool.stop([*one.replicas.parked, *one.replicas.idle, *busy][:workers])
+        if one.phase is not Phase.PROVEN:
+            retired = "retired" if one.phase is Phase.RETIRING else "idle"
+            cause = one.function.stopped or retired
+            self._note("stop", cause, seen, workers=workers, recent=seen.recent.workers)
+
+    # -- a grant of the allocation
+
+    def grant(self, grant: Grant, row: Row, seen: Seen) -> None:
+        """Start, wake, park and stop workers as the allocation says."""
+        one, cause = self._one, grant.limit.name if grant.limit is not None else "gpus"
+        for key in grant.stop:
+            if isinstance(key, Replica):
+                one.pool.stop([key])
+                self._note("stop", cause, seen, workers=1)
+            else:
+                self.renew_standby()
+        if ended := [key for key in grant.end if isinstance(key, Replica)]:
+            calls = self.end(ended, replaced(one.spec.function, one.node.reconciler.drain_s), MIN_TEARDOWN_S)
+            self._note("end", "replaced", seen, workers=len(ended), calls=calls)
+        one.pool.park([key for key in grant.park if isinstance(key, Replica)], given=True)
+        wakes = [key for key in grant.wake if isinstance(key, Replica)]
+        self._sent(one.pool.wake(wakes, len(wakes)), seen.queued)
+        if grant.start:
+            self._start(len(grant.start), row, seen, grant.start)
+
+    def note_refused(self, limit: str, most: int, missing: int, seen: Seen) -> None:
+        """Record that a limit that revisions share keeps `missing` workers from starting."""
+        self._note("refuse", limit, seen, **{"workers": missing, limit: most})
+
+    def renew_standby(self) -> bool:
+        """End the standby, whose GPU memory workers need, or which had none to rehearse. Return False without a standby.
+
+        The next look forks another one.
+        """
+        if not self._one.pool.zygote.end_standby():
+            return False
+        self._one.node.reconciler.look_by(self._one.key, time.monotonic())
+        return True
+
+    # -- the life of the revision
+
+    async def open(self) -> WorkerSource:
+        """Launch the zygote for a deploy. Raise HandlerError or LauncherError."""
+        return await self._one.pool.zygote.open()
+
+    async def open_ahead(self, *, shared_only: bool) -> None:
+        """Launch the zygote. A failure is only logged.
+
+        If `shared_only`, launch only the processes that the zygote shares with zygotes of other revisions.
+        """
+        await self._one.pool.zygote.warm(shared_only=shared_only)
+
+    def end(self, replicas: Sequence[Replica], end: CallEnd, teardown_s: float) -> int:
+        """End workers and their invocations. Return the number of the invocations."""
+        calls = sum(self._one.revision.dispatcher.end_started(replica, end) for replica in replicas)
+        for replica in replicas:
+            replica.relieve(teardown_s)
+        return calls
+
+    async def close(self, drain: Drain) -> None:
+        """End all processes of a revision that retires."""
+        one = self._one
+        if drain.end is not None and (busy := [each for each in one.replicas if each.outstanding.calls]):
+            calls = self.end(busy, drain.end, drain.teardown_s)
+            one.function.decisions.note("end", "shutdown", workers=len(busy), calls=calls)
+        await one.pool.close(drain.teardown_s)
+
+    async def hold_adapter(self, replica: Replica, name: str) -> None:
+        """Have an adapter fetched that a worker needs, and tell the worker when it can be mapped."""
+        try:
+            held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
+        except PilotflameError as error:
+            self._one.logs.write("gateway", f"adapter {name[:80]} could not be fetched: {error}", "error")
+            held = error
+        if not replica.child.link.closed:
+            replica.tell_held(name, held)
+
+    def _note(self, action: str, cause: str, seen: Seen, **figures: float) -> None:
+        """Record a decision about the number of workers, with the figures behind it."""
+        load = seen.load
+        predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
+        self._one.function.decisions.note(
+            action, cause, **figures, queued=seen.queued, in_flight=seen.in_flight,
+            starting=seen.starting, ready=seen.ready, **predicted,
+        )  # fmt: skip

@@ -1,0 +1,212 @@
+"""Observes one revision, and computes its row, and its claim on the limits that revisions share."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from ...ground.settings.scale_spec import ScaleSpec
+from ...ground.telemetry.load_history import LoadState
+from ...ground.telemetry.rung_name import RungName
+from ..scaling.at_rest import Present, RestPlan, at_rest
+from ..scaling.claims import RevisionClaim, WorkerTier
+from ..scaling.desired_state import desired
+from ..scaling.eviction import waiting_per_byte
+from ..scaling.idle_period import QUIET_S
+from ..scaling.load import NEAR_LIMIT, sufficient_load
+from ..scaling.revision_state import Phase, RevisionState
+from ..scaling.seen import Seen
+from ..scaling.table import Proposal, Rank, Row
+from .bar import Bar
+from .demand import Demand
+from .gpu_places import node_processes
+from .holdings import Holdings
+from .idle_ladder import Stand
+from .prewarms import WarmHold, signal_of
+from .process_events import ProcessEvents
+from .revision_parts import RevisionParts
+
+# The plan's prewarm holds a worker for this time.
+PREDICTED_S = 1.0
+# The signals for which other functions make room. They also make room for callers.
+URGENT = ("refused", "warmup")
+# The drain of a revision has no limit of its own, so it must not depend on the last event alone: this often, it is looked at.
+DRAIN_LOOK_S = 10.0
+
+
+class Observed:
+    """The observations of one revision, and the row that follows from the latest ones."""
+
+    def __init__(self, one: RevisionParts, events: ProcessEvents, holdings: Holdings, bar: Bar) -> None:
+        self._one, self._events, self._holdings, self._bar = one, events, holdings, bar
+        self.demand = Demand(one.pool, one.revision)
+        self.row, self.seen = Row(0, 0), Seen(0, 0, 0, 0)
+        self.stand = Stand()
+        """The stand of the keep-alive plan at the last look."""
+        self.quiet_s = QUIET_S
+        """After this time without calls, the row may change, or an idle period begins."""
+
+    # -- the row
+
+    def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
+        """Return the present row, and the observations that it follows from. `arriving` invocations are about to be queued."""
+        spec, function = self._scale_spec(), self._one.function
+        hold = function.prewarms.holds.at(now_s)
+        seen = self.seen = self.demand.see(spec, now_s, arriving)
+        ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
+        row = desired(spec, seen, now_s, self._state(now_s), ahead)
+        rest = at_rest(self._one.phase, self._rest_plan(), seen, row.held, self._present(), now_s)
+        self.row = row._replace(rest=rest, again_s=min(row.again_s, rest.again_s))
+        self.quiet_s = min(QUIET_S, spec.scale_to_zero_s, spec.park_after_s)
+        # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
+        looks_first = function.ladder.idle or seen.parked
+        self._one.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
+        return self.row, seen
+
+    def desired(self) -> Row:
+        """Return the row of the last look, or a new row if the number of calls has changed without a look."""
+        one = self._one
+        if self.seen.unfinished != len(one.revision.dispatcher.queue) + one.replicas.in_flight:
+            self.decide(time.monotonic())
+        return self.row
+
+    def ahead(self, invocations: int) -> int:
+        """Return how many workers `invocations` invocations need. They run already, or are about to come."""
+        return self.demand.ahead(self._scale_spec(), invocations, time.monotonic())
+
+    def advance(self, now_s: float) -> float:
+        """Take the due steps of the budget and of the keep-alive plan. Return when the next step is due."""
+        one, account = self._one, self._one.function.account
+        if account.due_s <= now_s:
+            account.check()
+        # Refuse calls before the load is counted: refused calls are no load.
+        self._bar.update()
+        follow_at_s, self.stand = math.inf, Stand()
+        if one.function.ladder.drives(one):
+            follow_at_s, self.stand = self._follow_idling(now_s), self._take_stand(now_s)
+            one.revision.follows_until_s = one.function.ladder.follows_until_s
+        drains_s = now_s + DRAIN_LOOK_S if one.phase is Phase.RETIRING else math.inf
+        return min(self.stand.again_s, follow_at_s, account.due_s, one.pool.zygote.relaunch_at_s, drains_s)
+
+    def _follow_idling(self, now_s: float) -> float:
+        """Tell the ladder whether there is work. Return when to tell it again."""
+        one, ladder = self._one, self._one.function.ladder
+        if one.starts.breaker.failures and not (one.replicas.ready or one.replicas.parked):
+            ladder.interrupt()
+            return math.inf
+        load = len(one.revision.dispatcher.queue) + one.replicas.in_flight
+        if load:
+            return ladder.follow(now_s, load, None)
+        workers = one.replicas.ready + one.replicas.parked
+        return ladder.follow(now_s, load, max((each.idle_since_s for each in workers), default=None))
+
+    def _take_stand(self, now_s: float) -> Stand:
+        """Return the rung that the plan holds now. If the plan climbs to READY, ask for a worker."""
+        stand = self._one.function.ladder.stand(now_s)
+        if stand.climbs and stand.rung is RungName.READY:
+            # Once the worker is ready, the plan keeps it.
+            self._one.function.prewarms.holds.add(WarmHold(1, now_s + PREDICTED_S, "predicted"))
+        return stand
+
+    def _state(self, now_s: float) -> RevisionState:
+        """Return the state that bounds the revision's workers, whatever its load is."""
+        one, breaker = self._one, self._one.starts.breaker
+        return RevisionState(
+            one.phase, one.rollover, one.function.stopped, breaker.failures,
+            breaker.backoff_until_s, open=breaker.open(now_s), begun=self._has_begun(), unexplained=self._events.unexplained > 0,
+        )  # fmt: skip
+
+    def _rest_plan(self) -> RestPlan:
+        stand, one = self.stand, self._one
+        keeps = stand.keeps_zygote and not one.function.paused and one.pool.zygote.stays
+        climbs = stand.climbs and stand.rung is RungName.ZYGOTE
+        return RestPlan(keeps, climbs, stand.rung is RungName.LOCAL)
+
+    def _present(self) -> Present:
+        pool, zygote = self._one.pool, self._one.pool.zygote
+        return Present(
+            self._one.replicas.held, pool.ending, zygote.lacks_standby, zygote.standby_due_s, zygote.relaunch_at_s
+        )  # fmt: skip
+
+    def _has_begun(self) -> bool:
+        """Return True if the revision retires, and no accepted invocation waits for its start."""
+        one = self._one
+        if one.phase is not Phase.RETIRING or len(one.revision.dispatcher.queue):
+            return False
+        return all(each.outstanding.running() >= each.outstanding.calls.keys() for each in one.replicas)
+
+    @property
+    def unfinished(self) -> bool:
+        """True if accepted invocations have not ended."""
+        dispatcher = self._one.revision.dispatcher
+        waiting = len(dispatcher.queue) or dispatcher.aside or self._events.unrecovered
+        return bool(waiting or self._one.replicas.in_flight)
+
+    def _scale_spec(self) -> ScaleSpec:
+        """Return the owner's limits, with the concurrency of the ready workers if that is higher."""
+        one, concurrency = self._one, self._one.revision.policy.scale.concurrency
+        ready, spec = one.replicas.ready, one.revision.policy.scale
+        windows = [replica.window for replica in ready if replica.prefetches]
+        slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
+        if windows:
+            # Prefetched invocations wait at the worker, so the worker may run fewer invocations than it holds.
+            concurrency = max(concurrency, math.ceil(min(windows) / NEAR_LIMIT))
+        elif slots:
+            concurrency = max(concurrency, min(slots))
+        ladder, zero_s = one.function.ladder, spec.scale_to_zero_s
+        if not self.stand.keeps_worker:
+            zero_s = 0.0
+        elif ladder.plans and ladder.drives(one):
+            # The plan decides when the last worker ends.
+            zero_s = math.inf
+        if (concurrency, zero_s) == (spec.concurrency, spec.scale_to_zero_s):
+            return spec
+        return replace(spec, concurrency=concurrency, scale_to_zero_s=zero_s)
+
+    def note_load(self, now_s: float) -> None:
+        """Record the present load in the history of the function. The load of a retiring revision is left out."""
+        one = self._one
+        if one.phase is not Phase.RETIRING:
+            replicas, waiting = one.replicas, len(one.revision.dispatcher.queue)
+            state = LoadState(
+                waiting, replicas.in_flight, replicas.starting, len(replicas.ready), self._holdings.stands_on
+            )
+            one.function.load.note(now_s, state)
+
+    # -- what revisions share
+
+    @property
+    def urgent(self) -> bool:
+        """True if other revisions make room for this one: callers, a deploy or an urgent signal wait for a worker."""
+        hold = self._one.function.prewarms.holds.at(time.monotonic())
+        asked = hold is not None and signal_of(hold.cause) in URGENT
+        return len(self._one.revision.dispatcher.queue) > 0 or asked or self._one.phase is Phase.PROVING
+
+    def fits_gpus(self, workers: int) -> bool:
+        """Return True if the GPUs have room for this number of additional workers that are awake."""
+        return self._one.node.gpus.fits(self._one, self._one.replicas.parked, workers)
+
+    def claim(self, waiting_since_s: float) -> RevisionClaim:
+        """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
+        row, one, replicas = self.desired(), self._one, self._one.replicas
+        wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
+        first_s = min(
+            (each.activation.ready_s for each in replicas.ready + replicas.parked), default=math.inf
+        )
+        places = one.node.gpus.of_owner(one) if one.gpu_need is not None else []
+        processes = tuple(node_processes(replicas, one.pool.forking, places))
+        return RevisionClaim(
+            one.key, one.spec.function, one.owner, wants, row.awake, row.held, processes, one.gpu_need,
+            waiting_since_s, first_s, self._cost, one.phase is Phase.RETIRING,
+        )  # fmt: skip
+
+    def _cost(self, freed_bytes: float) -> float:
+        ladder = self._one.function.ladder
+        below = ladder.below(RungName.READY)[0]
+        return waiting_per_byte(ladder.step_down(self._one.spec.function, RungName.READY, below, freed_bytes))
+
+
+_TIERS = {
+    Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
+}  # fmt: skip
