@@ -1,7 +1,7 @@
 """Check one room while you work on it: lint, types, the facts of the whole tree, and the tests that mirror it, in about a minute.
 
     python infra/check_room.py runtime/front/api            # make check ROOM=runtime/front/api
-    python infra/check_room.py runtime/front/api/guard.py   # a file and its test
+    python infra/check_room.py runtime/front/http/guard.py   # a file and its test
 
 The installed package gets the changed files as they are; no wheel is built. Failures are named as they occur. The slowest tests
 are left out if all take longer than --seconds; `make test` runs all. Exit code 1 if something is wrong.

@@ -1,5 +1,6 @@
 """Serves HTTP: a request comes in.
 
-`http` has what all routes share, `api` the routes of pilotflame and the guard before every route, `pages` the console, and `generation` calls
-language models for plugins. Enter at `api/invoke.py`, where a request becomes an invocation, or at `http/routes.py`, the rows of the route table.
+`http` has what all routes share and the steps that each request passes, `api` the routes of pilotflame, `pages` the console, and `generation`
+calls language models for plugins. Enter at `api/invoke.py`, where a request becomes an invocation, or at `http/routes.py`, the rows of the
+route table.
 """

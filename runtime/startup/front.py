@@ -14,13 +14,12 @@ from ..front.api.access import AccessControl
 from ..front.api.admin import Admin
 from ..front.api.backend import Backend
 from ..front.api.deploys import Deploys
-from ..front.api.fast_path import FastPath
-from ..front.api.guard import Guard
 from ..front.api.history import HistoryApi
 from ..front.api.invoke import Gateway
 from ..front.api.jobs import JobsApi
 from ..front.api.logs import LogsApi
 from ..front.api.openapi import OpenApi
+from ..front.api.plain_calls import PlainCalls
 from ..front.api.plugin import ApiPlugin, Plugins
 from ..front.api.revisions import RevisionsApi
 from ..front.api.server import HttpServer, http_server
@@ -30,14 +29,16 @@ from ..front.api.warmup import WarmupApi
 from ..front.api.webhooks import WebhooksApi
 from ..front.http.access_log import AccessLog
 from ..front.http.audit import Audit
+from ..front.http.chain import Chain
 from ..front.http.cross_origin import CrossOrigin
 from ..front.http.endless_answers import EndlessAnswers
+from ..front.http.guard import Guard
 from ..front.http.host_names import HostNames
 from ..front.http.large_answers import LargeAnswers
 from ..front.http.open_connections import OpenConnections, most_connections
 from ..front.http.origins import Origins
 from ..front.http.page_isolation import PageIsolation
-from ..front.http.responses import ErrorResponses, compressed
+from ..front.http.responses import ErrorResponses
 from ..front.http.routes import Route, error_formats, joined
 from ..front.pages.console import Console
 from ..front.pages.docs_page import DocsPage
@@ -172,7 +173,6 @@ def _guard(
         names=lambda: [live.record.function for live in functions.all()], check_owner=functions.check_owner,
         anybody=ANYBODY if standalone is None else standalone.caller,
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes,
-        on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     return guard, cors
@@ -198,22 +198,21 @@ def _server(
     connections: OpenConnections, guard: Guard, cors: CrossOrigin, audit: Audit, standalone: Standalone | None,
     hosts: HostNames,
 ) -> contextlib.AbstractAsyncContextManager[HttpServer]:  # fmt: skip
-    """Return the HTTP server. A request passes the middlewares in their order, or the fast path alone."""
+    """Return the HTTP server."""
     settings, functions, certificate = parts.settings, parts.node.functions, parts.address.certificate
-    requests = AccessLog(parts.state.logs.channel(ACCESS)) if settings.access_log else None
-    # Where one function is served alone, its code and the gateway have the same owner.
-    on_prepare = [cors.on_prepare, *([PageIsolation(hosts).on_prepare] if standalone is None else [])]
-    middlewares = [
-        *([standalone.name_function] if standalone is not None else []),
-        *([requests.middleware] if requests is not None else []),
-        cors.middleware, compressed, ErrorResponses(error_formats(routes), functions.owns).middleware, guard.middleware, audit.middleware,
-        *([standalone.hold] if standalone is not None else []),
-    ]  # fmt: skip
-    fast = FastPath(
-        gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests,
-        parts.alone.name if parts.alone is not None else "", hosts.claims, plugins.takers,
+    chain = Chain(
+        guard, ErrorResponses(error_formats(routes), functions.owns), cors, audit, LargeAnswers(settings.body_timeout_s),
+        on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
+        # Where one function is served alone, its code and the gateway have the same owner.
+        isolation=PageIsolation(hosts) if standalone is None else None,
+        access=AccessLog(parts.state.logs.channel(ACCESS)) if settings.access_log else None,
+        standalone=standalone,
+    )  # fmt: skip
+    plain = PlainCalls(
+        chain, gateway, functions.live, functions.tasks, routes, parts.alone.name if parts.alone is not None else "", hosts.claims,
+        plugins.plain,
     )  # fmt: skip
     return http_server(
-        [parts.address.socket, control.sock], routes, middlewares, fast, settings.header_timeout_s,
-        connections, functions.tasks, on_prepare, certificate.context if certificate is not None else None, hosts,
+        [parts.address.socket, control.sock], routes, plain, settings.header_timeout_s,
+        connections, functions.tasks, certificate.context if certificate is not None else None, hosts,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Serves HTTP: pilotflame's own routes, and the steps around every request, for example the guard.
+"""Serves HTTP: pilotflame's own routes.
 
 Start reading at `invoke.py`, which serves `POST /invoke/{function}`, or at `http/routes.py`, which defines the rows of
 the route table. This package turns HTTP requests into invocations and jobs. Other packages hold the functions, jobs and

@@ -18,6 +18,7 @@ from ...calls.serving.response_cache import CachedCall
 from ...calls.serving.revision import Revision
 from ...ground.access.keys import Caller, Scope
 from ..http.event_stream import EVENTS, LAST_EVENT_S, EventStream
+from ..http.guard import counted
 from ..http.parsed_bodies import parsed
 from ..http.requests import (
     Headers,
@@ -39,7 +40,6 @@ from ..http.requests import (
 from ..http.responses import Response, error_reply, invocation_headers, json_response
 from ..http.routes import INVOKE_PATH, Parameter, Route, header
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend, job_path
-from .guard import counted
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0

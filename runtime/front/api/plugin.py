@@ -21,12 +21,12 @@ from ...node.functions.status import FunctionStatus
 from ..http.audit import Audit
 from ..http.call_group import CallGroup
 from ..http.event_stream import LAST_EVENT_S
+from ..http.guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from ..http.parsed_bodies import parsed
 from ..http.requests import Headers, dump_json, load_json, load_output, timeout_of
 from ..http.routes import Route, based
 from ..http.tls import Certificate
 from .backend import Backend
-from .guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from .invoke import Gateway
 
 
@@ -75,8 +75,8 @@ class ApiPlugin:
     """True if the paths without the prefix exist in any case, except paths that another plugin has."""
     host_prefix: ClassVar[str] = ""
     """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
-    fast: ClassVar[str | tuple[str, ...]] = ""
-    """The beginnings of the paths of plain requests that the plugin serves as a `FastTaker` (`fast_path.py`); "" for none."""
+    plain_paths: ClassVar[str | tuple[str, ...]] = ""
+    """The beginnings of the paths of plain calls that the plugin serves as a `PlainApi` (`plain_calls.py`); "" for none."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -267,9 +267,9 @@ class Plugins:
         return found
 
     @property
-    def takers(self) -> dict[str | tuple[str, ...], Any]:
-        """The plugins with a fast path, by the beginnings of its paths."""
-        return {plugin.fast: plugin for plugin in self.all if plugin.fast}
+    def plain(self) -> dict[str | tuple[str, ...], Any]:
+        """The plugins that serve plain calls, by the beginnings of their paths."""
+        return {plugin.plain_paths: plugin for plugin in self.all if plugin.plain_paths}
 
     @property
     def root(self) -> dict[str, str]:

@@ -17,7 +17,6 @@ from ...ground.access.keys import Caller, Scope
 from ...ground.settings.function_settings import FunctionSettings
 from ...node.functions.registry import Functions
 from ..http.requests import seconds
-from ..http.responses import Handler
 from ..http.routes import INVOKE_PATH, Route
 from .invoke import HOLD, MAX_HOLD_S
 
@@ -78,21 +77,17 @@ class Standalone:
             await asyncio.wait([self._deploying])
         self._live.set()
 
-    @web.middleware
-    async def name_function(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def name_function(self, request: web.Request) -> None:
         """Add the function to the variables of the path, for the guard and the handler of `POST /`."""
         if request.path == ROOT and request.method == "POST":
             request.match_info["function"] = self.name
-        return await handler(request)
 
-    @web.middleware
-    async def hold(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let a call wait for the first deploy, at most as long as it may wait for a worker."""
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else ""
+    async def hold(self, request: web.Request, path: str) -> None:
+        """Let a call wait for the first deploy, at most as long as it may wait for a worker. Raise ActivationTimeout,
+        QueueFull or GatewayError.
+        """
         if not self._live.is_set() and (request.method, path) in self._calls:
             await self._wait(seconds(request.headers, HOLD, self._hold_s, MAX_HOLD_S))
-        return await handler(request)
 
     async def _wait(self, most_s: float) -> None:
         """Wait for the first deploy. Raise ActivationTimeout, or QueueFull if too many requests wait."""

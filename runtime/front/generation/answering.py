@@ -14,10 +14,10 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.language_model.contract import Delta, GenerationRequest
 from ...node.functions.live import Live
 from ..api.backend import Backend
-from ..api.guard import count_calls
 from ..api.invoke import Gateway
 from ..http.call_group import CallGroup
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
+from ..http.guard import count_calls
 from ..http.incoming_bodies import INCOMING
 from ..http.requests import caller_of, timeout_of
 from .deltas import Deltas

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
-from aiohttp import web
-
-from ....errors import Cancelled
 from ...ground.telemetry.logs import LogChannel
-from .requests import REQUEST_ID_HEADER, caller_of
-from .responses import Handler
 
 UNKNOWN = "-"
 
@@ -40,24 +34,3 @@ class AccessLog:
             f"{method} {path} {status} {took_ms:.1f} ms key={owner or UNKNOWN} function={function or UNKNOWN}"
         )
         self._channel.write("access", text, "info", request_id=request_id)
-
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        begun_s, status, request_id = time.monotonic(), 500, ""
-        try:
-            response = await handler(request)
-            status, request_id = response.status, response.headers.get(REQUEST_ID_HEADER, "")
-        except web.HTTPException as error:
-            status = error.status
-            raise
-        except (asyncio.CancelledError, ConnectionError):
-            status = Cancelled.status
-            raise
-        finally:
-            resource = request.match_info.route.resource
-            self.write(
-                request.method[:32], resource.canonical if resource is not None else UNKNOWN, status, begun_s,
-                owner=caller_of(request).owner, function=request.match_info.get("function", "")[:64],
-                request_id=request_id,
-            )  # fmt: skip
-        return response

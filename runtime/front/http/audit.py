@@ -30,11 +30,9 @@ class Audit:
             if route.method not in _READS and not route.reads and route.scope in _SCOPES
         }
 
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        action = self._actions.get((request.method, resource.canonical)) if resource is not None else None
-        if action is None:
+    async def audited(self, request: web.Request, path: str, handler: Handler) -> web.StreamResponse:
+        """Return the response of a handler, and log the request if its route has a row. `path` is the registered path."""
+        if (action := self._actions.get((request.method, path))) is None:
             return await handler(request)
         outcome = "broke off"
         try:

@@ -25,7 +25,6 @@ from ...ground.settings.function_settings import Cors
 from ...node.functions.registry import Functions
 from .host_names import HostNames
 from .requests import Headers
-from .responses import Handler
 from .routes import Route
 
 EVERY = "*"
@@ -97,17 +96,19 @@ class CrossOrigin:
         own = "Call http://localhost:PORT, or send an API key (pilotflame keys create NAME --scope admin)."
         return Forbidden(f"Without API keys this gateway {what}.", remedy=f"{own} {remedy}")
 
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer preflights, with which a browser asks, without an API key, whether a page may send a request."""
+    async def preflight(self, request: web.Request) -> web.Response | None:
+        """Answer a preflight, with which a browser asks, without an API key, whether a page may send a request.
+
+        Return None for any other request, and for a page that may not.
+        """
         origin = request.headers.get(hdrs.ORIGIN)
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD, "")[:MAX_METHOD_CHARS]
         if request.method != hdrs.METH_OPTIONS or origin is None or not method:
-            return await handler(request)
+            return None
         match = await request.app.router.resolve(request.clone(method=method))
         settings = self._settings(origin, *_route(match))
         if settings is None:
-            return await handler(request)
+            return None
         wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers: dict[str, str] = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: method,
@@ -119,7 +120,7 @@ class CrossOrigin:
             headers[_PRIVATE_NETWORK.format("Allow")] = "true"
         return web.Response(status=204, headers=headers | _allow(origin, settings))
 
-    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+    def complete(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers without which a browser hides the response from the page."""
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or hdrs.ACCESS_CONTROL_ALLOW_ORIGIN in response.headers:

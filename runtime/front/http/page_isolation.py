@@ -34,7 +34,8 @@ class PageIsolation:
     def __init__(self, hosts: HostNames) -> None:
         self._hosts = hosts
 
-    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+    def complete(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Complete the headers of a response before they are sent."""
         if isinstance(response, OwnPage):
             return
         alone, headers = self._hosts.function_of(request.headers) is not None, response.headers
@@ -47,7 +48,7 @@ class PageIsolation:
         if not all(map(stay, cookies)):
             del headers[hdrs.SET_COOKIE]
             headers.extend([(hdrs.SET_COOKIE, cookie) for cookie in filter(stay, cookies)])
-        # Only programs, and so also all callers of the fast path, send other requests without Origin.
+        # Only programs, and so also all callers of plain calls, send other requests without Origin.
         if not alone and (
             request.method in (hdrs.METH_GET, hdrs.METH_HEAD) or hdrs.ORIGIN in request.headers
         ):

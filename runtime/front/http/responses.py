@@ -7,7 +7,7 @@ import importlib
 import math
 import sys
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, NamedTuple, NotRequired
 
@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 from ...._version import __version__
 from ....errors import (
     CallEnded,
-    HeadersTooLarge,
     MalformedRequest,
     MethodNotAllowed,
     PilotflameError,
@@ -31,9 +30,7 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.negotiation import weigh
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keys import Caller, Scope
-from .header_limit import check_headers
-from .incoming_bodies import INCOMING
-from .requests import Headers, awaits_continue, caller_of, id_of
+from .requests import Headers, awaits_continue
 from .sliced_body import SlicedBody
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
@@ -52,6 +49,8 @@ _GZIP_BITS = zlib.MAX_WBITS | 16
 _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+InTurn = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+"""Runs work in a thread, in the turn of a caller."""
 Timestamp = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 
 
@@ -73,7 +72,7 @@ class ErrorBody(TypedDict):
 
 
 class Response(NamedTuple):
-    """A complete response. aiohttp sends the result of `response`; the fast path sends bytes."""
+    """A complete response. aiohttp sends the result of `response`; `transport.py` sends bytes."""
 
     status: int
     headers: dict[str, str]
@@ -155,7 +154,7 @@ def invocation_headers(invocation: Invocation) -> dict[str, str]:
 
 
 class ErrorResponses:
-    """A middleware that turns typed errors, unknown paths and wrong methods into error responses."""
+    """Turns errors into responses, in the form that the caller of a path expects."""
 
     def __init__(self, formats: Mapping[str, ErrorFormat], owns: Callable[[Caller, str], bool]) -> None:
         """`formats` maps beginnings of paths, or whole paths of routes, to their error format. All other paths use `error_reply`.
@@ -164,44 +163,32 @@ class ErrorResponses:
         """
         self._formats, self._owns = formats, owns
 
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            check_version(request)
-            check_headers(request)
-            return await handler(request)
-        except PilotflameError as error:
-            return self._response(request, error)
-        except web.HTTPMethodNotAllowed as error:
-            allowed = error.headers[hdrs.ALLOW]
-            message = f"{request.path[:128]!r} does not take {request.method[:32]!r}."
-            response = self._response(request, MethodNotAllowed(message, remedy=f"It takes {allowed}."))
-            response.headers[hdrs.ALLOW] = allowed
-            return response
-        except web.HTTPNotFound:
-            message = f"There is nothing at {request.path[:128]!r}."
-            return self._response(request, UnknownRoute(message, remedy="/openapi.json lists the routes."))
-
-    def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else ""
-        exact = [form for key, form in self._formats.items() if key == path]
-        formats = exact + [form for key, form in self._formats.items() if request.path.startswith(key)]
-        if not formats and error.private and self._shows_private(request):
-            error_format: ErrorFormat = functools.partial(error_reply, private=True)
+    def response(
+        self, error: PilotflameError, request_id: str, target: str, path: str, caller: Caller, function: str | None
+    ) -> Response:  # fmt: skip
+        """Return the response for an error. `target` is the path as the caller sent it, and `path` the registered one."""
+        formats = [form for key, form in self._formats.items() if key == path]
+        formats += [form for key, form in self._formats.items() if target.startswith(key)]
+        if not formats and error.private and self._shows_private(caller, function):
+            response = error_reply(error, request_id, private=True)
         else:
-            error_format = [*formats, error_reply][0]
-        response = error_format(error, id_of(request)).response()
-        if isinstance(error, HeadersTooLarge):
-            response.force_close()
+            response = [*formats, error_reply][0](error, request_id)
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
 
-    def _shows_private(self, request: web.Request) -> bool:
-        caller, function = caller_of(request), request.match_info.get("function")
+    def _shows_private(self, caller: Caller, function: str | None) -> bool:
         # Only a deploy names no function in its path. Its caller has sent the code, and so may see the traceback.
         return caller.has(Scope.DEPLOY) if function is None else self._owns(caller, function)
+
+
+def not_routed(request: web.Request, error: web.HTTPException) -> PilotflameError:
+    """Return the typed error for a request that aiohttp has refused, because its path or method is unknown."""
+    target = f"{request.path[:128]!r}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        remedy = f"It takes {error.headers[hdrs.ALLOW]}."
+        return MethodNotAllowed(f"{target} does not take {request.method[:32]!r}.", remedy=remedy)
+    return UnknownRoute(f"There is nothing at {target}.", remedy="/openapi.json lists the routes.")
 
 
 def check_version(request: web.Request) -> None:
@@ -211,7 +198,7 @@ def check_version(request: web.Request) -> None:
         raise MalformedRequest(f"This is HTTP/{version}.", remedy="Send HTTP/1.1 or HTTP/1.0.")
 
 
-async def complete_headers(request: web.Request, response: web.StreamResponse) -> None:
+def complete_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Name the server. Remove the Content-Type that aiohttp adds to a response without a body."""
     # A function may have set another name.
     if response.headers.get(hdrs.SERVER) in (None, SERVER_SOFTWARE):
@@ -224,19 +211,18 @@ async def complete_headers(request: web.Request, response: web.StreamResponse) -
         response.headers.popall(hdrs.CONTENT_TYPE, None)
 
 
-@web.middleware
-async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Compress bodies. aiohttp's own compression supports neither zstd nor the quality values of Accept-Encoding."""
-    response = await handler(request)
-    body = response.body if isinstance(response, web.Response) else None
-    if not isinstance(response, web.Response) or not isinstance(body, bytes | SlicedBody):
-        return response
-    if "Content-Encoding" not in response.headers and pays(body, response.content_type):
-        response.headers["Vary"] = "Accept-Encoding"
-        if coding := choose_coding(request.headers.get("Accept-Encoding", "")):
-            response.body = await compress(request, body, coding)
-            response.headers["Content-Encoding"] = coding
-    return response
+def name_coding(
+    sent: Headers, headers: MutableMapping[str, str], media_type: str, body: bytes | SlicedBody
+) -> str:
+    """Choose how the body of a response is compressed, and tell it in the headers of the response. Return what
+    `choose_coding` returns. aiohttp's own compression supports neither zstd nor the quality values of Accept-Encoding.
+    """  # fmt: skip
+    if not pays(body, media_type) or "Content-Encoding" in headers:
+        return ""
+    headers["Vary"] = "Accept-Encoding"
+    if coding := choose_coding(sent.get(hdrs.ACCEPT_ENCODING, "")):
+        headers["Content-Encoding"] = coding
+    return coding
 
 
 def choose_coding(accept_encoding: str) -> str:
@@ -252,13 +238,12 @@ def choose_coding(accept_encoding: str) -> str:
     return "zstd" if zstd_quality == best else "gzip"
 
 
-async def compress(request: web.Request, body: bytes | SlicedBody, coding: str) -> bytes:
-    """Return the compressed body of the response to a request. A large one is compressed in a thread, in the turn of its caller."""
+async def compress(body: bytes | SlicedBody, coding: str, in_turn: InTurn) -> bytes:
+    """Return the compressed body of a response. A large one is compressed in a thread, `in_turn` of its caller."""
     parts = body.parts if isinstance(body, SlicedBody) else [body]
     if isinstance(body, bytes) and len(body) <= MAX_ON_LOOP_BYTES:
         return compress_now(parts, coding)
-    work = functools.partial(compress_now, parts, coding)
-    return await request.app[INCOMING].in_turn(caller_of(request).owner, work)
+    return await in_turn(functools.partial(compress_now, parts, coding))
 
 
 def compress_now(parts: Sequence[bytes], coding: str) -> bytes:

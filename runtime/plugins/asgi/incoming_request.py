@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from ...front.api.guard import KEY_HEADERS
+from ...front.http.guard import KEY_HEADERS
 from ...front.http.origins import Origins
 from ...ground.access.control_socket import CONTROL_KEY
 from .messages import Header

@@ -14,10 +14,10 @@ from aiohttp import web
 from ....errors import EventInvalid, OutputInvalid, PilotflameError, UnsupportedMedia
 from ....handlers.codec import JSON_TYPE
 from ...front.api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
-from ...front.api.guard import count_calls
 from ...front.api.invoke import Gateway
 from ...front.api.plugin import ApiPlugin
 from ...front.http.call_group import CallGroup
+from ...front.http.guard import count_calls
 from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import caller_of, preferences_of, request_id_of, traceparent_of
 from ...front.http.responses import error_reply, json_response

@@ -32,8 +32,8 @@ from ....errors import (
     PilotflameError,
 )
 from ...front.api.backend import Backend
-from ...front.api.guard import Admitted
 from ...front.api.plugin import Entrance
+from ...front.http.guard import Admitted
 from ...front.http.large_answers import MAX_BYTES
 from ...front.http.responses import retry_headers
 from ...front.http.tls import Certificate

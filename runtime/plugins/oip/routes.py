@@ -13,10 +13,9 @@ from aiohttp import web
 from ....errors import BadInput, PilotflameError
 from ....snapshot.extras import needs
 from ...front.api.backend import Backend
-from ...front.api.fast_path import FastCall, FastRequest
 from ...front.api.plugin import ApiPlugin, Entrance
 from ...front.http.parsed_bodies import parsed
-from ...front.http.requests import CALLS, caller_of, load_json, read_body, request_id_of
+from ...front.http.requests import CALLS, Headers, caller_of, load_json, read_body, request_id_of
 from ...front.http.responses import MAX_ON_LOOP_BYTES, json_response
 from ...front.http.routes import Route
 from ...ground.access.keys import Scope
@@ -37,7 +36,7 @@ class OipApi(ApiPlugin):
 
     base: ClassVar = "/oip"
     always_bare: ClassVar = True
-    fast: ClassVar = ("/v2/models/", "/oip/v2/models/")
+    plain_paths: ClassVar = ("/v2/models/", "/oip/v2/models/")
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -179,29 +178,16 @@ class OipApi(ApiPlugin):
             raise BadInput("The body is no JSON object.")
         return found
 
-    # -- the fast path
+    # -- plain calls
 
-    fast_route: ClassVar = ("POST", f"{MODEL}/infer")
+    plain_path: ClassVar = f"{MODEL}/infer"
 
-    def take(self, call: FastCall) -> FastRequest | None:
-        """Serve a plain request for inference. Return None if aiohttp must handle it."""
-        name, slash, verb = call.message.path.rpartition("/v2/models/")[2].partition("/")
-        headers = call.message.headers
-        if call.message.method != "POST" or (slash, verb) != ("/", "infer"):
+    def plain(self, path: str, headers: Headers, length: int) -> tuple[InferCall, str] | None:
+        """Return what answers a plain request for inference. Return None, or raise PilotflameError, if aiohttp must read it."""
+        name, slash, verb = path.rpartition("/v2/models/")[2].partition("/")
+        if (slash, verb) != ("/", "infer") or json_bytes(headers, length) > MAX_ON_LOOP_BYTES:
             return None
-        try:
-            if json_bytes(headers, call.payload.total_bytes) > MAX_ON_LOOP_BYTES:
-                return None
-            name = unquote(name)
-            model = self._repository.models.find(name, lambda _function: None)
-            infer = InferCall(self.backend, self._repository.statistics, model, name)
-            if call.payload.total_bytes > self.backend.body_limit(model.live.revision):
-                return None
-            admitted = call.admit(infer.function)
-        except PilotflameError:
-            return None
-        request = FastRequest(
-            call.path, model.live.revision, admitted, call.send, call.received_s, infer, self.fast_route
-        )
-        request.begin(headers, call.payload.read_nowait())
-        return request
+        name = unquote(name)
+        model = self._repository.models.find(name, lambda _function: None)
+        infer = InferCall(self.backend, self._repository.statistics, model, name)
+        return None if length > self.backend.body_limit(model.live.revision) else (infer, infer.function)

@@ -11,9 +11,9 @@ from aiohttp import web
 from ....errors import NotSupported, UnknownFunction
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...front.api.backend import Backend
-from ...front.api.guard import KEY_HEADERS
 from ...front.api.invoke import Gateway
 from ...front.api.plugin import BARE, ApiPlugin
+from ...front.http.guard import KEY_HEADERS
 from ...front.http.requests import content_type_of, id_of, media_type_of
 from ...front.http.responses import json_response
 from ...front.http.routes import Parameter, Route

@@ -18,9 +18,9 @@ import pytest
 import trustme
 from live import events, gateway_here, until
 from pilotflame.errors import GatewayError, SettingsError
-from pilotflame.runtime.front.api.fast_path import FastPath
 from pilotflame.runtime.front.http import tls
 from pilotflame.runtime.front.http.tls import Certificate
+from pilotflame.runtime.front.http.transport import PlainConnection
 from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings, read_gateway_settings
 
 ECHO = "def handler(event):\n    return event"
@@ -104,14 +104,13 @@ def first_in(chain: Path) -> bytes:
 
 async def test_all_paths_over_https(state: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
-    take = FastPath.take
+    read = PlainConnection._read
 
-    def watched(*given: object) -> object:
-        request = take(*given)  # type: ignore[arg-type]
-        taken.append(request is not None)
-        return request
+    def watched(*given: Any) -> bool:
+        taken.append(read(*given))
+        return taken[-1]
 
-    monkeypatch.setattr(FastPath, "take", watched)
+    monkeypatch.setattr(PlainConnection, "_read", watched)
     async with gateway_here(state, **files.settings) as gateway:
         assert gateway.url.startswith("https://")
         async with httpx.AsyncClient(base_url=gateway.url, verify=files.trust) as client:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from live import TRUSTED, Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
-from pilotflame.runtime.front.api.guard import token_in
+from pilotflame.runtime.front.http.guard import token_in
 from pilotflame.runtime.ground.access.control_socket import CONTROL_KEY
 from pilotflame.runtime.ground.access.keyring import USE_GRAIN_S
 from pilotflame.runtime.node.packaging.code import pack
@@ -401,7 +401,6 @@ async def statuses(gateway: Gateway, key: dict[str, Any], *headers: str) -> list
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="A refused plain call passes the guard twice.")
 @pytest.mark.parametrize(
     ("refused", "status"), [({"scopes": ["deploy"]}, 403), ({"functions": ["theirs"]}, 404)], ids=str
 )
@@ -588,7 +587,7 @@ async def test_tracebacks_reach_owners_and_the_log_but_no_caller(gateway: Gatewa
         await invoke.post(as_cog, json={"input": 1}),
         await invoke.post("/v2/raises/runsync", json={"input": 1}),
         await narrow.post("/invoke/breaks", json=1),
-        # Not on the fast path.
+        # Not a plain call.
         await invoke.post("/invoke/raises", json=1, headers={"Prefer": "handling=lenient"}),
     ]
     job = (await invoke.post("/v2/raises/run", json={"input": 1})).json()["id"]

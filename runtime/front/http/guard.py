@@ -28,7 +28,6 @@ from ....errors import (
     GatewayError,
     Overloaded,
     PilotflameError,
-    QuotaExceeded,
     Unauthorized,
     UnknownFunction,
 )
@@ -36,14 +35,13 @@ from ...ground.access.aws_signature import SCHEME, Signature, SignedRequest, par
 from ...ground.access.control_socket import CONTROL_KEY, ControlSocket
 from ...ground.access.keyring import Held, Keyring, Meter, check_quota
 from ...ground.access.keys import ANYBODY, Caller, Scope
-from ..http.connection import ClientConnection
-from ..http.cross_origin import CrossOrigin
-from ..http.incoming_bodies import INCOMING
-from ..http.open_connections import OpenConnections
-from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_sent
-from ..http.responses import MAX_ON_LOOP_BYTES, Handler
-from ..http.routes import Route, scopes_by_route
-from ..http.unverified_bodies import PlaceLost, UnverifiedBodies
+from .cross_origin import CrossOrigin
+from .incoming_bodies import INCOMING
+from .open_connections import OpenConnections
+from .requests import BODY, GATEWAY_REMEDY, Headers, read_sent
+from .responses import MAX_ON_LOOP_BYTES
+from .routes import Route, scopes_by_route
+from .unverified_bodies import PlaceLost, UnverifiedBodies
 
 if TYPE_CHECKING:
     from ...ground.access.issuers import Issuers
@@ -57,7 +55,7 @@ RETRY_S = 1.0
 _JSON_WEB_TOKEN = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Admitted:
     """The caller of an admitted request. The request counts as running in the key's quota until `leave`."""
 
@@ -99,15 +97,14 @@ class Guard:
 
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
-        cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
+        cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, max_body_bytes: int, body_timeout_s: float,
         names: Callable[[], Iterable[str]] = tuple, check_owner: Callable[[Caller, str], None] = lambda _caller, _function: None, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
         no key exists.
 
         While requests need no key, their caller is `anybody`. This caller may use the routes (method and path) in
-        `open_to_anybody`, whatever scope these routes require. If a request exceeds its key's quota, the guard calls
-        `on_quota` with the function and the error. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
+        `open_to_anybody`, whatever scope these routes require. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
         requests, which the guard reads. `names` returns the names of all functions. `check_owner(caller, function)` raises
         Forbidden if the caller may not change the function.
         """
@@ -122,7 +119,7 @@ class Guard:
         self._issuers: Issuers | None = None
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
-        self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
+        self._open_to_anybody = open_to_anybody
         self._names, self._check_owner = names, check_owner
 
     @property
@@ -130,33 +127,30 @@ class Guard:
         """True if requests need an API key."""
         return self._required or self._keyring.exists
 
-    @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else ""
-        if (request.method, path) in self._public:
-            return await handler(request)
+    def rule(self, method: str, path: str) -> tuple[str, str] | None:
+        """Return the row (method, path) by which requests to a registered path are admitted; None if it is public."""
+        if (method, path) in self._public:
+            return None
         # A row with "*" serves all methods.
-        method = "*" if ("*", path) in self._scopes else request.method
-        function = request.match_info.get("function")
-        try:
-            signer = await self._find_signer(request) if path in self._signed else None
-            if signer is None:
-                signer = await self.find_issuer(request.headers)
-            admitted = self.admit(request.headers, (method, path), function, request.transport, signer)
-        except QuotaExceeded as error:
-            if function is not None:
-                self._on_quota(function, error)
-            raise
-        request[CALLER], request[ADMITTED] = admitted.caller, admitted
-        if isinstance(request.protocol, ClientConnection):
-            request.protocol.admitted()
-        try:
-            return await handler(request)
-        except UnknownFunction as error:
-            raise self._suggesting(error, request.headers, admitted.caller) from None
-        finally:
-            admitted.leave()
+        return ("*" if ("*", path) in self._scopes else method, path)
+
+    async def find_signer(self, request: web.Request, path: str) -> Held | None:
+        """Return the key that has signed a request, or as which its token acts; None if it holds a key itself or needs none.
+
+        If this returns a key, the key's meter counts the request. Raises the errors of `find_issuer`, and those of
+        `read_sent`, because a signature covers the body as it was sent.
+        """
+        signer = await self._find_signer(request) if path in self._signed else None
+        return await self.find_issuer(request.headers) if signer is None else signer
+
+    def waits(self, headers: Headers) -> bool:
+        """Return True if only `find_signer` can tell the key of a request that is not signed."""
+        return hdrs.AUTHORIZATION in headers and self._issued(headers) != ""
+
+    def _issued(self, headers: Headers) -> str:
+        """Return the token of an issuer; "" without one."""
+        token = token_in(headers.get(hdrs.AUTHORIZATION, ""))
+        return token if _JSON_WEB_TOKEN.fullmatch(token) and self._keyring.federated else ""
 
     def admit(
         self, headers: Headers, route: tuple[str, str], function: str | None,
@@ -201,7 +195,7 @@ class Guard:
         except PilotflameError as error:
             held.meter.leave()
             if isinstance(error, UnknownFunction):
-                raise self._suggesting(error, headers, held.caller) from None
+                raise self.suggesting(error, headers, held.caller) from None
             raise
         return Admitted(held.caller, held.meter)
 
@@ -215,7 +209,7 @@ class Guard:
                 raise UnknownFunction.named(function)
             self._check_owner(caller, function)
 
-    def _suggesting(self, error: UnknownFunction, headers: Headers, caller: Caller) -> UnknownFunction:
+    def suggesting(self, error: UnknownFunction, headers: Headers, caller: Caller) -> UnknownFunction:
         """Return the error with the closest names among the functions visible to the caller."""
         # A web page may call a function, but has no right to list functions.
         if not error.name or hdrs.ORIGIN in headers:
@@ -286,8 +280,7 @@ class Guard:
         If this returns a key, the key's meter counts the request. Raises Unauthorized, QuotaExceeded, or GatewayError if
         the issuer's keys cannot be fetched.
         """
-        token = token_in(headers.get("Authorization", ""))
-        if not _JSON_WEB_TOKEN.fullmatch(token) or not self._keyring.federated:
+        if not (token := self._issued(headers)):
             return None
         if self._issuers is None:
             # Only gateways with such keys need the library. To import it would block the event loop.
@@ -353,7 +346,7 @@ class Guard:
 
 def _issuers_module() -> Any:
     try:
-        return import_module("..access.issuers", __package__)
+        return import_module("...ground.access.issuers", __package__)
     except ImportError as error:
         remedy = "pip install 'pilotflame[oidc]', for the gateway, and start it again."
         raise GatewayError(f"Tokens of issuers need a package: {error}.", remedy=remedy) from None

@@ -1,0 +1,234 @@
+"""The steps that each request passes once, whatever has read it: aiohttp, or `transport.py`.
+
+In this order: accept, guard, audit, route, errors, compression, the limit of large answers, access log. Each step is a plain
+function. `middleware` carries a request of aiohttp through them, and `PlainCall` of `api/plain_calls.py` a plain call. A new
+check belongs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from aiohttp import hdrs, web
+
+from ....errors import Cancelled, HeadersTooLarge, Overloaded, PilotflameError, QuotaExceeded, UnknownFunction
+from ...ground.access.keyring import Held
+from .access_log import UNKNOWN, AccessLog
+from .audit import Audit
+from .connection import ClientConnection, discard_unread_body
+from .cross_origin import CrossOrigin
+from .guard import ADMITTED, UNKNOWN_CALLER, Admitted, Guard
+from .header_limit import check_headers
+from .incoming_bodies import IncomingBodies
+from .large_answers import LargeAnswers
+from .page_isolation import PageIsolation
+from .requests import CALLER, REQUEST_ID_HEADER, Headers, id_of
+from .responses import (
+    ErrorResponses,
+    Handler,
+    InTurn,
+    Response,
+    check_version,
+    complete_headers,
+    compress,
+    error_reply,
+    name_coding,
+    not_routed,
+)
+from .sliced_body import SlicedBody
+
+
+class OnlyFunction(Protocol):
+    """The only function of a gateway (`api/standalone.py`)."""
+
+    def name_function(self, request: web.Request) -> None:
+        """Add the function to the variables of the path of `POST /`."""
+
+    async def hold(self, request: web.Request, path: str) -> None:
+        """Let a call wait for the first deploy. Raise PilotflameError if it takes too long."""
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """A request on its way through the steps."""
+
+    method: str
+    target: str
+    """The path as the caller sent it."""
+    path: str
+    """The registered path of its route; "" if no route matches."""
+    function: str | None
+    headers: Headers
+    transport: asyncio.Transport | None
+    received_s: float
+    admitted: Admitted = UNKNOWN_CALLER
+
+    @property
+    def owner(self) -> str:
+        """The id of the caller's API key."""
+        return self.admitted.caller.owner
+
+
+@dataclass(slots=True)
+class Chain:
+    """The steps of a gateway."""
+
+    guard: Guard
+    errors: ErrorResponses
+    cors: CrossOrigin
+    audit: Audit
+    answers: LargeAnswers
+    on_quota: Callable[[str, PilotflameError], None]
+    """Called with the function and the error of a request that exceeds its key's quota."""
+    isolation: PageIsolation | None = None
+    access: AccessLog | None = None
+    standalone: OnlyFunction | None = None
+    bodies: IncomingBodies = field(default_factory=IncomingBodies)
+    leaving: bool = False
+    """True if each connection is closed after its next response."""
+
+    def admit(self, passage: Passage, signer: Held | None = None) -> None:
+        """Let the guard admit a request. Raise the guard's errors. The request counts as running until `ended`."""
+        rule = self.guard.rule(passage.method, passage.path)
+        if rule is not None:
+            try:
+                passage.admitted = self.guard.admit(
+                    passage.headers, rule, passage.function, passage.transport, signer
+                )
+            except QuotaExceeded as error:
+                self._note_quota(passage, error)
+                raise
+
+    def failed(self, passage: Passage, error: PilotflameError, request_id: str) -> Response:
+        """Return the response for an error, in the form that the caller expects."""
+        return self.errors.response(
+            error, request_id, passage.target, passage.path, passage.admitted.caller, passage.function
+        )
+
+    def ended(self, passage: Passage, status: int, request_id: str) -> None:
+        """End a request whose response is complete. Call this once for each request, before the response is sent."""
+        passage.admitted.leave()
+        if self.access is not None:
+            self.access.write(
+                passage.method[:32], passage.path or UNKNOWN, status, passage.received_s, owner=passage.owner,
+                function=(passage.function or "")[:64], request_id=request_id,
+            )  # fmt: skip
+
+    def turn_of(self, owner: str) -> InTurn:
+        """Return what runs work on large bodies in a thread, in the turn of their owner."""
+        return partial(self.bodies.in_turn, owner)
+
+    def _note_quota(self, passage: Passage, error: QuotaExceeded) -> None:
+        if passage.function is not None:
+            self.on_quota(passage.function, error)
+
+    # -- requests that aiohttp has read
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Carry a request of aiohttp through the steps."""
+        passage = self._accepted(request)
+        status, request_id = 500, ""
+        try:
+            response = await self._sendable(passage, request, await self._answered(passage, request, handler))
+            status, request_id = response.status, response.headers.get(REQUEST_ID_HEADER, "")
+        except web.HTTPException as error:
+            status = error.status
+            raise
+        except (asyncio.CancelledError, ConnectionError) as error:
+            status = Cancelled.status
+            # Without this, aiohttp logs an error for each caller who has closed the connection.
+            if isinstance(error, ConnectionError) and (
+                not request.transport or request.transport.is_closing()
+            ):
+                return web.Response()
+            raise
+        finally:
+            self.ended(passage, status, request_id)
+        await discard_unread_body(request, response)
+        return response
+
+    def _accepted(self, request: web.Request) -> Passage:
+        if isinstance(request.protocol, ClientConnection):
+            request.protocol.begin(request)
+        if self.standalone is not None:
+            self.standalone.name_function(request)
+        match = request.match_info
+        resource = match.route.resource
+        return Passage(
+            request.method, request.path, resource.canonical if resource is not None else "", match.get("function"),
+            request.headers, request.transport, time.monotonic(),
+        )  # fmt: skip
+
+    async def _answered(self, passage: Passage, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return the response of the route, or of the step that refuses the request."""
+        if request.method == hdrs.METH_OPTIONS and (preflight := await self.cors.preflight(request)):
+            return preflight
+        try:
+            check_version(request)
+            check_headers(request)
+            return await self._routed(passage, request, handler)
+        except PilotflameError as error:
+            response = self.failed(passage, error, id_of(request)).response()
+            if isinstance(error, HeadersTooLarge):
+                response.force_close()
+            return response
+        except (web.HTTPMethodNotAllowed, web.HTTPNotFound) as error:
+            response = self.failed(passage, not_routed(request, error), id_of(request)).response()
+            if hdrs.ALLOW in error.headers:
+                response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
+            return response
+
+    async def _routed(self, passage: Passage, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Admit a request, and return the response of its route."""
+        public = self.guard.rule(passage.method, passage.path) is None
+        if not public:
+            try:
+                signer = await self.guard.find_signer(request, passage.path)
+            except QuotaExceeded as error:
+                self._note_quota(passage, error)
+                raise
+            self.admit(passage, signer)
+            request[CALLER], request[ADMITTED] = passage.admitted.caller, passage.admitted
+            if isinstance(request.protocol, ClientConnection):
+                request.protocol.admitted()
+        try:
+            if self.standalone is not None:
+                await self.standalone.hold(request, passage.path)
+            return await self.audit.audited(request, passage.path, handler)
+        except UnknownFunction as error:
+            if public:
+                raise
+            raise self.guard.suggesting(error, passage.headers, passage.admitted.caller) from None
+
+    async def _sendable(
+        self, passage: Passage, request: web.Request, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        """Return a response as it is sent: compressed if its caller accepts this, and in slices if it is large."""
+        body = response.body if isinstance(response, web.Response) else None
+        if not isinstance(response, web.Response) or not isinstance(body, bytes | SlicedBody):
+            return response
+        if coding := name_coding(passage.headers, response.headers, response.content_type, body):
+            body = await compress(body, coding, self.turn_of(passage.owner))
+        try:
+            sliced = self.answers.sliced(body, response.content_type, passage.owner, passage.transport)
+        except Overloaded as error:
+            return error_reply(error, id_of(request)).response()
+        if sliced is not response.body:
+            response.body = sliced
+        return response
+
+    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Complete the headers of a response, before aiohttp sends them."""
+        complete_headers(request, response)
+        self.cors.complete(request, response)
+        if self.isolation is not None:
+            self.isolation.complete(request, response)
+        if self.leaving:
+            response.headers["Connection"] = "close"
+            response.force_close()

@@ -1,0 +1,262 @@
+"""Reads plain calls and writes their responses without aiohttp's tasks and objects. All other bytes go to aiohttp.
+
+A call is read here if its head has the simplest form that HTTP/1.1 allows, and if it has arrived completely. Both ways pass the same
+`Chain`, so the caller sees no difference. This module uses no private names of aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import NamedTuple, Protocol, TypeAlias
+
+from aiohttp import web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import StreamWriter
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from ....errors import OutputInvalid
+from .chain import Chain
+from .connection import KEEPALIVE_S, ClientConnection
+from .open_connections import ConnectionPlace
+from .requests import REQUEST_ID_HEADER, Headers
+from .responses import SERVER, Response, error_reply
+from .sliced_body import SlicedBody
+
+MAX_HEAD_BYTES, MAX_HEADERS = 8000, 100
+"""Less than the limits of aiohttp, which refuses larger heads."""
+MAX_BEHIND_BYTES = 64 << 10
+"""The limit of the bytes of further requests that are read while a call runs."""
+NEVER_S = 1e8
+Send: TypeAlias = Callable[[Response, SlicedBody | None], None]
+"""Sends a response, and its body in slices if it is large."""
+_HEAD = re.compile(rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n")
+# Headers with which a request asks for what only aiohttp does: another framing, a job instead of an output, an interim
+# response, headers for web pages, an upgrade.
+_OTHERS = frozenset(
+    ("transfer-encoding", "content-encoding", "prefer", "expect", "origin", "upgrade", "te", "trailer", "sec-websocket-key1")
+)  # fmt: skip
+_LENGTH = re.compile("[0-9]{1,9}")
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+
+
+class Head(NamedTuple):
+    """The head of a plain call."""
+
+    sent: bytes
+    path: str
+    headers: Headers
+    length: int
+    """The bytes of the body."""
+
+
+class PlainCall(Protocol):
+    """A plain call that runs."""
+
+    def abandon(self) -> None:
+        """The caller has closed the connection."""
+
+
+class PlainCalls(Protocol):
+    """What answers plain calls (`api/plain_calls.py`)."""
+
+    @property
+    def chain(self) -> Chain: ...
+    @property
+    def tasks(self) -> asyncio.TaskGroup: ...
+    def take(self, head: Head, body: bytes, connection: ClientConnection, send: Send) -> PlainCall | None:
+        """Begin a call, and `send` its response in a later turn of the event loop. Return None if aiohttp must read the call."""
+
+
+class PlainConnection(ClientConnection):
+    """A client's connection that reads plain calls itself, and passes all other bytes to aiohttp.
+
+    It reads no call while aiohttp may still have a part of a request. After a request of aiohttp, it reads calls again if exactly the
+    bytes of this request were passed.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_behind",
+        "_closing",
+        "_head",
+        "_idle_since_s",
+        "_idle_timer",
+        "_passed",
+        "_pending",
+        "_plain",
+        "_wanted",
+    )
+
+    def __init__(
+        self, server: web.Server, calls: PlainCalls, *, header_timeout_s: float, place: ConnectionPlace | None = None
+    ) -> None:  # fmt: skip
+        # aiohttp does not know plain calls. So `_check_idle` closes idle connections.
+        super().__init__(server, header_timeout_s=header_timeout_s, place=place, keepalive_s=NEVER_S)
+        self._plain = calls
+        self._head: Head | None = None
+        self._pending: PlainCall | None = None
+        # The bytes that have arrived behind a pending call.
+        self._behind = b""
+        # The bytes that were passed to aiohttp since it had no part of a request, and the length of the head among them.
+        self._passed = self._wanted = 0
+        self._closing = False
+        self._answered: asyncio.Future[None] | None = None
+        self._idle_since_s = time.monotonic()
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._pending is not None or super().is_busy
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._check_idle()
+
+    def data_received(self, data: bytes) -> None:
+        if self._pending is not None:
+            self._behind += data
+            if len(self._behind) > MAX_BEHIND_BYTES and self.transport is not None:
+                self.transport.pause_reading()
+        elif self._passed or not data or self._closing or not self._read(data):
+            self._pass(data)
+
+    def _read(self, data: bytes) -> bool:
+        """Begin a plain call. Return False if aiohttp must read the bytes."""
+        head = self._head
+        if head is None or not data.startswith(head.sent):
+            # Most requests on a connection have the same head.
+            head = self._head = read_head(data)
+        if head is None or self.transport is None or self.writing_paused:
+            return False
+        start, end = len(head.sent), len(head.sent) + head.length
+        if len(data) < end:
+            return False
+        self._pending = self._plain.take(head, data[start:end], self, self._send)
+        if self._pending is None:
+            return False
+        self.header_arrived()
+        self._behind = data[end:]
+        return True
+
+    def _pass(self, data: bytes) -> None:
+        """Pass bytes to aiohttp."""
+        if data:
+            if not self._passed:
+                self._wanted = data.find(b"\r\n\r\n") + 4
+            self._passed += len(data)
+            if self._request is None:
+                self.expect_header()
+        super().data_received(data)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        found = await super().finish_response(request, resp, start_time)
+        self._idle_since_s = time.monotonic()
+        whole = resp.keep_alive and request.content.is_eof()
+        if whole and self._passed == self._wanted + (request.content_length or 0):
+            self._passed = 0
+        return found
+
+    def _send(self, response: Response, sliced: SlicedBody | None) -> None:
+        """Send the response to the pending call."""
+        transport, plain = self.transport, self._plain
+        if transport is None or self._pending is None:
+            return
+        self._closing = self._closing or plain.chain.leaving
+        head, body = encode(response, closes=self._closing)
+        if sliced is None or body is not response.body:
+            transport.write(head + body)
+            self._sent()
+        else:
+            transport.write(head)
+            plain.tasks.create_task(self._send_slices(sliced), name="answer")
+
+    async def _send_slices(self, sliced: SlicedBody) -> None:
+        # The caller may leave.
+        with contextlib.suppress(ConnectionError):
+            await sliced.write(StreamWriter(self, asyncio.get_running_loop()))
+        self._sent()
+
+    def _sent(self) -> None:
+        """Wait for the next request."""
+        self._pending, self._idle_since_s = None, time.monotonic()
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+        if self.transport is None:
+            return
+        if self._closing:
+            self.transport.close()
+        elif self._behind:
+            data, self._behind = self._behind, b""
+            self.transport.resume_reading()
+            self.data_received(data)
+
+    def _calls(self) -> bool:
+        return self._pending is not None or super()._calls()
+
+    def close(self) -> None:
+        self._closing = True
+        super().close()
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        self._closing = True
+        if self._pending is not None:
+            self._answered = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._answered], timeout=timeout)
+        await super().shutdown(timeout)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon()
+        super().connection_lost(exc)
+
+    def _check_idle(self) -> None:
+        """Close the connection if no request has come for KEEPALIVE_S."""
+        left_s = KEEPALIVE_S if self.is_busy else self._idle_since_s + KEEPALIVE_S - time.monotonic()
+        if left_s > 0:
+            self._idle_timer = asyncio.get_running_loop().call_later(left_s, self._check_idle)
+        else:
+            self.force_close()
+
+
+def read_head(data: bytes) -> Head | None:
+    """Return the head with which the bytes of a plain call begin; None if it is not whole, or aiohttp must read it."""
+    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
+    if end < 4 or (found := _HEAD.fullmatch(data, 0, end)) is None:
+        return None
+    lines = [line.partition(":") for line in found[2].decode().split("\r\n")[:-1]]
+    fields = CIMultiDict((name, value.strip(" \t")) for name, _, value in lines)
+    names = {name.lower() for name in fields}
+    if "host" not in names or not _OTHERS.isdisjoint(names) or not len(names) == len(lines) <= MAX_HEADERS:
+        return None
+    length = fields.get("Content-Length", "0")
+    if fields.get("Connection", "keep-alive").lower() != "keep-alive" or not _LENGTH.fullmatch(length):
+        return None
+    return Head(data[:end], found[1].decode(), CIMultiDictProxy(fields), int(length))
+
+
+def encode(response: Response, *, closes: bool = False) -> tuple[bytes, bytes]:
+    """Return the head and the body of the response, or of an error response if a header cannot be sent."""
+    lines = [f"{name}: {value}" for name, value in response.headers.items()]
+    lines += (
+        f"Content-Length: {len(response.body)}",
+        f"Date: {rfc822_formatted_time()}",
+        f"Server: {SERVER}",
+    )
+    if closes:
+        lines.append("Connection: close")
+    text = "\r\n".join(lines)
+    head = f"{_STATUS_LINES[response.status]}{text}\r\n\r\n".encode(errors="replace")
+    if head.count(b"\r") == head.count(b"\n") == len(lines) + 2:
+        return head, response.body
+    error = OutputInvalid("A header of the answer holds a line break.", remedy="Return another Content-Type.")
+    return encode(error_reply(error, response.headers[REQUEST_ID_HEADER]), closes=closes)
