@@ -46,12 +46,12 @@ def model(url: str) -> str:
 
 
 class Connections(enum.Enum):
-    """Who connects, and so whether the addresses can be limited (access.py)."""
+    """The part that connects, and so whether the addresses can be limited (access.py)."""
 
     CHECKED = "checked"
     """The source connects through `Dialer` alone, also after redirects."""
     OF_A_CLIENT = "of a client"
-    """A cloud's client makes some connections, which nobody checks. Functions with limits may not use such a source."""
+    """A cloud's client makes some connections without a check. Functions with limits may not use such a source."""
 
 
 class Leads(enum.Enum):
@@ -65,12 +65,12 @@ class Leads(enum.Enum):
 
 
 class Scheme(NamedTuple):
-    """What the URLs of one scheme are: their source, whose identity it uses, and what they reach."""
+    """The source of the URLs of one scheme, the identity that it uses, and the places that it reaches."""
 
     opener: str
     """The class of the source, as "room.module:Class" of the package `snapshot`. `open` calls Class(url, secrets=..., access=...)."""
     identity: SourceIdentity
-    """Whose variables and credentials the source uses (variables.py)."""
+    """The owner of the variables and credentials that the source uses (variables.py)."""
     place: Callable[[str], str]
     """Returns the part of a folder's URL to which the same credentials give access (realm.py)."""
     connections: Connections

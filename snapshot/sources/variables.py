@@ -16,7 +16,7 @@ from .access import Access
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
-    """Whose variables and credentials a source uses: those of the function, or else those of this process."""
+    """Decides if a source uses the variables and credentials of the function, or those of this process."""
 
     families: tuple[str, ...]
     """The prefixes of the variables."""

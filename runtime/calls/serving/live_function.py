@@ -10,7 +10,7 @@ from .revision import Revision
 
 
 class LiveRecord(Protocol):
-    """What was stored at the deploy of a revision."""
+    """The facts that a deploy has stored about a revision."""
 
     @property
     def function(self) -> str: ...

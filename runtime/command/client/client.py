@@ -121,8 +121,9 @@ class Client:
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
-        content = json.dumps(request).encode()
-        response = self._request("POST", _path(*jobs_of(name)), content=content, headers=headers)
+        response = self._request(
+            "POST", _path(*jobs_of(name)), content=json.dumps(request).encode(), headers=headers
+        )
         job, replayed = _json_of(response), response.headers.get("Idempotent-Replayed") == "true"
         return {"id": job["id"], "status": job["status"], "replayed": replayed}
 
@@ -133,8 +134,7 @@ class Client:
         Raise GatewayError if the stream breaks off before the end.
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
-        path = _path(*jobs_of(name), job_id, "events")
-        with self._stream("GET", path, headers=headers) as response:
+        with self._stream("GET", _path(*jobs_of(name), job_id, "events"), headers=headers) as response:
             for event, data in parse_events(response.iter_bytes()):
                 yield event, json.loads(data)
                 if event in ("completed", "error"):

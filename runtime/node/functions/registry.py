@@ -207,9 +207,7 @@ class Functions:
         """
         said, progress = list[str](), progress or Progress()
 
-        def may_replace(settings: FunctionSettings, outside: Mapping[str, str]) -> None:
-            self._check_deploy(settings, outside, Deployer(request.owner, request.deployer), progress)
-
+        deployer = Deployer(request.owner, request.deployer)
         prepared = functools.partial(
             prepare,
             self.store,
@@ -219,7 +217,7 @@ class Functions:
             said.append,
             self.secrets.of,
             progress,
-            may_replace,
+            functools.partial(self._check_deploy, deployer=deployer, progress=progress),
             self.policies,
         )
         try:
@@ -443,19 +441,18 @@ class Functions:
         ]
 
     def _check_deploy(
-        self,
-        settings: FunctionSettings,
-        outside: Mapping[str, str],
-        deployer: Deployer,
-        progress: Progress | None,
-    ) -> None:
+        self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: Progress | None
+    ) -> None:  # fmt: skip
         """Raise Forbidden, RevisionsDraining or PolicyViolation if a key may not make a revision with these settings live.
 
         A deploy calls this once it knows the settings, before it builds anything, and again when it holds the function's lock.
         Rollbacks and restarts only call it then. `progress` gets the live function once its owner is checked.
         """
         old = self._live.get(settings.name)
-        self._check_owner(old, deployer)
+        # The new revision would get the function's secrets, and could get an environment variable that changes what it runs.
+        if old is not None and not self._same_owner(old.record, deployer):
+            message = f"{settings.name} was deployed with another key."
+            raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
         self._check_draining(old)
         if progress is not None:
             progress.note_target(settings.name, old.record if old is not None else None)
@@ -511,15 +508,6 @@ class Functions:
 
     def _same_owner(self, record: RevisionRecord, other: Deployer) -> bool:
         return self.policies.same_owner(Deployer(record.deployed_by, record.deployer), other)
-
-    def _check_owner(self, old: Live | None, deployer: Deployer) -> None:
-        """Raise Forbidden if the function belongs to another key and one of both keys is not trusted.
-
-        The new revision would get the function's secrets, and could get an environment variable that changes what it runs.
-        """
-        if old is not None and not self._same_owner(old.record, deployer):
-            message = f"{old.record.function} was deployed with another key."
-            raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
 
     def _check_open(self) -> None:
         if self._closing:

@@ -205,7 +205,7 @@ def test_a_server_leads_only_where_its_row_says(name: str, tmp_path: Path) -> No
             open_source(url, {f"{scheme.identity.families[0]}X": "own"}, disk)
 
 
-# What only these modules may name, so that no source has a disk, an identity or a connection in its own way.
+# The modules that may use a name, so that no source has a disk, an identity or a connection in its own way.
 ALONE = {
     "FolderSource": {"locate.py", "folder.py"},
     "open_source": {"locate.py"},
