@@ -224,6 +224,8 @@ SWALLOWED = {
     ("runtime.calls.worker.thread_runner", "_execute"),
     ("runtime.calls.worker.thread_runner", "_execute_batch"),
     ("handlers.language_model.pass_slices", "_work"),
+    # No call runs, so no caller waits for the error, which goes to the log.
+    ("runtime.calls.worker.thread_runner", "_next"),
     # All callers get the error, and the worker ends.
     ("handlers.language_model.engine", "_work"),
     # The supervisor raises the error again.

@@ -18,10 +18,11 @@ PROGRAM = """
 import socket, sys
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.calls.worker.function_setup import build
-from pilotflame.runtime.calls.worker.start import WorkerStart
-from pilotflame.runtime.calls.worker.zygote import run_function
+from pilotflame.runtime.calls.leftovers.signals import AuthorsHandlers
+from pilotflame.runtime.calls.worker.worker import WorkerConnection
+from pilotflame.runtime.calls.worker.zygote import worker_of
 spec = WorkerSpec.model_validate_json(sys.argv[2])
-run_function(WorkerStart(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)))
+worker_of(spec, build(spec), AuthorsHandlers()).run(WorkerConnection(socket.socket(fileno=int(sys.argv[1]))))
 sys.stdout.flush()
 """
 

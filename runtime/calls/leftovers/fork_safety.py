@@ -10,7 +10,7 @@ In the parent, before the first fork:
 In the child:
 4. `detach`: starts a new session, resets signal handlers, and requests SIGTERM when the parent dies.
 5. `Leftovers.renew`: opens files again that are only read, and reseeds random number generators.
-6. `parent_descriptor`: a worker sees the end of its parent without a signal, which belong to the handler (`signals.py`).
+6. `end_of`: a worker sees the end of its parent without a signal, because signals belong to the handler (`signals.py`).
 7. `set_threads`: raises the thread counts of torch and BLAS again, on each thread that runs the handler.
 """
 
@@ -21,6 +21,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
 from . import signals
 
@@ -45,31 +46,39 @@ def freeze_objects() -> None:
     gc.freeze()
 
 
-def detach(parent: int) -> None:
-    """Start a session, reset signal handlers, and let the kernel send SIGTERM when `parent` dies.
+def detach(
+    parent: int, handled: Iterable[signal.Signals] = signals.HANDLED, *, signalled: bool = True
+) -> None:
+    """Start a session, reset the signals that the parent handles, and let the kernel send SIGTERM when `parent` dies.
 
-    SIGTERM drains a worker and ends a zygote.
+    SIGTERM drains a worker and ends a zygote. With `signalled=False`, there is no such signal.
     """
     # A spawned worker runs this twice: after its fork, and again after exec in the fresh interpreter.
     if os.getsid(0) != os.getpid():
         os.setsid()
-    signals.reset()
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signals.reset(handled)
+    if signalled:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before prctl was called.
     if os.getppid() != parent:
         os._exit(0)
 
 
-def parent_descriptor() -> int | None:
+def end_of(pid: int) -> int | None:
+    """Return a descriptor that is readable once a process has ended; None if the kernel has no such descriptors."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def end_of_parent() -> int | None:
     """Return a descriptor that is readable once the parent has ended, and take back the request of `detach`.
 
     Return None, and keep the request, if the kernel has no such descriptors.
     """
-    try:
-        descriptor = os.pidfd_open(os.getppid())
-    except OSError:
-        return None
-    _libc.prctl(PR_SET_PDEATHSIG, 0)
+    if (descriptor := end_of(os.getppid())) is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, 0)
     return descriptor
 
 

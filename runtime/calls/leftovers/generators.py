@@ -174,12 +174,13 @@ class Generators:
         found = self._search()
         for one in found:
             if isinstance(one, random.Random):
-                if (seed := self._seeds.get(one)) is None:
+                # Python gives a new seed to the generator of the module random in each fork.
+                seed, renewed = self._seeds.get(one), one is _generator_of(random.seed)
+                if seed is None and not renewed:
                     renewals.append(partial(random.Random.seed, one))
-                elif may_vary(seed):
+                elif seed is not None and may_vary(seed):
                     varying.append(one)
-                elif one is _generator_of(random.seed):
-                    # Python gives a new seed to this generator in each fork.
+                elif seed is not None and renewed:
                     renewals.append(partial(random.Random.setstate, one, one.getstate()))
         if (numpy := sys.modules.get("numpy.random")) is not None:
             self._find_numpy(numpy, found, renewals, varying)

@@ -1,10 +1,10 @@
-"""Who handles which signal: the gateway's processes some of them, the function's code all of them as in a process of its own."""
+"""The signals of zygotes and workers. The function's code may handle any signal, as in a plain program."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from ..link.worker_spec import OF_GATEWAY
@@ -16,6 +16,8 @@ _OF_PROGRAMS: dict[signal.Signals, Handler] = {
     signal.SIGQUIT: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler,
 }  # fmt: skip
 
+HANDLED = tuple(_OF_PROGRAMS)
+
 
 def ignore(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
@@ -24,15 +26,15 @@ def ignore(_number: int, _frame: FrameType | None) -> None:
     """
 
 
-def reset() -> None:
-    """Undo what the parent of this process does with signals. Signals for the gateway do nothing."""
+def reset(handled: Iterable[signal.Signals]) -> None:
+    """Undo what the parent of this process does with signals: it handles those in `handled`. Signals for the gateway do nothing."""
     signal.set_wakeup_fd(-1)
-    for number in _OF_PROGRAMS:
+    for number in handled:
         signal.signal(number, ignore if number in OF_GATEWAY else signal.SIG_DFL)
 
 
 class AuthorsHandlers:
-    """The signal handlers that the import and the build of a handler set. A zygote sets its own, and workers set these."""
+    """The signal handlers that the import and the build of a handler set. Only workers have them."""
 
     def __init__(self) -> None:
         """Make it before the import."""
@@ -40,27 +42,16 @@ class AuthorsHandlers:
         self._found: dict[signal.Signals, Handler] = {}
 
     def note(self) -> None:
-        """Find the handlers after the build, and leave SIGTERM to the zygote."""
-        handlers = {number: signal.getsignal(number) for number in _OF_PROGRAMS}
-        self._found = {
-            number: one for number, one in handlers.items() if one not in (None, self._before[number])
-        }
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """Find the handlers after the build, and undo them."""
+        for number, before in self._before.items():
+            if (found := signal.getsignal(number)) not in (None, before):
+                self._found[number] = found
+                signal.signal(number, before)
 
     def restore(self) -> None:
-        """Set the handlers in a worker."""
+        """Set the handlers again, in a worker."""
         for number, handler in self._found.items():
             signal.signal(number, handler)
-
-
-def keep_authors(set_own: Callable[[], object]) -> Handler:
-    """Call `set_own`, which sets this worker's own handler of SIGTERM, and return that. A handler of the function's code stays."""
-    authors = signal.getsignal(signal.SIGTERM)
-    set_own()
-    own = signal.getsignal(signal.SIGTERM)
-    if authors not in (None, signal.SIG_DFL):
-        signal.signal(signal.SIGTERM, authors)
-    return own
 
 
 def leave_to_forks(on_term: Handler, close: Callable[[], None]) -> None:

@@ -100,11 +100,11 @@ class Link:
     """
 
     def __init__(
-        self, sock: socket.socket, *, join_writes: bool = False, loop: LinkLoop | None = None
+        self, sock: socket.socket | None, *, join_writes: bool = False, loop: LinkLoop | None = None
     ) -> None:
-        """`loop` is the loop that the link uses; by default, the running loop of asyncio."""
-        sock.setblocking(False)
-        self.sock = sock
+        """`loop` is the loop that the link uses; by default, the running loop of asyncio. A link without a socket needs `connect`."""
+        if sock is not None:
+            self.connect(sock)
         self.closed = False
         self._loop: LinkLoop = loop or asyncio.get_running_loop()
         self._reader = FrameReader()
@@ -113,6 +113,11 @@ class Link:
         self._join_writes = join_writes
         self._joined: list[bytes] = []
         self._bound = self._peer_ended = False
+
+    def connect(self, sock: socket.socket) -> None:
+        """Set the link's socket."""
+        sock.setblocking(False)
+        self.sock = sock
 
     def bind(self, on_frame: Callable[[Frame], None], on_close: Callable[[], None]) -> None:
         """Set or replace the owner's callbacks. Reading begins with the first `bind`, so no frame is lost.

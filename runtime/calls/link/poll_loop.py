@@ -21,7 +21,7 @@ Act = Callable[[], object]
 # The time of a timer, in monotonic seconds, and its number, because callbacks cannot be compared.
 _Timer = tuple[float, int, Act]
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
-# The kernel reports these events without being asked.
+# The kernel always reports these events.
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -51,14 +51,18 @@ class PollLoop:
         """The loop calls `on_signal` with the number of each signal that was written to `signals`."""
         self._on_signal = on_signal
         self._poll = select.poll()
+        self._woken = self.signals = -1
+        """`signals` is for `signal.set_wakeup_fd`."""
         # By descriptor and event.
         self._callbacks: dict[int, dict[int, Act]] = {}
         self._soon: deque[Act] = deque()
         self._timers: list[_Timer] = []
         self._numbers = count()
         self._stopped = False
+
+    def open(self) -> None:
+        """Open the descriptors of the loop. Before, nothing can wake it: a zygote makes loops for its forks."""
         self._woken, self.signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        """`signals` is for `signal.set_wakeup_fd`."""
         self._watch(self._woken, _READABLE, self._wake_up)
 
     def run(self) -> None:

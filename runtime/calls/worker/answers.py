@@ -36,7 +36,7 @@ from .devices import may_be_of_device
 OF_HANDLERS = (NoSuchSnapshot, PackageMissing, SnapshotMismatch)
 
 
-class Answers:
+class AnswerFrames:
     """The frames of one handler's answers and errors, and its decoded events."""
 
     def __init__(self, handler: Handler, root: Path) -> None:

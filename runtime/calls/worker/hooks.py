@@ -26,7 +26,7 @@ from ..leftovers import fork_safety
 from ..link.worker_spec import WorkerSpec
 from . import devices, output
 from .answers import not_whole
-from .function_setup import Built, call_hook
+from .function_setup import Built, call_hook, run_hook
 from .host import WorkerHost
 from .measurement import measure
 from .runner import Runner
@@ -68,6 +68,9 @@ class WorkerHooks:
 
         `check` raises SnapshotChanged if the weights have changed since the deploy.
         """
+        needed = self._handler.setup, self._weights.snapshots, self._built.prefixes, self._spec.resources.gpus
+        if all(one is None for one in needed):
+            return None
         try:
             self._weights.open(by_s)
             await self._beside_loop(self._weights.follow, needed=self._weights.arriving)
@@ -95,15 +98,19 @@ class WorkerHooks:
         return curve
 
     async def tear_down(self, restore: Callable[[], None]) -> None:
-        """Call `teardown` after `restore`. An error goes to the log, because the worker ends either way."""
+        """Call `teardown` after `restore`, in a thread if the link needs this one. An error goes to the log, because the worker ends either way."""
         if self._handler.teardown is None:
             return
-        # What hooks print belongs to no invocation.
-        output.begin([])
-        try:
-            await self._beside_loop(restore)
+
+        def tear_down() -> None:
+            # What hooks print belongs to no invocation.
+            output.begin([])
+            restore()
             with self._weights.gate():
-                await self.call(self._handler.teardown)
+                run_hook(self._handler.teardown, self._context(self._host))
+
+        try:
+            await self._beside_loop(tear_down)
         except (Exception, SystemExit) as error:  # noqa: BLE001  as above
             self._log("teardown(context)", error)
 

@@ -119,7 +119,7 @@ class LoopRunner(Runner):
                 return [*frames, self.answers.end_frame(calls[0], started_s)]
             answer = await self.handler.call(*arguments)
             self.check()
-            self.limits.learn(self.concurrency, time.monotonic() - started_s)
+            frames += self.limits.learn(self.concurrency, time.monotonic() - started_s)
             return frames + self.answers.result_frames(calls, answer, started_s)
         except asyncio.CancelledError as error:
             if not calls[0].cancellation.flag:

@@ -14,34 +14,34 @@ from ....handlers.handler import Hook
 from ..leftovers import fork_safety
 from ..link.connection import Link
 from .loop_runner import LoopRunner
-from .start import WorkerStart
-from .worker import RELEASE_TIMEOUT_S, Worker
+from .worker import RELEASE_TIMEOUT_S, Worker, exit_at_once
 
 
 class LoopWorker(Worker):
     """Runs an async handler."""
 
-    def __init__(self, start: WorkerStart) -> None:
-        super().__init__(start)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._drained, self._released = asyncio.Event(), asyncio.Event()
         # True if the worker ends without having been set up.
         self._left = False
 
-    def run(self) -> None:
+    def _serve(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._run())
 
     async def _run(self) -> None:
         self._event_loop = loop = asyncio.get_running_loop()
-        link = Link(self._start.sock)
+        link = Link(self._connection.sock)
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             runner = LoopRunner(
                 self._handler, self._spec.code, link, self._spec.concurrency, self._drained.set, tasks, **self._runner_options()
             )  # fmt: skip
             self._assemble(link, loop, runner)
-            self._own_signals(lambda: loop.add_signal_handler(signal.SIGTERM, self._drain), lambda: None)
-            link.bind(self._on_frame, self._on_lost)
+            loop.add_signal_handler(signal.SIGTERM, self._drain)
+            self._share_signals(signal.getsignal(signal.SIGTERM), lambda: None)
+            link.bind(self._on_frame, exit_at_once)
             fork_safety.set_threads(self._built.threads)
             self._preparing = tasks.create_task(self._prepare())
             await self._drained.wait()

@@ -6,6 +6,7 @@ Cancels, drains and credits go on while it runs, even in native code.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -19,48 +20,53 @@ from ..leftovers.thread_state import ThreadState
 from ..link.connection import Link
 from ..link.poll_loop import PollLoop
 from .function_setup import run_without_loop
-from .start import WorkerStart
 from .thread_runner import ThreadRunner
-from .worker import RELEASE_TIMEOUT_S, Worker
+from .worker import RELEASE_TIMEOUT_S, Worker, exit_at_once
 
 
 class MainThreadWorker(Worker):
     """Runs a plain handler."""
 
-    def __init__(self, start: WorkerStart) -> None:
-        super().__init__(start)
-        self._idle, self._released = threading.Event(), threading.Event()
-
-    def run(self) -> None:
-        loop = PollLoop(self._on_signal)
-        link = Link(self._start.sock, loop=loop)
-        runner = ThreadRunner(
-            self._handler, self._spec.code, link, self._spec.concurrency, self._idle.set, self._weights.gate, **self._runner_options()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._idle, self._released, self._loop_ended = threading.Event(), threading.Event(), threading.Event()
+        self._poll_loop = loop = PollLoop(self._on_signal)
+        link = Link(None, loop=loop)
+        self._threads = ThreadRunner(
+            self._handler, self._spec.code, link, self._spec.concurrency, self._idle.set, self._weights.gate,
+            **self._runner_options(),
         )  # fmt: skip
-        self._assemble(link, loop, runner)
-        self._own_signals(lambda: self._watch_sigterm(loop), loop.close_in_fork)
-        link.bind(self._on_frame, self._on_lost)
-        thread = threading.Thread(target=self._serve_link, args=(loop,), name="link", daemon=True)
-        thread.start()
-        self._serve_calls(runner)
-        loop.stop()
-        thread.join()
-        self._finish()
+        self._assemble(link, loop, self._threads)
 
-    def _watch_sigterm(self, loop: PollLoop) -> None:
-        # The link's thread sees the signal at once. The main thread would run a handler of Python only after native code.
+    def _serve(self) -> None:
+        loop = self._poll_loop
+        loop.open()
+        self._link.connect(self._connection.sock)
+        # The link's thread sees signals at once. The main thread would run a handler of Python only after native code.
         signal.set_wakeup_fd(loop.signals, warn_on_full_buffer=False)
-        # The function's code may replace the descriptor, as asyncio does.
-        signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(self._drain))
+        # The function's code may replace this descriptor, as asyncio does.
+        signal.signal(signal.SIGTERM, self._on_term)
+        self._share_signals(self._on_term, loop.close_in_fork)
+        self._link.bind(self._on_frame, exit_at_once)
+        # Not a `threading.Thread`: the function's code does not see this thread, and it starts in half of the time.
+        _thread.start_new_thread(self._serve_link, (loop,))
+        self._serve_calls()
+        loop.stop()
+        self._loop_ended.wait()
+        self._finish()
 
     def _serve_link(self, loop: PollLoop) -> None:
         try:
             loop.run()
-        except BaseException:  # noqa: BLE001  without its link, the worker is of no use
+            self._loop_ended.set()
+        except Exception:  # noqa: BLE001  without its link, the worker is of no use
             traceback.print_exc()
             os._exit(1)
 
-    def _serve_calls(self, runner: ThreadRunner) -> None:
+    def _on_term(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._drain)
+
+    def _serve_calls(self) -> None:
         """Run hooks and calls until the worker has drained."""
         fork_safety.set_threads(self._built.threads)
         run_without_loop(self._prepare())
@@ -70,10 +76,13 @@ class MainThreadWorker(Worker):
         self._thread_state = ThreadState(self._built.threads)
         for number in range(1, self._spec.concurrency):
             threading.Thread(
-                target=self._thread_state.run, args=(runner.work,), name=f"handler-{number}", daemon=True
+                target=self._thread_state.run,
+                args=(self._threads.work,),
+                name=f"handler-{number}",
+                daemon=True,
             ).start()
         run_without_loop(self._become_ready())
-        runner.work()
+        self._threads.work()
         self._idle.wait()
         self._parking.wait_ended()
         run_without_loop(self._hooks.tear_down(self._parking.restore))

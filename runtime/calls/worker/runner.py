@@ -8,6 +8,7 @@ started.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,10 +18,14 @@ from typing import Protocol
 
 from ....handlers.contract import Context
 from ....handlers.handler import Handler
+from ..batching.prefetch import window
 from ..link.connection import JOIN_BYTES, Link
-from .answers import Answers
+from ..link.frames import FrameKind, encode_json
+from .answers import AnswerFrames
 from .call import Call
-from .limits import Limits
+
+# The weight of the newest duration in the moving average of durations.
+SMOOTHING = 0.2
 
 
 class CallObserver(Protocol):
@@ -31,6 +36,57 @@ class CallObserver(Protocol):
 
     def close(self) -> None:
         """The worker has drained, and its process ends after this call. It must return within a few seconds."""
+
+
+class WorkerLimits:
+    """How many invocations a worker may hold and run, and how many events one handler call may have.
+
+    READY reports the first limits, and WINDOW frames report changes.
+    """
+
+    def __init__(self, handler: Handler, link: Link, concurrency: int) -> None:
+        self._handler, self._link = handler, link
+        self._lock = threading.Lock()
+        self._exec_s: float | None = None
+        self.slots = self.window = concurrency
+        self.limit = handler.batch.max_size if handler.batch else 1
+        """The largest number of events in one handler call. It is lowered when memory runs out. READY reports the first one."""
+
+    def shrink(self, size: int) -> None:
+        """Halve the limit, because memory did not suffice for `size` events in one handler call."""
+        with self._lock:
+            self._set(max(1, min(self.limit, size) // 2))
+
+    def regrow(self, limit: int) -> None:
+        """Raise the limit back to `limit`: one event alone was too large, so smaller batches do not help."""
+        with self._lock:
+            if self.limit < limit:
+                self._set(limit)
+
+    def learn(self, concurrency: int, exec_s: float) -> list[bytes]:
+        """Update the average duration of a call. If the window changes with it, return the frame that tells the gateway."""
+        if self._handler.exchanges:
+            return []
+        known = self._exec_s
+        self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
+        wanted = window(concurrency, self._exec_s)
+        if wanted == self.window:
+            return []
+        self.window = wanted
+        return [encode_json(FrameKind.WINDOW, 0, {"window": wanted})]
+
+    def resize(self, concurrency: int) -> None:
+        """Let the gateway send as many invocations as `concurrency` groups at a time need."""
+        # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies, only the
+        # groups beyond that number run on another worker, so that no group runs twice.
+        self.slots = max(self.slots, concurrency)
+        whole = self._handler.batch is not None or self._handler.exchanges
+        self.window = concurrency if whole else window(concurrency, self._exec_s)
+        self._link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
+
+    def _set(self, limit: int) -> None:
+        self.limit = limit
+        self._link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "limit": limit})
 
 
 @dataclass(eq=False)
@@ -56,8 +112,8 @@ class Runner(ABC):
         self._streaming = self.handler.kind.streaming
         self._calls: dict[int, Call] = {}
         self._incomplete: list[Call] = []
-        self.answers = Answers(self.handler, self.root)
-        self.limits = Limits(self.handler, self.link, self.concurrency)
+        self.answers = AnswerFrames(self.handler, self.root)
+        self.limits = WorkerLimits(self.handler, self.link, self.concurrency)
 
     def submit(self, call: Call, more: int = 0) -> None:
         """Queue an invocation. For a batch handler, collect it, and queue its group once `more` is 0.

@@ -89,7 +89,7 @@ class ThreadRunner(Runner):
                     return [*frames, self._stream(calls[0], arguments, started_s)]
                 answer = self.handler.call(*arguments)
                 self.check()
-                self.limits.learn(self.concurrency, time.monotonic() - started_s)
+                frames += self.limits.learn(self.concurrency, time.monotonic() - started_s)
                 return frames + self.answers.result_frames(calls, answer, started_s)
         except BaseException as error:  # noqa: BLE001  the caller gets the error, and the thread goes on
             return frames + self.answers.failure_frames(calls, error)

@@ -72,8 +72,8 @@ class WorkerWeights:
             limit_memory(self._spec.resources.gpu_memory_mb)
         if self.snapshots is None:
             return
-        # If there are threads beside the main thread and the link's, the rehearsal has started them.
-        self._shared = self._shared or threading.active_count() > 2 or self._spec.wait_for_weights
+        # If there are threads beside the main thread, the rehearsal has started them.
+        self._shared = self._shared or threading.active_count() > 1 or self._spec.wait_for_weights
         self.snapshots.open()
         if by_s is not None:
             self.snapshots.limit(by_s)

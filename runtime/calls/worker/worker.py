@@ -11,29 +11,31 @@ thread, an async handler (`loop_worker.py`) with the link on its own event loop.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from setproctitle import setproctitle
 
 from ....errors import SnapshotError
 from ....handlers.handler import Hook
-from ..leftovers import fork_safety, signals
+from ..leftovers import signals
+from ..leftovers.signals import AuthorsHandlers
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.poll_loop import LinkLoop
+from ..link.worker_spec import WorkerSpec
 from . import devices
-from .function_setup import warm_up_torch
+from .function_setup import Built, warm_up_torch
 from .hooks import WorkerHooks
 from .host import WorkerHost
 from .incoming import IncomingCalls
 from .parking import ParkingHooks, WorkerParking
 from .runner import Runner
-from .start import WorkerStart
 from .weights import WorkerWeights
 
 # How long a worker that drains by itself waits for the gateway's DRAIN. The gateway sends no invocations after DRAIN.
@@ -42,23 +44,42 @@ RELEASE_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 10.0
 
 
-class Worker(ABC):
-    """One worker process. Subclasses say on which thread what runs."""
+class WorkerConnection(NamedTuple):
+    """What a worker process gets at its start."""
 
-    def __init__(self, start: WorkerStart) -> None:
-        built, self._spec = start.built, start.spec
-        self._start, self._built, self._handler = start, built, built.handler
-        self._weights = WorkerWeights(built.snapshots, start.spec, shared=self._handler.kind.on_loop)
+    sock: socket.socket
+    """The link to the gateway."""
+    parents_end: int | None = None
+    """A descriptor that is readable once the parent has ended."""
+    rehearsal_mb: int | None = None
+    """How much memory of each GPU `rehearse` may use: 0 if it must not run, None for no limit."""
+    at_end: Callable[[], None] = lambda: None
+    """Called at the end of the process."""
+
+
+class Worker(ABC):
+    """One worker process. Subclasses choose the threads of the handler and of the link."""
+
+    def __init__(self, spec: WorkerSpec, built: Built, authors_handlers: AuthorsHandlers) -> None:
+        """A zygote makes it once, because this work in each fork would copy more memory."""
+        self._spec, self._built, self._handler = spec, built, built.handler
+        self._authors_handlers = authors_handlers
+        self._weights = WorkerWeights(built.snapshots, spec, shared=self._handler.kind.on_loop)
         self._check = self._find_check()
-        self._hooks = WorkerHooks(built, start.spec, self._weights)
+        self._hooks = WorkerHooks(built, spec, self._weights)
         self._activated = threading.Event()
         self._draining = self._measuring = False
         # The time by which fetched weights must have arrived, in monotonic seconds. ACTIVATE sets it.
         self._weights_by_s: float | None = None
 
-    @abstractmethod
-    def run(self) -> None:
+    def run(self, connection: WorkerConnection) -> None:
         """Run until the worker has drained. Call it on the main thread."""
+        self._connection = connection
+        self._serve()
+
+    @abstractmethod
+    def _serve(self) -> None:
+        """Serve the link and run the handler until the worker has drained, and finish."""
 
     # -- the parts of a worker, made on the main thread
 
@@ -96,16 +117,14 @@ class Worker(ABC):
 
         return check
 
-    def _own_signals(self, watch_sigterm: Callable[[], object], close: Callable[[], None]) -> None:
-        """Let the parent's end and SIGTERM drain this worker, whatever handlers the function's code sets.
+    def _share_signals(self, on_term: signals.Handler, close: Callable[[], None]) -> None:
+        """Let the function's code have its own handlers. `on_term` is this worker's handler of SIGTERM, which is set already.
 
-        `watch_sigterm` sets this worker's handler. A process that the function's code forks calls `close`.
+        The end of the parent drains this worker as SIGTERM does. A process that the function's code forks calls `close`.
         """
-        parent = fork_safety.parent_descriptor()
-        if parent is not None:
-            self._loop.add_reader(parent, self._parent_ended)
-        self._parent = parent
-        self._start.authors_handlers.restore()
+        if (parent := self._connection.parents_end) is not None:
+            self._loop.add_reader(parent, self._on_parents_end)
+        self._authors_handlers.restore()
 
         def leave() -> None:
             self._link.close_in_fork()
@@ -113,12 +132,12 @@ class Worker(ABC):
                 os.close(parent)
             close()
 
-        signals.leave_to_forks(signals.keep_authors(watch_sigterm), leave)
+        signals.leave_to_forks(on_term, leave)
 
-    def _parent_ended(self) -> None:
-        if self._parent is not None:
-            self._loop.remove_reader(self._parent)
-            self._drain()
+    def _on_parents_end(self) -> None:
+        if (parent := self._connection.parents_end) is not None:
+            self._loop.remove_reader(parent)
+        self._drain()
 
     # -- the handler's thread
 
@@ -126,7 +145,7 @@ class Worker(ABC):
         """Start torch's threads and call `rehearse`, before ACTIVATE. Then send PRIMED."""
         warm_up_torch()
         self._weights.find_dtype()
-        memory_mb = self._start.rehearsal_mb
+        memory_mb = self._connection.rehearsal_mb
         wanted = self._handler.rehearse is not None and memory_mb != 0 and not self._activated.is_set()
         head = await self._hooks.rehearse(memory_mb) if wanted else {}
         self._link.send_json(FrameKind.PRIMED, 0, head)
@@ -226,13 +245,14 @@ class Worker(ABC):
     def _leave(self) -> None:
         """Exit before ACTIVATE: there are no invocations to finish or return."""
 
-    def _on_lost(self) -> None:
-        """Exit at once: the gateway has ended or closed the link, so no result can be sent any more."""
-        os._exit(1)
-
     def _finish(self) -> None:
-        """Send the last frames, and close what has to be closed. The loop must not run any more."""
+        """Send the last frames, and close the link and the observers. The loop must not run any more."""
         self._link.finish(FLUSH_TIMEOUT_S)
         for observer in self._built.observers:
             observer.close()
-        self._start.at_end()
+        self._connection.at_end()
+
+
+def exit_at_once() -> None:
+    """Exit: the gateway has ended or closed the link, so no result can be sent any more."""
+    os._exit(1)

@@ -41,7 +41,6 @@ from ..leftovers.working_folder import WorkingFolder
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import (
-    OF_GATEWAY,
     POSITION_SIGNAL,
     REQUEST_VARIABLE,
     STACKS_SIGNAL,
@@ -53,7 +52,7 @@ from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .loop_worker import LoopWorker
 from .main_thread_worker import MainThreadWorker
-from .start import WorkerStart
+from .worker import Worker, WorkerConnection
 
 DIAL_TIMEOUT_S = 10.0
 # How long a base waits at its end for the ends of its children. The gateway kills it later (BASE_EXIT_S).
@@ -84,6 +83,11 @@ class Ticket:
 class Zygote:
     """A process that forks on request. Subclasses define how it gets ready and what its children run."""
 
+    # The signals that it handles. Its children reset them.
+    handled: tuple[signal.Signals, ...] = (signal.SIGCHLD,)
+    # Readable in the children once this process has ended. Without it, they get SIGTERM.
+    own_end: int | None = None
+
     def __init__(self, ticket: Ticket, kill_files: tuple[str, ...]) -> None:
         """`kill_files` are the files in which the kernel may count the processes that it kills here because memory ran
         out.
@@ -102,7 +106,6 @@ class Zygote:
         link = BlockingLink(self._ticket.dial("zygote"))
         if not self.prepare(link):
             return None
-        # After the handler's import, which may have changed the handling of signals.
         self._watch_children(link)
         fork_safety.freeze_objects()
         if (role := self._serve(link)) is None:
@@ -132,8 +135,6 @@ class Zygote:
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in OF_GATEWAY:
-            signal.signal(number, signal.SIG_IGN)
 
     def _serve(self, link: BlockingLink) -> Role | None:
         while True:
@@ -197,7 +198,7 @@ class Zygote:
             self._folders.expect(pid, root)
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
-        fork_safety.detach(parent)
+        fork_safety.detach(parent, self.handled, signalled=self.own_end is None)
         link.sock.close()
         self._wake_read.close()
         self._wake_write.close()
@@ -247,6 +248,8 @@ def _count_memory_kills(file: str) -> int | None:
 
 class Base(Zygote):
     """The first process of a Python environment. It has imported large packages, but no function."""
+
+    handled = (signal.SIGCHLD, signal.SIGTERM)
 
     def __init__(self, ticket: Ticket, preload: list[str], kill_files: tuple[str, ...]) -> None:
         super().__init__(ticket, kill_files)
@@ -324,7 +327,6 @@ class RevisionZygote(Zygote):
         """`generators` knows the generators that the base's imports have made."""
         super().__init__(ticket, kill_files)
         self._spec, self._folder, self._generators = spec, folder, generators
-        self._built: Built | None = None
         self._authors_handlers = AuthorsHandlers()
 
     def run(self) -> Role | None:
@@ -343,7 +345,7 @@ class RevisionZygote(Zygote):
         began_s = time.monotonic()
         try:
             with leftovers.watch(self._generators) as watch, self._telling_positions(link):
-                self._built = build(self._spec, secrets, Path(self._folder.work))
+                built = build(self._spec, secrets, Path(self._folder.work))
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return False
@@ -351,17 +353,20 @@ class RevisionZygote(Zygote):
         self._folder.note_import(self._spec.code)
         self._folders.copied = self._folder.copied
         fork_safety.make_torch_single_threaded()
-        times = {"import_s": round(self._built.import_s, 3), "build_s": round(time.monotonic() - began_s, 3)}
+        times = {"import_s": round(built.import_s, 3), "build_s": round(time.monotonic() - began_s, 3)}
         facts = {
-            **self._built.handler.facts(),
+            **built.handler.facts(),
             **times,
-            "rehearses": self._built.handler.rehearse is not None,
+            "rehearses": built.handler.rehearse is not None,
             "notes": NOTES,
         }
         kept = self._spec.compiled.folder if self._spec.compiled is not None else None
-        self._left = watch.find(self._spec.code, Path(self._folder.tmp), self._built.state, kept)
+        self._left = watch.find(self._spec.code, Path(self._folder.tmp), built.state, kept)
         head = {"facts": facts, "spawn_reason": self._left.reason(times["build_s"])}
         link.send(FrameKind.BUILT, head)
+        # Each fork has this worker. It connects and runs it.
+        self._worker = worker_of(self._spec, built, self._authors_handlers)
+        self.own_end = fork_safety.end_of(os.getpid())
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):
             sys.stderr.write(hint)
         return True
@@ -388,8 +393,8 @@ class RevisionZygote(Zygote):
         except PilotflameError as error:
             return partial(_refuse, ticket, request["role"], error)
         return partial(
-            run_worker, ticket, self._spec, folder, self._built, request.get("rehearsal_mb"), self._authors_handlers
-        )  # fmt: skip
+            run_worker, ticket, self._spec, folder, request.get("rehearsal_mb"), self._worker, self.own_end
+        )
 
     def folder_root(self, _request: dict[str, Any]) -> str:
         return self._folder.root
@@ -431,28 +436,28 @@ def run_spawned(ticket: Ticket, spec: WorkerSpec, root: str, rehearsal_mb: int |
     except PilotflameError as error:
         _refuse(ticket, "solo", error)
         return
-    run_worker(ticket, spec, folder, None, rehearsal_mb)
+    run_worker(ticket, spec, folder, rehearsal_mb)
 
 
 def run_worker(
     ticket: Ticket,
     spec: WorkerSpec,
     folder: WorkingFolder,
-    built: Built | None,
-    rehearsal_mb: int | None = None,
-    authors_handlers: AuthorsHandlers | None = None,
+    rehearsal_mb: int | None,
+    worker: Worker | None = None,
+    parents_end: int | None = None,
 ) -> None:
-    """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first.
+    """Run a worker. If it inherits no `worker` from a zygote, import and build the handler first.
 
-    `rehearsal_mb` and `authors_handlers` are those of `WorkerStart`.
+    `WorkerConnection` describes `rehearsal_mb` and `parents_end`.
     """
     gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
     sock = ticket.dial("worker")
-    if built is None:
+    if worker is None:
         report_crashes()
-        link = BlockingLink(sock)
+        link, authors_handlers = BlockingLink(sock), AuthorsHandlers()
         if (secrets := _receive_secrets(link)) is None:
             return
         try:
@@ -460,15 +465,16 @@ def run_worker(
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return
+        authors_handlers.note()
         folder.note_import(spec.code)
-    authors_handlers = authors_handlers or AuthorsHandlers()
-    run_function(WorkerStart(sock, spec, built, authors_handlers, rehearsal_mb, folder.remove_if_orphaned))
+        worker, parents_end = worker_of(spec, built, authors_handlers), fork_safety.end_of_parent()
+    worker.run(WorkerConnection(sock, parents_end, rehearsal_mb, folder.remove_if_orphaned))
 
 
-def run_function(start: WorkerStart) -> None:
-    """Run a worker of a function that is built in this process."""
-    kind = LoopWorker if start.built.handler.kind.on_loop else MainThreadWorker
-    kind(start).run()
+def worker_of(spec: WorkerSpec, built: Built, authors_handlers: AuthorsHandlers) -> Worker:
+    """Return the worker of a function that is built in this process. It is not connected yet."""
+    kind = LoopWorker if built.handler.kind.on_loop else MainThreadWorker
+    return kind(spec, built, authors_handlers)
 
 
 def report_crashes() -> None:
@@ -522,8 +528,11 @@ def main() -> None:
     else:
         gc.disable()
         role: Role | None = Base(ticket, request["preload"], MEMORY_KILLS if given else (MACHINE_KILLS,)).run
-        # In a forked child, `role` returns the child's own role, which runs next.
+        # In a forked child, `role` returns the child's own role, which runs next. Keep the earlier roles and all that they hold:
+        # to free an inherited object copies its page of memory.
+        roles = list[Role]()
         while role is not None:
+            roles.append(role)
             role = role()
     sys.stdout.flush()
     os._exit(0)

@@ -136,3 +136,26 @@ async def test_the_region_and_the_identity(deploy: Callable[..., Any]) -> None:
     assert answer["identity"] == [None, None]
     other = await deploy(None, {"env.AWS_DEFAULT_REGION": "eu-west-1"}, files={"app.py": SURROUNDINGS})
     assert (await other.answer())["AWS_REGION"] == "eu-west-1"
+
+
+async def test_mangum_0_19_serves_a_web_app(deploy: Callable[..., Any]) -> None:
+    """It asks for the event loop of the main thread, as most code for Lambda does."""
+    source = """
+from fastapi import FastAPI, Request
+from mangum import Mangum
+app = FastAPI()
+@app.get("/hello")
+async def hello(request: Request, name: str):
+    return {"hello": name, "arn": request.scope["aws.context"].invoked_function_arn}
+lambda_handler = Mangum(app)
+"""
+    http = {"method": "GET", "path": "/hello", "sourceIp": "192.0.2.1", "protocol": "HTTP/1.1"}
+    event = {
+        "version": "2.0", "routeKey": "$default", "rawPath": "/hello", "rawQueryString": "name=Ada", "headers": {"host": "here"},
+        "requestContext": {"http": http, "stage": "$default"}, "isBase64Encoded": False,
+    }  # fmt: skip
+    function = await deploy(None, {"handler": "lambda:app.py:lambda_handler"}, files={"app.py": source})
+    for _ in range(2):
+        answer = await function.answer(event)
+        assert answer["statusCode"] == 200
+        assert json.loads(answer["body"])["hello"] == "Ada"
