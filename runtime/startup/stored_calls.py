@@ -64,7 +64,7 @@ async def _open_jobs(
     stack: contextlib.AsyncExitStack,
 ) -> Jobs:  # fmt: skip
     """Open the jobs. If the previous gateway crashed, log what was restored."""
-    key = await asyncio.to_thread(load_key, state.folder)
+    key = await asyncio.to_thread(load_key, state.folder, functions.signed_as)
     bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
     jobs = Jobs(state.folder, key, functions.get, functions.tasks, settings, state.disk.wrote, bodies)
     again, failed = await jobs.start()

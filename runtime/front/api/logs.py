@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, UnknownFunction, UnknownRoute
+from ...ground.access.fair_share import SharedRoom
 from ...ground.access.keys import Scope
 from ...ground.telemetry.log_files import (
     ACCESS,
     AUDIT,
     GATEWAY,
     LogLevel,
-    LogLine,
     LogQuery,
     function_file,
     function_of,
@@ -30,9 +29,11 @@ from ..http.responses import Timestamp, json_response, timestamp
 from ..http.routes import Flag, Number, Parameter, Route, UnixTime
 
 MAX_LINES = 10_000
+MAX_SENDING_BYTES = 256 << 20
+"""The stored lines that are being sent, which owners share."""
 NAMES = (GATEWAY, AUDIT, ACCESS)
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
-FOLLOW = Flag("follow", "Go on with new lines: such a response ends with the gateway or with the API key.")
+FOLLOW = Flag("follow", "Go on with new lines until the gateway ends, the API key, or the function.")
 SINCE = UnixTime("since", "Unix time in seconds of the first line.", 0.0)
 UNTIL = UnixTime("until", "Unix time in seconds of the last line.", math.inf)
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
@@ -56,6 +57,7 @@ class LogsApi:
 
     def __init__(self, functions: Functions, logs: Logs, endless: EndlessAnswers) -> None:
         self._functions, self._logs, self._endless = functions, logs, endless
+        self._room = SharedRoom(MAX_SENDING_BYTES)
 
     def routes(self) -> list[Route]:
         lines: Any = {"application/x-ndjson": str}
@@ -99,21 +101,20 @@ class LogsApi:
         return json_response({"logs": rows})
 
     async def _send(self, request: web.Request, file: str) -> web.StreamResponse:
-        query, follows = _query(request), FOLLOW.read(request)
-        lines = self._logs.follow(file, query) if follows else self._stored(file, query)
+        caller, follows = caller_of(request), FOLLOW.read(request)
+        query = _query(request)._replace(since_deletion=caller.confined)
+        lines = self._logs.follow(file, query) if follows else self._logs.stored(file, query)
         headers = {
             "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
         }  # fmt: skip
         response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        async with self._endless.limited(caller_of(request)) if follows else contextlib.nullcontext():
-            async for line in lines:
-                await response.write(line.encode())
+        # A follower has sent the stored lines after a while, and stays.
+        with contextlib.nullcontext() if follows else self._room.held(caller.owner, query.most_bytes, "logs"):
+            await response.prepare(request)
+            async with self._endless.limited(caller) if follows else contextlib.nullcontext():
+                async for line in lines:
+                    await response.write(line.encode())
         return response
-
-    async def _stored(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:
-        for line in await self._logs.history(file, query):
-            yield line
 
 
 def _query(request: web.Request) -> LogQuery:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ....errors import Overloaded
 
 FREE_SHARE = 9
 """An owner may use nine times as much as is free. So an owner that is alone may use nine tenths of the room. If there are more
@@ -35,6 +39,18 @@ class SharedRoom:
     def add(self, owner: str, size: int) -> None:
         self._of[owner] += size
         self._total += size
+
+    @contextmanager
+    def held(self, owner: str, size: int, what: str) -> Iterator[None]:
+        """Count `size` while the block runs. Raise Overloaded, which names `what` is held, if the owner may not use it."""
+        if not self.takes(owner, size):
+            message = f"The gateway holds as many bytes of {what} as it may."
+            raise Overloaded(message, remedy="Try again.", details={"retry_after_s": 1.0})
+        self.add(owner, size)
+        try:
+            yield
+        finally:
+            self.remove(owner, size)
 
     def remove(self, owner: str, size: int) -> None:
         """Take back what `add` has counted."""

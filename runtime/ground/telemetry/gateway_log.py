@@ -127,11 +127,12 @@ async def print_log(channel: LogChannel, form: Format) -> None:
     """
     with _printing(sys.stdout, logging.Formatter()) as printer, channel.subscribe() as news:
         try:
-            while True:
-                _print_line(printer, await news.get(), form)
+            while (line := await news.get()) is not None:
+                _print_line(printer, line, form)
         finally:
             while not news.empty():
-                _print_line(printer, news.get_nowait(), form)
+                if (line := news.get_nowait()) is not None:
+                    _print_line(printer, line, form)
 
 
 def _print_line(printer: logging.Handler, line: LogLine, form: Format) -> None:

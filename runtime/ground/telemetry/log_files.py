@@ -37,7 +37,11 @@ BACKUPS = 3
 # The most memory of lines that wait for the disk. A line counts as LINE_BYTES plus the length of its text.
 MAX_WAITING_BYTES = 16 << 20
 LINE_BYTES = 400
+MAX_TEXT_CHARS = 16 << 10
+"""The most characters of a line's text."""
 MAX_OPEN_FILES = 8
+MAX_FOUND_BYTES = 16 << 20
+"""The most bytes of the lines that a search returns: with more, it returns fewer lines."""
 PRUNE_EVERY_S = 3600.0
 # How long a search waits until the lines that were written before it are in the files.
 SETTLE_TIMEOUT_S = 5.0
@@ -92,6 +96,13 @@ class LogQuery(NamedTuple):
     """The lowest level of the selected lines."""
     worker: str = ""
     """The name of the worker that printed the line."""
+    since_deletion: bool = False
+    """Only lines after the last deletion of the function. Another owner may have deployed it before."""
+
+    @property
+    def most_bytes(self) -> int:
+        """About the most bytes of the lines that a search returns."""
+        return min(MAX_FOUND_BYTES, self.most * (MAX_TEXT_CHARS + LINE_BYTES))
 
     def marks(self) -> list[bytes]:
         """Return byte strings that every fitting stored line contains. Lines without them need not be parsed."""
@@ -180,14 +191,14 @@ class LogFiles:
         self._waiting.put(settled)
         settled.wait(SETTLE_TIMEOUT_S)
         found: list[LogLine] = []
-        if query.most > 0:
-            for line in self._newest_first(name, query.marks()):
-                if line.at < query.since_s:
-                    break
-                if query.fits(line):
-                    found.append(line)
-                    if len(found) == query.most:
-                        break
+        left = query.most_bytes
+        for line in self._newest_first(name, query):
+            left -= len(line.text) + LINE_BYTES
+            if left < 0:
+                break
+            found.append(line)
+            if len(found) == query.most:
+                break
         return found[::-1]
 
     def exists(self, name: str) -> bool:
@@ -204,10 +215,18 @@ class LogFiles:
                 written[name] = max(written[name], status.st_mtime)
         return [LogFacts(name, sizes[name], written[name]) for name in sorted(sizes)]
 
-    def _newest_first(self, name: str, marks: list[bytes]) -> Iterator[LogLine]:
-        for data in self._contents(name):
+    def _newest_first(self, name: str, query: LogQuery) -> Iterator[LogLine]:
+        """Yield the lines that fit."""
+        marks, end = query.marks(), _deletion_mark(function_of(name)) if query.since_deletion else None
+        for data in self._contents(name) if query.most > 0 else ():
             for raw in reversed(data.splitlines()):
-                if all(mark in raw for mark in marks) and (line := _parse(raw)) is not None:
+                if end is not None and end in raw:
+                    return
+                if not all(mark in raw for mark in marks) or (line := _parse(raw)) is None:
+                    continue
+                if line.at < query.since_s:
+                    return
+                if query.fits(line):
                     yield line
 
     def _contents(self, name: str) -> Iterator[bytes]:
@@ -362,6 +381,16 @@ def function_file(function: str) -> str:
 def function_of(file: str) -> str:
     """Return the name of the function whose log this is, or "" for one of the gateway's own logs."""
     return file.removeprefix(_FUNCTIONS) if file.startswith(_FUNCTIONS) else ""
+
+
+def deletion(function: str) -> str:
+    """Return the text of the gateway's line that says that a function was deleted."""
+    return f"{function} was deleted"
+
+
+def _deletion_mark(function: str) -> bytes:
+    """Return a part of that line which no other line has: quotation marks in a text are escaped."""
+    return f'"source":"gateway","text":"{deletion(function)}"'.encode()
 
 
 def _severity(level: str) -> int:

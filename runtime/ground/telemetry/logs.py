@@ -11,14 +11,22 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from .log_allowance import PER_S, LogAllowance
-from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file, function_of
+from .log_files import (
+    MAX_TEXT_CHARS,
+    LogFacts,
+    LogFiles,
+    LogLine,
+    LogQuery,
+    deletion,
+    function_file,
+    function_of,
+)
 
 # The number of lines in memory, for the last words of a worker and the terminal of `dev`. The files also have earlier
 # lines.
 KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
-MAX_TEXT_CHARS = 16 << 10
 FOLLOWER_LINES = 1_000
 # The smallest difference between the times of a log's lines. So a line's time identifies the line.
 TICK_S = 1e-6
@@ -46,7 +54,7 @@ class LogChannel:
         self._function = function
         self._keep, self._on_dropped = keep, on_dropped
         self._lines: deque[LogLine] = deque(maxlen=kept)
-        self._followers: set[asyncio.Queue[LogLine]] = set()
+        self._followers: set[asyncio.Queue[LogLine | None]] = set()
         self._listeners: list[Callable[[LogLine], None]] = []
         self._last_s = 0.0
         self.allowance = LogAllowance()
@@ -105,17 +113,25 @@ class LogChannel:
         return lines[-count:] if count > 0 else []
 
     async def follow(self, count: int) -> AsyncIterator[LogLine]:
-        """Yield the last `count` lines in memory, then each new line, without end."""
+        """Yield the last `count` lines in memory, then each new line, until the function is deleted."""
         with self.subscribe() as news:
             for line in self.tail(count):
                 yield line
-            while True:
-                yield await news.get()
+            while (new := await news.get()) is not None:
+                yield new
+
+    def end(self) -> None:
+        """Write that the function was deleted, and end the followers: another owner may deploy the next function of this name."""
+        self.write("gateway", deletion(self._function))
+        for follower in self._followers:
+            if follower.full():
+                follower.get_nowait()
+            follower.put_nowait(None)
 
     @contextlib.contextmanager
-    def subscribe(self) -> Iterator[asyncio.Queue[LogLine]]:
-        """Yield a queue that gets each new line until the block ends."""
-        queue: asyncio.Queue[LogLine] = asyncio.Queue(FOLLOWER_LINES)
+    def subscribe(self) -> Iterator[asyncio.Queue[LogLine | None]]:
+        """Yield a queue that gets each new line until the block ends, and None after the end of the function."""
+        queue: asyncio.Queue[LogLine | None] = asyncio.Queue(FOLLOWER_LINES)
         self._followers.add(queue)
         try:
             yield queue
@@ -200,15 +216,19 @@ class Logs:
         """Return the stored lines that fit a query, oldest first."""
         return await asyncio.to_thread(self.files.search, file, query)
 
+    async def stored(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:
+        """Yield the stored lines that fit a query, oldest first."""
+        for line in await self.history(file, query):
+            yield line
+
     async def follow(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:
-        """Yield the stored lines that fit a query, then each new line that fits it, without end."""
+        """Yield the stored lines that fit a query, then each new line that fits it, until the function is deleted."""
         channel, last_s = self.channel(file), 0.0
         with channel.subscribe() as news:
             for line in await self.history(file, query):
                 last_s = line.at
                 yield line
-            while True:
-                line = await news.get()
+            while (new := await news.get()) is not None:
                 # A line that was written before the files were read is in `history`.
-                if line.at > last_s and query.fits(line):
-                    yield line
+                if new.at > last_s and query.fits(new):
+                    yield new

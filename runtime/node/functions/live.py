@@ -152,7 +152,7 @@ class Live:
 
     async def last_errors(self, logs: Logs) -> list[LastError]:
         """Return the latest errors in the function's log, the newest last."""
-        query = LogQuery(LAST_ERRORS, level="error")
+        query = LogQuery(LAST_ERRORS, level="error", since_deletion=True)
         lines = await logs.history(function_file(self.record.function), query)
         return [
             LastError(

@@ -248,7 +248,7 @@ class Functions:
     async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
 
-        The work counts as the `owner`'s, and ends if this is cancelled. Raise the errors of `get`.
+        The work counts for `owner`, and ends if this is cancelled. Raise the errors of `get`.
         """
         record, gone = self.get(name).record, threading.Event()
         missing = functools.partial(lacking, self.store.code(record), wanted, gone)
@@ -499,6 +499,13 @@ class Functions:
             live is not None and self._same_owner(live.record, Deployer(caller.owner, caller.name))
         )
 
+    def signed_as(self, name: str) -> str:
+        """Return the name whose secret signs webhooks of a function. The owners of untrusted functions do not share it."""
+        live = self._live.get(name)
+        if live is None or not self.policies.confined(live.record.deployed_by):
+            return name
+        return f"function:{name}:{live.record.deployer}"
+
     def check_owner(self, caller: Caller, name: str) -> None:
         """Raise Forbidden if the caller may not deploy a function of this name, or does not own the function that has it."""
         caller.check_deploy(name)
@@ -544,7 +551,7 @@ class Functions:
             # get the old secrets.
             await asyncio.to_thread(self.secrets.forget, name)
             await self._threads.run(functools.partial(self.store.delete, name, busy=self._busy(name)))
-            live.logs.write("gateway", f"{name} was deleted")
+            live.logs.end()
         finally:
             deleted.set()
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live import TRUSTED, Gateway, failure, gateway_here, gateway_process, until
+from pilotflame.runtime.front.api import logs
+from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies
 
 SOURCE = """
 def handler(event, context):
@@ -32,6 +35,14 @@ async def key(gateway: Gateway, *scopes: str, **more: Any) -> httpx.AsyncClient:
         made = (await home.post("/v1/keys", json={"name": "test", "scopes": scopes, **policy, **more})).json()
     headers = {"Authorization": f"Bearer {made['key']}", "X-Key": made["id"]}
     return httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60)
+
+
+async def container_key(gateway: Gateway) -> httpx.AsyncClient:
+    async with gateway.at_home() as home:
+        made = (await home.post("/v1/keys", json={"name": "test", "scopes": ["deploy", "invoke"]})).json()
+    return httpx.AsyncClient(
+        base_url=gateway.url, headers={"Authorization": f"Bearer {made['key']}"}, timeout=60
+    )
 
 
 async def test_the_lines_of_one_worker(state: Path):
@@ -205,3 +216,53 @@ async def test_warnings_and_the_last_errors_are_shown_also_after_a_restart(state
         assert "was not deployed" in last["text"]
         assert "no disk" in last["text"]
         assert "Traceback" not in first["text"]
+
+
+async def test_a_follower_ends_when_the_function_is_deleted(state: Path):
+    async with gateway_here(state) as gateway:
+        await gateway.deploy(SOURCE, name="followed")
+        begun = asyncio.Event()
+
+        async def follow() -> str:
+            async with gateway.client.stream("GET", "/v1/functions/followed/logs?follow=1") as response:
+                begun.set()
+                return [json.loads(raw)["text"] async for raw in response.aiter_lines()][-1]
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(follow())
+            await begun.wait()
+            await gateway.client.delete("/v1/functions/followed")
+        assert following.result() == "followed was deleted"
+
+
+async def test_a_former_owners_lines_and_secret_are_not_the_next_owners(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with gateway_here(state, auth="always", engine="unix:///nonexistent/engine.sock") as gateway:
+        admin, container = await key(gateway, "admin"), await container_key(gateway)
+        gateway.client.headers.update(admin.headers)
+        async with admin, container:
+            function = await gateway.deploy(SOURCE, name="taken")
+            assert (await function.call("raises")).status_code == 500
+            await function.logged("printed raises")
+            path, secret = "/v1/functions/taken/logs", "/v1/functions/taken/webhooks/secret"
+            before = (await admin.get(secret)).json()["secret"]
+            await admin.delete("/v1/functions/taken")
+            assert "printed raises" in [line["text"] for line in await read(admin, path)]
+            await gateway.deploy(SOURCE, name="taken")
+            assert (await admin.get("/v1/functions/taken")).json()["last_errors"] == []
+            assert (await admin.get(secret)).json()["secret"] == before
+            # As if the key that is not trusted had deployed it.
+            monkeypatch.setattr(DeployPolicies, "confined", lambda _policies, _key: True)
+            assert "printed raises" not in [line["text"] for line in await read(container, path)]
+            own = (await container.get(secret)).json()["secret"]
+            assert own != before
+
+
+async def test_lines_that_are_sent_share_a_room(state: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logs, "MAX_SENDING_BYTES", 1 << 20)
+    async with gateway_here(state) as gateway:
+        await gateway.deploy(SOURCE, name="long")
+        refused = await gateway.client.get("/v1/functions/long/logs?lines=10000")
+        assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
+        assert await read(gateway.client, "/v1/functions/long/logs", lines=10)
