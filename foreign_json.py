@@ -77,8 +77,8 @@ def _failing_fast(part: Any) -> Any:
     return found | {"fail_fast": True} if kind in _CONTAINERS else found
 
 
-def first_errors(error: ValidationError, most: int) -> list[ErrorDetails]:
-    """Return the first errors without the values that they are about. Never return an empty list."""
+def first_errors(error: ValidationError, most: int, *, values: bool = False) -> list[ErrorDetails]:
+    """Return the first errors, with `values` also the values that they are about. Never return an empty list."""
     if (count := error.error_count()) > MOST_ERRORS:
         return [{"type": "too_many_errors", "loc": (), "msg": f"{count} fields are wrong", "input": None}]
-    return error.errors(include_url=False, include_input=False, include_context=False)[:most]
+    return error.errors(include_url=False, include_input=values, include_context=values)[:most]

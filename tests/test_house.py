@@ -303,7 +303,7 @@ TIMERS = {
 OWN_INPUT = {
     "foreign_json", "handlers.language_model.declared_prefixes", "handlers.language_model.prefix_builder",
     "runtime.ground.access.private_files", "runtime.command.commands.snapshot_prefixes",
-    "runtime.plugins.cog.cog_yaml", "runtime.ground.settings.validation",
+    "runtime.plugins.cog.cog_yaml",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
@@ -31,6 +32,7 @@ from .resources import Resources
 from .schedule import Schedule
 from .validation import (
     ENV_PREFIX,
+    MOST_PROBLEMS,
     Origin,
     PositiveSeconds,
     Seconds,
@@ -559,7 +561,7 @@ def read_settings(
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
     raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
-    problems = list(_apply(raw, overrides or {}))
+    problems = list(islice(_apply(raw, overrides or {}), MOST_PROBLEMS))
     _lengthen(raw, problems)
     named_after = folder.resolve().name if folder_name is None else folder_name
     if not raw.setdefault("name", slug(named_after)) and folder_name is not None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, SecretStr, field_validator, model_validat
 
 from .validation import (
     ENV_PREFIX,
+    MOST_PROBLEMS,
     GpuText,
     HostPattern,
     NetworkText,
@@ -374,7 +375,7 @@ def read_gateway_settings(
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
-    problems = [unknown_key(name, known) for name in sorted(found - known.keys())]
+    problems = [unknown_key(name, known) for name in sorted(found - known.keys())[:MOST_PROBLEMS]]
     raw: dict[str, Any] = {"state_dir": default_state_dir(environ), **defaults}
     if config is not None:
         raw |= _read_config(config)

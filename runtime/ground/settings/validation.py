@@ -18,10 +18,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ....errors import SettingsError
+from ....foreign_json import first_errors
 from ....snapshot.format.signature import SIGNER
 from .event_source import EventSource, source_kinds
 
 MAX_TOML_BYTES = 64 << 10
+MOST_PROBLEMS = 20
+"""No more problems are described. 64 KiB may have 13,000, and each may list all settings."""
+MAX_KEY_CHARS = 80
+_LISTED = "; there are "
 ENV_PREFIX = "PILOTFLAME_"
 """The first part of the name of every environment variable that is a setting."""
 YEAR_S = 365 * 24 * 3600
@@ -163,10 +168,17 @@ def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject:
         settings = model.model_validate(raw)
     except ValidationError as error:
         known = keys(model)
-        problems = problems + [_problem(details, known) for details in error.errors(include_url=False)]
+        found = first_errors(error, MOST_PROBLEMS, values=True)
+        problems = problems + [
+            details["msg"] if details["type"] == "too_many_errors" else _problem(details, known)
+            for details in found
+        ]
     else:
         if not problems:
             return settings
+    # Only the first problems list all settings.
+    rest = (problem.partition(_LISTED)[0] for problem in problems[3:MOST_PROBLEMS])
+    problems = [*problems[:3], *rest]
     sentences = (text if text.endswith(("?", ".")) else f"{text}." for text in dict.fromkeys(problems))
     message = f"{subject} are invalid: {' '.join(sentences)}"
     raise SettingsError(message, remedy=remedy, details={"problems": problems})
@@ -190,13 +202,13 @@ def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dic
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return a sentence which says that `key` is not a setting, and suggests the most similar of the `known` keys."""
-    names = list(known)
+    names, key = list(known), key[:MAX_KEY_CHARS]
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     last = key.rpartition(".")[2]
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, names, n=1)
     near = near or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."
-    return f"{key} is not a setting; {hint}"
+    hint = f"; did you mean {near[0]}?" if near else f"{_LISTED}{', '.join(names)}."
+    return f"{key} is not a setting{hint}"
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
@@ -205,7 +217,7 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
     if loc[:1] == ["source"]:
         # After the index of a table comes its type.
         del loc[2:3]
-    key = ".".join(map(str, loc))
+    key = ".".join(map(str, loc))[:MAX_KEY_CHARS]
     # `key` without the indices of lists: all tables of a list have the same keys.
     plain = ".".join(part for part in loc if isinstance(part, str))
     kind, value = details["type"], repr(details["input"])

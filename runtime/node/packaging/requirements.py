@@ -13,6 +13,7 @@ import importlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
+from itertools import islice
 from typing import NamedTuple
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
@@ -23,8 +24,9 @@ from packaging.version import InvalidVersion, Version
 from ....errors import RequirementsError
 
 FILE = "requirements.txt"
-MAX_CHARS, MAX_LINE_CHARS = 256 << 10, 1000
-"""The most characters of a file, and of a line without its hashes: the parser of a line is recursive."""
+MAX_CHARS, MAX_LINE_CHARS, MAX_LINES = 256 << 10, 1000, 2000
+"""The most characters of a file, and of a line without its hashes, because the parser of a line is recursive; the most lines."""
+_MOST_FAULTS = 20
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
 # Patterns of refused lines, and the reasons. They are matched after the hashes are removed. The first match counts.
 _REFUSED = (
@@ -66,14 +68,20 @@ def parse_requirements(text: str, file: str = FILE) -> list[RequirementLine]:
         raise RequirementsError(message, remedy="Name only the packages that the function imports.")
     lines: list[RequirementLine] = []
     refused: list[str] = []
-    for number, line in _logical_lines(text):
+    found = list(islice(_logical_lines(text), MAX_LINES + 1))
+    if len(found) > MAX_LINES:
+        message = f"{file} has more than {MAX_LINES} lines."
+        raise RequirementsError(message, remedy="Name only the packages that the function imports.")
+    for number, line in found:
         # uv enforces this option during the installation. Whether it was met cannot be checked afterwards.
         if line == "--require-hashes":
             continue
         try:
             lines.append(_parsed(number, line))
         except InvalidRequirement as error:
-            refused.append(f"line {number}, {line!r}: {str(error).splitlines()[0]}")
+            refused.append(f"line {number}, {line[:MAX_LINE_CHARS]!r}: {str(error).splitlines()[0]}")
+        if len(refused) == _MOST_FAULTS:
+            break
     if refused:
         problems = "; ".join(refused)
         raise RequirementsError(f"{file} is refused: {problems}.", remedy="Correct those lines.")
@@ -111,8 +119,9 @@ def check_requirements(
                 unmet.setdefault(line.number, []).append(problem)
                 wanted.append(f"'{requirement.name}{requirement.specifier}'")
     if unmet:
-        problems = "; ".join(f"line {number}: {', '.join(found)}" for number, found in unmet.items())
-        install = f"pip install {' '.join(dict.fromkeys(wanted))}"
+        shown = islice(unmet.items(), _MOST_FAULTS)
+        problems = "; ".join(f"line {number}: {', '.join(found)}" for number, found in shown)
+        install = f"pip install {' '.join(islice(dict.fromkeys(wanted), _MOST_FAULTS))}"
         remedy = f"Run `{install}`, or deploy with `pilotflame deploy --install`."
         raise RequirementsError(f"{file} is not met: {problems}.", remedy=remedy)
 

@@ -506,3 +506,19 @@ def test_names_and_ids_of_images_are_accepted(tmp_path: Path, name: str) -> None
 def test_a_tilde_before_a_name_that_is_no_user_belongs_to_the_path(tmp_path: Path) -> None:
     settings = read_settings(tmp_path, overrides={"name": "f", "snapshot": "~nosuchuser/x"})
     assert settings.snapshot_paths(tmp_path) == {"": tmp_path.resolve() / "~nosuchuser/x"}
+
+
+@pytest.mark.parametrize("count", [100, 5000])
+def test_the_first_problems_are_described(tmp_path: Path, count: int) -> None:
+    said = problem(tmp_path, "\n".join(f"q{number} = 1" for number in range(count)))
+    assert len(said) < 30_000
+    assert (
+        "q0 is not a setting; there are name" in said if count == 100 else f"{count} fields are wrong" in said
+    )
+    assert "q20" not in said
+
+
+def test_the_first_unknown_overrides_are_described(tmp_path: Path) -> None:
+    said = problem(tmp_path, "", {f"q{number}" * 1000: "1" for number in range(1000)})
+    assert len(said) < 30_000
+    assert "q0q0" in said

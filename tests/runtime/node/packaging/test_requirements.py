@@ -110,7 +110,7 @@ def test_refused(line: str, reason: str) -> None:
     with pytest.raises(RequirementsError) as caught:
         requirements_digest(f"numpy\n{line}\n")
     assert "line 2" in caught.value.message
-    assert repr(line) in caught.value.message
+    assert repr(line[:1000]) in caught.value.message
     assert reason in caught.value.message
     assert caught.value.remedy
 
@@ -183,3 +183,21 @@ def test_a_stand_in_meets_any_requirement(text: str) -> None:
         check_requirements("runpod==1.7.9", {**INSTALLED, "runpod": "1.12.0"}, stood_in=("runpod",))
     with pytest.raises(RequirementsError, match="runpod-flash"):
         check_requirements("runpod-flash", INSTALLED, stood_in=("runpod",))
+
+
+def test_many_lines_are_refused_before_they_are_parsed() -> None:
+    with pytest.raises(RequirementsError, match="more than 2000 lines"):
+        requirements_digest("a\n" * 2001)
+    assert requirements_digest("a\n" * 2000)
+
+
+def test_the_first_faults_are_named() -> None:
+    with pytest.raises(RequirementsError) as refused:
+        parse_requirements("--pre\n" * 30)
+    assert "line 20," in refused.value.message
+    assert "line 21," not in refused.value.message
+    missing = "".join(f"missing{number}\n" for number in range(30))
+    with pytest.raises(RequirementsError) as unmet:
+        check_requirements(missing, INSTALLED)
+    assert "missing19 " in unmet.value.message
+    assert "missing20" not in unmet.value.message + (unmet.value.remedy or "")
