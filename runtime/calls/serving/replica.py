@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import time
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +18,10 @@ from ..link.child import Child
 from ..link.frames import TIMING, Frame, FrameKind, Timing
 from .invocation import Invocation, Output
 
+_log = logging.getLogger(__name__)
+
+MAX_REPORT_BYTES = 256 << 10
+"""The most bytes of a report of progress or metrics. Larger ones are dropped, and the log tells the first of a worker."""
 # A worker is killed if it is not READY this long after ACTIVATE.
 START_TIMEOUT_S = 900.0
 # A worker is killed if it has not exited this long after it reported a failed start, or after it ended its last
@@ -106,6 +111,7 @@ class Replica:
         self._parked_since_s = self._past_parked_s = 0.0
         self._park_timer: asyncio.TimerHandle | None = None
         self._calls, self._events = calls, events
+        self._told_dropped = False
         # The channels of invocations whose handler call has not ended in time.
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
@@ -347,7 +353,12 @@ class Replica:
             if invocation.input is not None:
                 invocation.input.grant(int(frame.json()["count"]))
         elif report := invocation.on_progress if frame.kind == FrameKind.PROGRESS else invocation.on_metrics:
-            report(frame.payload)
+            if len(frame.payload) <= MAX_REPORT_BYTES:
+                report(frame.payload)
+            elif not self._told_dropped:
+                self._told_dropped = True
+                text = "%s: a report of progress or metrics of %d bytes was dropped, since the limit is %d"
+                _log.warning(text, invocation.id, len(frame.payload), MAX_REPORT_BYTES)
 
     def _on_control(self, kind: int, head: dict[str, Any]) -> None:
         if kind == FrameKind.READY:

@@ -230,3 +230,17 @@ async def test_an_invocation_sent_to_a_draining_worker_is_not_lost(gateway, depl
     assert invocation.worker == next(iter(revision.replicas)).name
     assert int((await invocation.output).payload) != before
     await gone(before)
+
+
+async def test_a_large_report_of_progress_is_dropped_and_told_once(deploy, gateway, caplog):
+    source = """
+def handler(event, context):
+    for size in (300 << 10, 5):
+        context.progress("x" * size)
+"""
+    function = await deploy(source)
+    answer = await gateway.client.post(f"/v2/{function.name}/runsync", json={"input": None})
+    assert answer.json()["status"] == "COMPLETED"
+    said = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+    assert len(said) == 1
+    assert "of 307202 bytes was dropped, since the limit is 262144" in said[0]
