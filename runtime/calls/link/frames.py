@@ -186,7 +186,8 @@ class FrameReader:
 
         Complete frames before an invalid frame are returned first. Then `check` raises the error.
         """
-        self.check()
+        if self._fault is not None:
+            raise self._fault
         frames: list[Frame] = []
         if self._large is not None:
             data = self._large.add(data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
@@ -215,10 +214,12 @@ class _Greeting:
             self._listener.discard(self)
 
     def _greet(self, hello: Frame) -> bool:
+        if hello.kind != FrameKind.HELLO:
+            return False
+        try:
+            head = hello.json()
+            token, role, mark = str(head["token"]), str(head["role"]), str(head.get("mark", ""))
+            return self._listener.hello(self._sock, token, role, mark)
         # OSError means that no descriptor is free to watch the process.
-        with contextlib.suppress(LinkError, KeyError, OSError):
-            if hello.kind == FrameKind.HELLO:
-                head = hello.json()
-                token, role, mark = str(head["token"]), str(head["role"]), str(head.get("mark", ""))
-                return self._listener.hello(self._sock, token, role, mark)
-        return False
+        except (LinkError, KeyError, OSError):
+            return False

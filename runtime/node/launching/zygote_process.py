@@ -111,14 +111,14 @@ class ZygoteProcess:
         if confinement is not None:
             request["confinement"] = confinement.model_dump(mode="json")
         self.child.link.send_json(FrameKind.FORK, 0, request)
+        late = f"{name} did not dial in within {FORK_TIMEOUT_S:.0f} s."
+        timer = asyncio.get_running_loop().call_later(FORK_TIMEOUT_S, self._fail_fork, token, late)
         try:
             if not self.alive:
                 raise LauncherError(f"{self.child.name} has ended.")
-            async with asyncio.timeout(FORK_TIMEOUT_S):
-                return await future
-        except TimeoutError:
-            raise LauncherError(f"{name} did not dial in within {FORK_TIMEOUT_S:.0f} s.") from None
+            return await future
         finally:
+            timer.cancel()
             self._forking.pop(token, None)
             self._listener.forget(token)
 
