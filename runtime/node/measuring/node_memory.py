@@ -30,7 +30,7 @@ GATEWAY, BASES = "(gateway)", "(bases)"
 # A measurement begins SETTLE_S after a process has started or ended: by that time, a standby has been forked for the worker
 # that has started. It begins after FIRST_S if no worker of the function was measured yet, because usage has no price until then.
 # While there are workers, it is repeated every EVERY_S.
-FIRST_S, SETTLE_S = 1.0, 5.0
+FIRST_S, SETTLE_S = 1.0, 10.0
 EVERY_S = 60.0
 # After a measurement, the next one pauses for PAUSE times its processor time. So measurements take at most 2 % of a
 # core. `latest` pauses for ASKED_PAUSE times the processor time, which is 10 % of a core, and for at least FRESH_S. It
