@@ -151,9 +151,6 @@ class MemoryMeter:
         self._changes += 1
         if self._running is not None and self._measured_s > time.monotonic() - OLDEST_S:
             self._stopped = self._stopped or self._are_starting()
-        if function in self._changed:
-            # A measurement is due already.
-            return
         self._changed.add(function)
         self.measure_in(SETTLE_S if function in self._known else FIRST_S)
 
@@ -188,9 +185,9 @@ class MemoryMeter:
                     again_s = min(again_s, await follower(found))
         finally:
             self._telling = False
-        if not self.is_current:
-            # A starting worker has stopped the measurement, or the processes have changed since it began.
-            again_s = min(again_s, SETTLE_S)
+        if not self.is_current and not self._are_starting():
+            # The processes have changed since the measurement began. The end of a start calls `note_change`.
+            again_s = min(again_s, SETTLE_S if self._changed <= self._known else FIRST_S)
         if any(live.workers.replicas.held for live in self._functions.running):
             again_s = min(again_s, EVERY_S)
         if again_s < math.inf:
