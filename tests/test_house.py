@@ -320,7 +320,7 @@ PARSED = {
     "runtime.front.generation.token_counts", "runtime.plugins.runpod.openai_jobs", "runtime.plugins.torchserve.handler",
     "runtime.plugins.aws_lambda.handler", "runtime.calls.link.frames", "runtime.node.packaging.reuse",
     # A text in quotation marks.
-    "runtime.plugins.amazon.event_stream", "runtime.plugins.replicate.stream", "runtime.plugins.torchserve.routes",
+    "runtime.plugins.amazon.event_stream", "runtime.plugins.replicate.stream",
     # A header, and a text of at most 64 KiB.
     "runtime.plugins.aws_lambda.routes", "runtime.plugins.oip.repository",
     # What the request log keeps of a call, in a thread.

@@ -20,13 +20,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import brotli
+import grpc
 from attack_stage import Breach, Stage, attack, code
+from grpc_frames import connection, unfinished_call
 from hostile import callers
+from live import free_port
 
 MB = 10**6
 PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
 FUNCTIONS, IDLE = 100, 900
+FORWARDED = 300
+"""Connections of gRPC: each has three descriptors."""
 Send = Callable[[], int]
+GRPC = {"plugin_ports": [f"oip=127.0.0.1:{free_port()}"]}
+_, _, GRPC_ADDRESS = GRPC["plugin_ports"][0].partition("=")
 
 
 def repeat(stage: Stage, sends: Iterator[Send], senders: int = 3, times: int = 1) -> str:
@@ -219,6 +226,49 @@ def idle(stage: Stage) -> str:
                     socket.create_connection((address.hostname or "", address.port or 80), timeout=5)
                 )
                 sock.sendall(b"POST /invoke/hello HTTP/1.1\r\nHost:" if number % 2 else b"")
+            except OSError:
+                refused += 1
+        while stage.on:
+            time.sleep(0.1)
+    return f"{refused} connections refused"
+
+
+@attack("gRPC: messages that unpack to 200 MB, and 10 million empty tensors", handler="echo", gateway=GRPC)
+def grpc_messages(stage: Stage) -> str:
+    bearer = (("authorization", f"Bearer {stage.keys['caller']}"),)
+    method = "/inference.GRPCInferenceService/ModelInfer"
+    empty = b"\x2a\0" * 10_000_000
+    messages = [(bytes(200 * MB), grpc.Compression.Gzip), (empty, None), (b"\x78\0" * 10_000_000, None)]
+    with grpc.insecure_channel(GRPC_ADDRESS) as channel:
+
+        def send(message: bytes, coding: grpc.Compression | None) -> int:
+            call = channel.unary_unary(method)
+            try:
+                call(message, metadata=bearer, compression=coding, timeout=60)
+            except grpc.RpcError as error:
+                return 500 if error.code() is grpc.StatusCode.INTERNAL else 400
+            return 200
+
+        sends = [functools.partial(send, *one) for one in messages]
+        return repeat(stage, itertools.cycle(sends), senders=2, times=2)
+
+
+@attack(
+    f"gRPC: {FORWARDED} connections, each with a message of 20 MB that does not end",
+    handler="echo",
+    gateway=GRPC,
+)
+def grpc_connections(stage: Stage) -> str:
+    host, _, port = GRPC_ADDRESS.partition(":")
+    metadata = [("authorization", f"Bearer {stage.keys['caller']}")]
+    begun = connection() + unfinished_call("ModelStreamInfer", metadata, 20 * MB, 4_000_000)
+    refused = 0
+    with contextlib.ExitStack() as held:
+        for _ in range(FORWARDED):
+            try:
+                sock = held.enter_context(socket.create_connection((host, int(port)), timeout=5))
+                sock.setblocking(False)
+                sock.send(begun)
             except OSError:
                 refused += 1
         while stage.on:
