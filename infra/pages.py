@@ -2,7 +2,8 @@
 
     python infra/pages.py
 
-docs/errors.md is made from errors.py, docs/rooms.md from the imports of the sources, docs/llms.txt from docs/index.md.
+docs/errors.md is made from errors.py, docs/rooms.md from the imports of the sources, docs/llms.txt from docs/index.md, and the table of
+alerts in docs/operations.md from the conditions.
 `tests/infra/test_pages.py` compares them with their sources.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 import house
 import pilotflame.errors
 from pilotflame.errors import PilotflameError
+from pilotflame.runtime.jobs.alerting.conditions import CONDITIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -23,6 +25,10 @@ INDEX = DOCS / "index.md"
 # Statuses after which the same request may succeed later.
 RETRIED = (429, 502, 503, 504)
 _DRAWN = re.compile(r"^[\s│├└─]*(\w+) {2,}(\S.*)$", re.MULTILINE)
+_MADE = re.compile(
+    r"(<!-- made by infra/pages\.py from runtime/jobs/alerting/conditions\.py -->\n).*?(<!-- end -->\n)",
+    re.DOTALL,
+)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)(.*)")
 
 _ERRORS = """# Errors
@@ -71,6 +77,13 @@ def rooms_page() -> str:
         imports = found.imports_between(functools.partial(house.room_of, wing=wing))
         pictures.append(f"## {wing}\n\n{_picture(imports)}")
     return _ROOMS.format(wings="\n".join(pictures))
+
+
+def operations_page() -> str:
+    """Return the text of docs/operations.md, in which the table of the conditions of alerts is made."""
+    rows = "".join(f"| `{kind.name}` | {kind.begins} | {kind.ends} |\n" for kind in CONDITIONS)
+    table = f"| condition | begins if | ends if |\n|---|---|---|\n{rows}"
+    return _MADE.sub(lambda found: f"{found[1]}{table}{found[2]}", (DOCS / "operations.md").read_text())
 
 
 def _drawn_box(module: str) -> str | None:
@@ -133,6 +146,7 @@ def _kinds(kind: type[PilotflameError]) -> Iterator[type[PilotflameError]]:
 def main() -> None:
     (DOCS / "errors.md").write_text(errors_page())
     (DOCS / "rooms.md").write_text(rooms_page())
+    (DOCS / "operations.md").write_text(operations_page())
     (DOCS / "llms.txt").write_text(llms_text())
 
 

@@ -36,6 +36,7 @@ def pages(module_monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_made_pages_fit_their_sources(pages: ModuleType) -> None:
     assert (DOCS / "errors.md").read_text() == pages.errors_page(), "run: python infra/pages.py"
     assert (DOCS / "rooms.md").read_text() == pages.rooms_page(), "run: python infra/pages.py"
+    assert (DOCS / "operations.md").read_text() == pages.operations_page(), "run: python infra/pages.py"
     assert (DOCS / "llms.txt").read_text() == pages.llms_text(), "run: python infra/pages.py"
 
 

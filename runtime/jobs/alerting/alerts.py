@@ -19,7 +19,7 @@ from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import LogChannel
 from ..stored.alert import Alert
 from ..stored.store import JobStore
-from .conditions import Condition, ErrorShare, SlowColdStart
+from .conditions import CONDITIONS, Condition, EndedCall
 
 FAILED = 500
 """From this HTTP status on, the function is at fault for a failed call. Below this status, the caller is at fault."""
@@ -34,14 +34,10 @@ class _Watch:
     revision: str
     owner: str
     log: LogChannel
-    errors: ErrorShare
-    cold: SlowColdStart | None
+    conditions: list[Condition]
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
     storing: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def conditions(self) -> list[Condition]:
-        return [self.errors, *([self.cold] if self.cold is not None else [])]
 
 
 class FunctionAlerts:
@@ -71,7 +67,7 @@ class FunctionAlerts:
         before = self._watches.pop(function, None)
         if before is not None:
             _cancel(before)
-            self._begun[function] = {one.name for one in before.conditions() if one.begun}
+            self._begun[function] = {one.name for one in before.conditions if one.begun}
         if settings.url is None:
             self._drop(function, self._begun.pop(function, set()))
             return
@@ -93,57 +89,51 @@ class FunctionAlerts:
         begun = self._begun.pop(function, set())
         if watch is not None:
             _cancel(watch)
-            begun |= {one.name for one in watch.conditions() if one.begun}
+            begun |= {one.name for one in watch.conditions if one.begun}
         self._drop(function, begun)
 
     # -- what happens to calls
 
     def note_end(self, end: InvocationEnd) -> None:
         """Record that an invocation has ended."""
-        if (watch := self._watches.get(end.function)) is None:
-            return
-        now_s, timeline = time.monotonic(), end.timeline
-        watch.errors.note(now_s, failed=end.code >= FAILED)
-        if watch.cold is not None and timeline.activation is not None:
-            watch.cold.note(timeline.cold_start_s * 1000, end.request_id)
-        self._look(end.function, watch, now_s)
+        timeline = end.timeline
+        cold_ms = timeline.cold_start_s * 1000 if timeline.activation is not None else None
+        self._observe(end.function, EndedCall(end.code >= FAILED, cold_ms, end.request_id))
 
     def note_refused(self, function: str, error: PilotflameError) -> None:
         """Record that a call was refused. The refusal counts as a failed call unless the caller is at fault."""
-        if error.status >= FAILED and (watch := self._watches.get(function)) is not None:
+        if error.status >= FAILED:
+            self._observe(function, EndedCall(failed=True))
+
+    def _observe(self, function: str, call: EndedCall) -> None:
+        if (watch := self._watches.get(function)) is not None:
             now_s = time.monotonic()
-            watch.errors.note(now_s, failed=True)
+            for condition in watch.conditions:
+                condition.observe(now_s, call)
             self._look(function, watch, now_s)
 
     # -- what is sent
 
     def _watch(self, live: LiveFunction, settings: Alerts, url: str) -> _Watch:
-        begun, now_s = self._begun.pop(live.record.function, set()), time.monotonic()
-        errors = ErrorShare(
-            settings.pause_s, ErrorShare.name in begun, limit=settings.error_share, window_s=settings.window_s,
-            min_calls=settings.min_calls, quiet_until_s=now_s + settings.window_s,
-        )  # fmt: skip
-        cold = None
-        if settings.cold_start_ms is not None:
-            cold = SlowColdStart(
-                settings.pause_s, SlowColdStart.name in begun, limit_ms=settings.cold_start_ms
-            )
-        self._drop(live.record.function, begun - {errors.name, *([cold.name] if cold is not None else [])})
-        record = live.record
-        return _Watch(settings, url, record.revision, record.deployed_by, live.logs, errors, cold)
+        record, now_s = live.record, time.monotonic()
+        begun = self._begun.pop(record.function, set())
+        made = (kind.of(settings, begun=kind.name in begun, now_s=now_s) for kind in CONDITIONS)
+        conditions = [one for one in made if one is not None]
+        self._drop(record.function, begun - {one.name for one in conditions})
+        return _Watch(settings, url, record.revision, record.deployed_by, live.logs, conditions)
 
     def _look(self, function: str, watch: _Watch, now_s: float) -> None:
         """Send alerts for the conditions that have changed. Set the timer to the time when a condition may change
         without a call.
         """
-        for condition in watch.conditions():
+        for condition in watch.conditions:
             if condition.changed(now_s):
                 alert = Alert(
                     function, watch.revision, condition.name, watch.url, watch.owner, condition.begun,
                     condition.figures(),
                 )  # fmt: skip
                 self._tasks.create_task(self._store_alert(watch, condition, alert), name="alert")
-        due_s = min(condition.due_s(now_s) for condition in watch.conditions())
+        due_s = min(condition.due_s(now_s) for condition in watch.conditions)
         if due_s < watch.timer_s:
             _cancel(watch)
             loop, watch.timer_s = asyncio.get_running_loop(), due_s

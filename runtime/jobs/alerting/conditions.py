@@ -1,6 +1,7 @@
 """Decides when a condition of a function begins and ends, and when an alert is sent.
 
-Its methods take the time as an argument.
+A new condition is a class in CONDITIONS and its settings in `[alerts]`. The table in docs/operations.md is made from them. All
+methods take the time as an argument.
 """
 
 from __future__ import annotations
@@ -9,10 +10,20 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Self
+
+from ...ground.settings.alerts import Alerts
 
 SLICES = 10
 """The number of parts of the window of the share of errors. Calls leave the window one part at a time."""
+
+
+class EndedCall(NamedTuple):
+    """What a condition may learn from a call that has ended or was refused."""
+
+    failed: bool
+    cold_start_ms: float | None = None
+    request_id: str = ""
 
 
 @dataclass(slots=True)
@@ -20,10 +31,21 @@ class Condition:
     """The state of a condition, as its receiver knows it. It changes at most once in `pause_s` seconds."""
 
     name: ClassVar[str]
+    begins: ClassVar[str]
+    ends: ClassVar[str]
+    """When it begins and ends, for the documentation."""
     pause_s: float
     begun: bool = False
     """True if its beginning was sent, and its end was not sent yet."""
     _again_s: float = -math.inf
+
+    @classmethod
+    def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self | None:
+        """Return the condition of a function with these settings; None if the settings turn it off."""
+        raise NotImplementedError
+
+    def observe(self, now_s: float, call: EndedCall) -> None:
+        raise NotImplementedError
 
     def holds(self, now_s: float) -> bool:
         raise NotImplementedError
@@ -64,6 +86,8 @@ class ErrorShare(Condition):
     """Holds while too many calls of the last `window_s` seconds have failed."""
 
     name = "error_share"
+    begins = "of at least `min_calls` calls in `window_s`, the share `error_share` has failed"
+    ends = "the share is lower, or the window has no calls left"
     limit: float = 0.1
     window_s: float = 300.0
     min_calls: int = 20
@@ -72,6 +96,16 @@ class ErrorShare(Condition):
     calls: int = 0
     errors: int = 0
     _slices: deque[_Slice] = field(default_factory=deque)
+
+    @classmethod
+    def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self:
+        return cls(
+            settings.pause_s, begun, limit=settings.error_share, window_s=settings.window_s,
+            min_calls=settings.min_calls, quiet_until_s=now_s + settings.window_s,
+        )  # fmt: skip
+
+    def observe(self, now_s: float, call: EndedCall) -> None:
+        self.note(now_s, failed=call.failed)
 
     def note(self, now_s: float, *, failed: bool) -> None:
         """Count a call that has ended."""
@@ -120,10 +154,22 @@ class SlowColdStart(Condition):
     """Holds while the latest cold start took longer than `limit_ms`."""
 
     name = "cold_start"
+    begins = "a cold start took longer than `cold_start_ms`, which has no default"
+    ends = "the next cold start is fast enough"
     limit_ms: float = math.inf
     latest_ms: float | None = None
     """The duration of the latest cold start; None before the first cold start."""
     request_id: str = ""
+
+    @classmethod
+    def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self | None:
+        if (limit_ms := settings.cold_start_ms) is None:
+            return None
+        return cls(settings.pause_s, begun, limit_ms=limit_ms)
+
+    def observe(self, now_s: float, call: EndedCall) -> None:
+        if call.cold_start_ms is not None:
+            self.note(call.cold_start_ms, call.request_id)
 
     def note(self, took_ms: float, request_id: str) -> None:
         self.latest_ms, self.request_id = took_ms, request_id
@@ -137,3 +183,7 @@ class SlowColdStart(Condition):
             "limit": self.limit_ms,
             "request_id": self.request_id,
         }
+
+
+CONDITIONS: tuple[type[Condition], ...] = (ErrorShare, SlowColdStart)
+"""All conditions."""
