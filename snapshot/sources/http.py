@@ -151,7 +151,7 @@ class WebSource(ABC):
     def json_document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> Any:
         """Return the JSON value of a small document, as `document` reads it.
 
-        Return None if it is no JSON, or has more values than `foreign_json` allows: the server may be anybody's.
+        Return None if it is no JSON, or has more values than `foreign_json` allows.
         """
         text = self.document(location, most)[1]
         try:

@@ -157,9 +157,11 @@ def _pieces(connection: sqlite3.Connection, job: Job) -> list[bytes]:
 def message(job: Job, event: str, now_s: float) -> bytes:
     """Return the body of an event as Standard Webhooks defines it, with the job's status as `data`.
 
-    The status is repeated at the top level, where `error` is only a text, for receivers written for RunPod.
+    The status is repeated at the top level, where `error` is only a text, for receivers written for RunPod. If the output is
+    too large for a message, `output_url` is the path of the job.
     """
-    data = job.status(now_s)
+    link = {"output_url": f"/v1/functions/{job.function}/jobs/{job.id}"} if job.large_output else {}
+    data = job.status(now_s) | link
     if job.logs and event in ("logs", "completed"):
         data["logs"] = job.logs
     top = data | {"error": str(job.error.get("message", ""))} if job.error is not None else data

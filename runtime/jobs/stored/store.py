@@ -17,11 +17,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ....errors import JobBodyMissing, UnknownJob
 from ...ground.access.keys import ALL
-from ..webhooks.delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
+from ..webhooks.delivery import MAX_BODY_BYTES, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from . import outbox, queries, schema, transitions, turns
 from .database import Database
 from .job import Job, JobOutcome, JobState, NewJob
-from .large_bodies import LargeBodies, is_large
+from .large_bodies import LargeBodies, is_large, size_of
 from .transaction import Transaction
 
 P = ParamSpec("P")
@@ -116,7 +116,8 @@ class JobStore:
 
     get = _whole(_query(queries.get))
     glance = _query(queries.glance)
-    find = _whole(_query(queries.find))
+    _found = _query(queries.find)
+    find = _whole(_found)
     _due = _query(turns.due)
     next_due = _query(queries.next_due)
     next_expiry = _query(transitions.next_expiry)
@@ -224,7 +225,8 @@ class JobStore:
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
         """Return the body of a delivery that is made when it is sent, or None if its job is missing."""
         try:
-            job = await self.find(delivery.job_id, lambda _function: True, ())
+            job = await self._found(delivery.job_id, lambda _function: True, ())
+            job = await self._read_bodies(job, MAX_BODY_BYTES)
         except (UnknownJob, JobBodyMissing):
             return None
         return await self._delivery_body(job, delivery.event, delivery.created_s, self._bodies)
@@ -237,10 +239,11 @@ class JobStore:
             return outcome
         return replace(outcome, large_output=await self._large.write(outcome.output))
 
-    async def _read_bodies(self, job: Job) -> Job:
-        if job.large_input:
+    async def _read_bodies(self, job: Job, most: int = sys.maxsize) -> Job:
+        """Return the job with its large bodies, but for those of more than `most` bytes."""
+        if 0 < size_of(job.large_input) <= most:
             job = replace(job, input=await self._read(job, job.large_input), large_input="")
-        if job.large_output:
+        if 0 < size_of(job.large_output) <= most:
             job = replace(job, output=await self._read(job, job.large_output), large_output="")
         return job
 

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from typing import Protocol
 
 from ....errors import JobStoreFailed
+from ...ground.access.fair_share import SharedRoom
 from ...ground.telemetry.background import BackgroundTasks
-from .delivery import GONE, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
+from .delivery import GONE, MAX_MESSAGE_BYTES, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from .http_post import AddressPolicy, HttpPoster
 from .signing import SigningKey
 
@@ -25,7 +26,10 @@ MAX_SLEEP_S = 300.0
 """The longest sleep before the wall clock is read again, since the clock may have been set forward."""
 MAX_REQUESTS = 128
 MAX_REQUESTS_PER_HOST = 16
+MAX_SENDING_BYTES = 64 << 20
+"""The bytes of the messages made when they are sent, which owners share: at most 8 of them at a time."""
 """An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
+SIGNED_ON_LOOP_BYTES = 256 << 10
 TIMEOUT_S = 15.0
 PAUSE_S = 5.0
 """The pause after the store failed. An attempt that cannot be stored would be sent again and again."""
@@ -73,6 +77,7 @@ class WebhookSender:
         self._schedule = schedule or RetrySchedule()
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()
+        self._room, self._left_room = SharedRoom(MAX_SENDING_BYTES), asyncio.Condition()
         self._requests: dict[asyncio.Task[None], Delivery] = {}
         """For each sending task, its delivery."""
         self._running: asyncio.Task[None]
@@ -134,15 +139,12 @@ class WebhookSender:
         return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
 
     async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
-        now_s = time.time()
-        keys = self._key.of(delivery.function), self._key.of_owner(delivery.owner)
         try:
-            body = delivery.body or await self._outbox.webhook_body(delivery)
-            if body is None:
-                attempt = DeliveryAttempt(now_s, GONE, "its job was deleted", 0)
+            if delivery.body:
+                attempt = await self._post(delivery, delivery.body, poster)
             else:
-                signed = keys[0].headers(delivery.id, body, now_s, *keys[1:])
-                attempt = await poster.post(delivery.url, {**delivery.trace, **signed}, body, now_s)
+                async with self._roomy(delivery.owner):
+                    attempt = await self._post(delivery, await self._outbox.webhook_body(delivery), poster)
             state = await self._outbox.record_attempt(delivery, attempt, self._schedule)
         except JobStoreFailed as error:
             self._pause(error)
@@ -154,6 +156,28 @@ class WebhookSender:
                 "webhook %s (%s of %s) was given up after %d attempts: %s", delivery.id, delivery.event,
                 delivery.job_id or delivery.subject, delivery.attempts + 1, attempt.error or f"status {attempt.status}",
             )  # fmt: skip
+
+    async def _post(self, delivery: Delivery, body: bytes | None, poster: HttpPoster) -> DeliveryAttempt:
+        now_s = time.time()
+        if body is None:
+            return DeliveryAttempt(now_s, GONE, "its job was deleted", 0)
+        key, owners = self._key.of(delivery.function), self._key.of_owner(delivery.owner)
+        sign = partial(key.headers, delivery.id, body, now_s, owners)
+        signed = sign() if len(body) <= SIGNED_ON_LOOP_BYTES else await asyncio.to_thread(sign)
+        return await poster.post(delivery.url, {**delivery.trace, **signed}, body, now_s)
+
+    @contextlib.asynccontextmanager
+    async def _roomy(self, owner: str) -> AsyncIterator[None]:
+        """Hold room for the largest message. Other messages leave room after at most 15 s each."""
+        async with self._left_room:
+            await self._left_room.wait_for(lambda: self._room.takes(owner, MAX_MESSAGE_BYTES))
+            self._room.add(owner, MAX_MESSAGE_BYTES)
+        try:
+            yield
+        finally:
+            self._room.remove(owner, MAX_MESSAGE_BYTES)
+            async with self._left_room:
+                self._left_room.notify_all()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._requests[task]

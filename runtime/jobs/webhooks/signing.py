@@ -11,10 +11,8 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
-
-from standardwebhooks import Webhook
 
 from ....errors import GatewayError
 from ...ground.access import private_files
@@ -29,11 +27,11 @@ MIN_BYTES, MAX_BYTES = 24, 64
 class SigningKey:
     """A secret that signs messages. The repr does not show the secret."""
 
-    __slots__ = ("_key", "_signer")
+    __slots__ = ("_key", "_signed_as")
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._signer = Webhook(key)
+    def __init__(self, key: bytes, signed_as: Callable[[str], str] = str) -> None:
+        """`signed_as` returns the name from which the key of a function is made: by default, the function's name."""
+        self._key, self._signed_as = key, signed_as
 
     @property
     def secret(self) -> str:
@@ -42,13 +40,16 @@ class SigningKey:
 
     def of(self, function: str) -> SigningKey:
         """Return a function's key: the HMAC-SHA256 of its name under the gateway's key."""
-        return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
+        return self._derived(self._signed_as(function))
 
     def of_owner(self, owner: str) -> SigningKey:
         """Return the signing key of all jobs of an API key, which is the `owner`. Replicate, too, has one signing key
         for each account.
         """
-        return self.of(f"owner:{owner}")
+        return self._derived(f"owner:{owner}")
+
+    def _derived(self, name: str) -> SigningKey:
+        return SigningKey(hmac.digest(self._key, name.encode(), hashlib.sha256))
 
     def seal(self, purpose: str, text: str) -> str:
         """Return a signature of `text` that only this gateway can make. Each purpose has its own key, which no receiver
@@ -61,11 +62,10 @@ class SigningKey:
 
     def sign(self, message_id: str, body: bytes, now_s: float) -> str:
         """Return the signature of a message that is sent at this time."""
-        sent_at = datetime.fromtimestamp(int(now_s), UTC)
-        # The signer needs text. A body that is not UTF-8 is not valid JSON, and no receiver would accept it, signed or
-        # not.
-        text = body.decode("utf-8", "replace")
-        return self._signer.sign(message_id, sent_at, text)
+        digest = hmac.new(self._key, f"{message_id}.{int(now_s)}.".encode(), hashlib.sha256)
+        # A large body is neither copied nor hashed with the interpreter's lock.
+        digest.update(body)
+        return f"v1,{base64.b64encode(digest.digest()).decode()}"
 
     def headers(self, message_id: str, body: bytes, now_s: float, *others: SigningKey) -> dict[str, str]:
         """Return the headers with the message's id, the time `now_s` of this attempt and a signature by each key."""
@@ -77,22 +77,22 @@ class SigningKey:
         }
 
 
-def load_key(state_dir: Path) -> SigningKey:
-    """Return the gateway's key from its state folder, or create it there. Blocks.
+def load_key(state_dir: Path, signed_as: Callable[[str], str] = str) -> SigningKey:
+    """Return the gateway's key from its state folder, or create it there. Blocks. For `signed_as` see SigningKey.
 
     Raises GatewayError if the file is damaged or cannot be used.
     """
     path = state_dir / SECRET_FILE
     secret = private_files.read(path)
     if secret is None:
-        key = SigningKey(secrets.token_bytes(SECRET_BYTES))
+        key = SigningKey(secrets.token_bytes(SECRET_BYTES), signed_as)
         private_files.write(path, key.secret.encode() + b"\n")
         return key
     prefix, text = PREFIX.encode(), secret.strip()
     with contextlib.suppress(ValueError):
         key_bytes = base64.b64decode(text.removeprefix(prefix), validate=True)
         if text.startswith(prefix) and MIN_BYTES <= len(key_bytes) <= MAX_BYTES:
-            return SigningKey(key_bytes)
+            return SigningKey(key_bytes, signed_as)
     raise GatewayError(
         f"{path} does not hold a webhook secret.",
         remedy="Remove it: a new secret is created, which receivers have to be told.",

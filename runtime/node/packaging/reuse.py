@@ -64,7 +64,7 @@ class FileDigests(BaseModel, frozen=True, extra="forbid"):
 def lacking(code: Path, wanted: FileDigests, gone: threading.Event | None = None) -> list[str]:
     """Return the paths of the wanted files that the folder `code` lacks, or has with other content. Blocks.
 
-    If `gone` is set, nobody waits for the result: stop, and count the other files as lacking.
+    If `gone` is set, the caller has gone: stop, and count the other files as lacking.
     """
     gone = gone or threading.Event()
     return [file.path for file in wanted.files if not _has(code, file, gone)]

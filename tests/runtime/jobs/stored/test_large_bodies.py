@@ -12,12 +12,16 @@ import pytest
 from aiohttp import web
 from live import gateway_here, until
 from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
+from pilotflame.runtime.jobs.stored import store as stored
 from pilotflame.runtime.jobs.stored.database import Database
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
 from pilotflame.runtime.jobs.stored.large_bodies import MOST_INLINE_BYTES, LargeBodies, same_body, size_of
 from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.jobs.webhooks import sender
+from pilotflame.runtime.jobs.webhooks.delivery import MAX_MESSAGE_BYTES
 from pilotflame.runtime.testing.job_store import Clock, new_job
 from receiver import receiving
+from standardwebhooks import Webhook
 
 SIZE = MOST_INLINE_BYTES + 1
 BODY = b"x" * SIZE
@@ -163,3 +167,51 @@ async def test_a_webhook_carries_a_large_result_also_after_the_results_end(
             return not await store.pending_deliveries()
 
         await until(delivered, "the webhook is delivered")
+
+
+async def test_a_webhook_of_a_larger_result_has_a_link_to_the_job(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "MAX_BODY_BYTES", SIZE)
+    async with (
+        receiving() as receiver,
+        gateway_here(state, webhook_networks=["127.0.0.1"]) as gateway,
+    ):
+        function = await gateway.deploy(ECHO)
+        body = {"input": {"text": "x" * SIZE}, "webhook": receiver.url}
+        job_id = (await gateway.client.post(f"/v2/{function.name}/run", json=body)).json()["id"]
+        (came,) = await receiver.received(1)
+        found = json.loads(came.body)
+        assert (found["id"], found["status"], "output" in found) == (job_id, "COMPLETED", False)
+        assert found["output_url"] == f"/v1/functions/{function.name}/jobs/{job_id}"
+        secret = (await gateway.client.get(f"/v1/functions/{function.name}/webhooks/secret")).json()["secret"]
+        assert Webhook(secret).verify(came.body, came.headers)
+
+
+async def test_large_webhooks_share_a_room(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "MAX_SENDING_BYTES", 2 * MAX_MESSAGE_BYTES)
+    async with (
+        receiving() as receiver,
+        gateway_here(state, webhook_networks=["127.0.0.1"]) as gateway,
+    ):
+        released = asyncio.Event()
+
+        async def slow(_request: web.Request) -> web.StreamResponse:
+            await released.wait()
+            return web.Response(status=204)
+
+        receiver.responses = [slow, slow]
+        function = await gateway.deploy(ECHO)
+        body = {"input": {"text": "x" * SIZE}, "webhook": receiver.url}
+        for _ in range(2):
+            await gateway.client.post(f"/v2/{function.name}/runsync", json=body)
+        outbox = gateway.server.jobs._sender
+        await receiver.received(1)
+
+        async def begun() -> bool:
+            return len(outbox._requests) == 2
+
+        await until(begun, "both deliveries have begun")
+        assert (len(receiver.came), outbox._room.total) == (1, MAX_MESSAGE_BYTES)
+        released.set()
+        await receiver.received(2)
