@@ -37,6 +37,8 @@ from .sliced_body import SlicedBody
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 SERVER = f"pilotflame/{__version__}"
+DEPLOYS = "/v1/functions"
+"""The path of the route that deploys."""
 VERSIONS = (HttpVersion10, HttpVersion11)
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
@@ -169,7 +171,7 @@ class ErrorResponses:
         """Return the response for an error. `target` is the path as the caller sent it, and `path` the registered one."""
         formats = [form for key, form in self._formats.items() if key == path]
         formats += [form for key, form in self._formats.items() if target.startswith(key)]
-        if not formats and error.private and self._shows_private(caller, function):
+        if not formats and error.private and self._shows_private(caller, function, path):
             response = error_reply(error, request_id, private=True)
         else:
             response = [*formats, error_reply][0](error, request_id)
@@ -177,9 +179,11 @@ class ErrorResponses:
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
 
-    def _shows_private(self, caller: Caller, function: str | None) -> bool:
-        # Only a deploy names no function in its path. Its caller has sent the code, and so may see the traceback.
-        return caller.has(Scope.DEPLOY) if function is None else self._owns(caller, function)
+    def _shows_private(self, caller: Caller, function: str | None, path: str) -> bool:
+        if function is None:
+            # The caller of a deploy has sent the code, and so may see the traceback.
+            return path == DEPLOYS and caller.has(Scope.DEPLOY)
+        return self._owns(caller, function)
 
 
 def not_routed(request: web.Request, error: web.HTTPException) -> PilotflameError:

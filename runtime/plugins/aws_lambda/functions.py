@@ -85,11 +85,17 @@ class FunctionsApi:
 
     async def function(self, request: web.Request) -> web.StreamResponse:
         live, qualifier = find_live(request, self._backend)
-        found = DescribedFunction(Configuration=_configuration(live, qualifier), Code={}, Tags={})
+        found = DescribedFunction(Configuration=self._shown(request, live, qualifier), Code={}, Tags={})
         return json_response(found)
 
     async def configuration(self, request: web.Request) -> web.StreamResponse:
-        return json_response(_configuration(*find_live(request, self._backend)))
+        return json_response(self._shown(request, *find_live(request, self._backend)))
+
+    def _shown(self, request: web.Request, live: Live, qualifier: str) -> Configuration:
+        """Return what the caller may see. Only the owner sees the digest and the entry of the code."""
+        found = _configuration(live, qualifier)
+        owned = self._backend.functions.owns(caller_of(request), live.record.function)
+        return found if owned else Configuration(**{**found, "Handler": "", "CodeSha256": ""})
 
     async def aliases(self, request: web.Request) -> web.StreamResponse:
         live, _ = find_live(request, self._backend)
@@ -146,7 +152,7 @@ def _alias(live: Live, name: str) -> Alias:
 
 
 def _arn(live: Live, qualifier: str) -> str:
-    env = {**os.environ, **live.record.settings.env}
-    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
+    # Only the owner sees the function's environment, so its region does not count.
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
     arn = f"arn:aws:lambda:{region}:{ACCOUNT}:function:{live.record.function}"
     return f"{arn}:{qualifier}" if qualifier else arn

@@ -184,3 +184,35 @@ async def test_an_upload_tells_no_digest_of_another_owner(house: House) -> None:
     assert found[0] == found[1]
     assert (found[0][0], asked.status_code) == (403, 403)
     assert (await answer(house.owner, "0" * 64))[0] == 409
+
+
+async def test_a_container_of_sagemaker_shows_no_traceback_to_another_key() -> None:
+    with short_folder() as folder:
+        settings = {"auth": "always", "engine": ENGINE, "bare_paths": True}
+        async with gateway_here(folder / "state", **settings) as gateway, gateway.at_home() as admin:
+            house = House(gateway, admin, admin, "")
+            async with (
+                await house.key(name="team", scopes=["deploy", "invoke"], policy=TRUSTED) as owner,
+                await house.key(**OTHERS[0]) as other,
+            ):
+                gateway.client.headers.update(owner.headers)
+                await gateway.deploy(BROKEN, name="broken", check=False)
+                answer = await other.post("/invocations", json=1)
+    assert answer.status_code == 500
+    assert "planted-setup" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "fields", [*OTHERS, {"name": "caller", "scopes": ["invoke"]}], ids=lambda fields: fields["name"]
+)
+async def test_lambdas_configuration_tells_another_key_nothing_of_the_code(
+    house: House, fields: dict[str, Any]
+) -> None:
+    async with await house.key(**fields) as other:
+        answers = [await one.get("/lambda/2015-03-31/functions/victim") for one in (house.owner, other)]
+    assert [one.status_code for one in answers] == [200, 200], [one.text for one in answers]
+    mine, theirs = (answer.json()["Configuration"] for answer in answers)
+    assert mine["CodeSha256"]
+    assert mine["Handler"]
+    assert (theirs["CodeSha256"], theirs["Handler"]) == ("", "")
+    assert theirs["FunctionName"] == "victim"
