@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import sys
 import threading
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 from pilotflame.runtime.front.http import responses
-from pilotflame.runtime.front.http.incoming_bodies import INCOMING, IncomingBodies
-from pilotflame.runtime.front.http.responses import MIN_COMPRESSED_BYTES, choose_coding
+from pilotflame.runtime.front.http.incoming_bodies import IncomingBodies
+from pilotflame.runtime.front.http.responses import MIN_COMPRESSED_BYTES, ErrorResponses, choose_coding
+from pilotflame.runtime.ground.access.keys import ANYBODY
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -116,10 +116,15 @@ async def test_a_large_body_is_compressed_in_a_thread(monkeypatch):
     monkeypatch.setattr(
         responses, "compress_now", lambda body, coding: threads.append(threading.get_ident()) or body
     )
-    app = web.Application()
-    app[INCOMING] = IncomingBodies()
-    request = make_mocked_request("GET", "/", app=app)
-    await responses.compress(request, b"x" * 100, "gzip")
-    await responses.compress(request, b"x" * (1 << 20), "gzip")
-    app[INCOMING].close()
+    bodies = IncomingBodies()
+    in_turn = functools.partial(bodies.in_turn, "owner")
+    await responses.compress(b"x" * 100, "gzip", in_turn)
+    await responses.compress(b"x" * (1 << 20), "gzip", in_turn)
+    bodies.close()
     assert threads[0] == threading.get_ident() != threads[1]
+
+
+@pytest.mark.parametrize(("path", "shown"), [("/v1/functions", True), ("/invocations", False)])
+async def test_only_a_deploy_shows_a_traceback_without_a_function_in_its_path(path: str, shown: bool) -> None:
+    errors = ErrorResponses({}, lambda _caller, _function: False)
+    assert errors._shows_private(ANYBODY, None, path) is shown
