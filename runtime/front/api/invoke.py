@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import hdrs, web
-from multidict import istr
 
 from ....errors import DeadlineExceeded, OutputInvalid, PilotflameError
+from ....handlers.caller import NORMAL
 from ....handlers.codec import JSON_TYPE
 from ...calls.serving.invocation import Invocation, Output, Stream
 from ...calls.serving.response_cache import CachedCall
@@ -21,8 +21,8 @@ from ..http.event_stream import EVENTS, LAST_EVENT_S, EventStream
 from ..http.guard import counted
 from ..http.parsed_bodies import parsed
 from ..http.requests import (
+    CallHeaders,
     Headers,
-    accept_of,
     caller_of,
     content_type_of,
     id_of,
@@ -30,19 +30,13 @@ from ..http.requests import (
     media_type_of,
     parse_preferences,
     preferences_of,
-    priority_of,
     read_body,
     request_id_of,
-    seconds,
-    timeout_of,
-    trace_of,
 )
 from ..http.responses import Response, error_reply, invocation_headers, json_response
 from ..http.routes import INVOKE_PATH, Parameter, Route, header
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend, job_path
 
-HOLD = istr("X-Scale-Up-Timeout")
-MAX_HOLD_S = 3600.0
 MAX_COLLECTED_BYTES = 20 << 20
 _SECONDS: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
 TIMEOUT_PARAMETER = header(
@@ -183,26 +177,26 @@ class Gateway:
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
         accept: str | None = None, extra: Mapping[str, Any] | None = None, max_batch: int = 0,
-        counted: bool = False,
+        counted: bool = False, asked: CallHeaders | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Return (revision, invocation). If this raises an error, the caller must pass the error
         to `refused`.
 
         `content_type` and `accept` replace the Content-Type and Accept of the headers. The handler reads `extra` as `context.extra`.
-        `max_batch` is the size of the largest batch that the invocation may run in; 0 for no limit.
+        `max_batch` is the size of the largest batch that the invocation may run in; 0 for no limit. `asked` is what
+        `CallHeaders.read` returns for these headers.
         """
         # Look the revision up again, because another revision may have become live while the body arrived.
         revision = self._functions.live(name)
         settings = revision.policy.settings
-        traceparent, tracestate = trace_of(headers)
+        asked = asked or CallHeaders.read(headers)
+        deadline_s, hold_until_s = asked.times_s(received_s, settings.timeout_s, settings.hold_s)
         invocation = Invocation(
-            request_id, body, now_s=received_s,
-            deadline_s=received_s + timeout_of(headers, settings.timeout_s),
-            hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
+            request_id, body, now_s=received_s, deadline_s=deadline_s, hold_until_s=hold_until_s,
             content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
-            traceparent=traceparent, tracestate=tracestate, accept=accept_of(headers) if accept is None else accept, streaming=revision.streaming,
-            tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent), max_batch=max_batch,
-            counted=counted,
+            traceparent=asked.traceparent, tracestate=asked.tracestate, accept=asked.accept if accept is None else accept,
+            streaming=revision.streaming, tenant=caller.owner, on_end=on_end,
+            priority=asked.priority if caller.urgent else max(NORMAL, asked.priority), max_batch=max_batch, counted=counted,
         )  # fmt: skip
         # `submit` raises the error of a function that is paused or has used its budget.
         if settings.response_cache.ttl_s is None or self._functions.get(name).function.stopped:

@@ -17,7 +17,7 @@ from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision
 from ..http.chain import Chain, Passage
 from ..http.connection import BEGINNING, ClientConnection
-from ..http.requests import REQUEST_ID_HEADER, Headers, request_id_of
+from ..http.requests import REQUEST_ID_HEADER, CallHeaders, Headers, request_id_of
 from ..http.responses import Response, compress, error_reply, name_coding
 from ..http.routes import INVOKE_PATH, Route
 from ..http.sliced_body import SLICE_BYTES, SlicedBody
@@ -62,15 +62,16 @@ class PlainCalls:
         self._gateway, self._live, self._root, self._apis = gateway, live, root, tuple(apis.items())
         # Calls that another row of the route table serves, such as CloudEvents.
         others = [row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None]
-        self._elsewhere = (claims, chain.guard.waits, *others)
+        self._claims, self._others = claims, others
         self._outgoing: list[tuple[Send, Response, SlicedBody | None]] = []
 
     def _target(self, head: Head) -> Target | None:
         """Return what answers a call; None if aiohttp must read it."""
         path, headers = head.path, head.headers
-        for elsewhere in self._elsewhere:
-            if elsewhere(headers):
-                return None
+        if head.elsewhere is None:
+            head.elsewhere = any(accepts(headers) for accepts in self._others)
+        if head.elsewhere or self._claims(headers) or self.chain.guard.waits(headers):
+            return None
         name = path[len(BEGINNING) :] if path.startswith(BEGINNING) else self._root if path == "/" else ""
         try:
             if name:
@@ -116,14 +117,14 @@ class PlainCalls:
 class PlainCall(Passage):
     """A plain call, from its admission to its response."""
 
-    __slots__ = ("_begun", "_gateway", "_send", "_via")
+    __slots__ = ("_begun", "_gateway", "_head", "_send", "_via")
 
     def __init__(
         self, via: PlainCalls, target: Target, head: Head, transport: asyncio.Transport, send: Send
     ) -> None:
         gateway, function, path = target
         super().__init__("POST", head.path, path, function, head.headers, transport, time.monotonic())
-        self._via, self._gateway, self._send = via, gateway, send
+        self._via, self._gateway, self._head, self._send = via, gateway, head, send
         self._begun: tuple[Revision, Invocation] | None = None
 
     def begin(self, body: bytes, connection: ClientConnection) -> None:
@@ -136,10 +137,19 @@ class PlainCall(Passage):
             self._end(chain.failed(self, error, request_id))
             return
         connection.admitted()
-        caller = self.admitted.caller
+        caller, head = self.admitted.caller, self._head
         try:
+            if head.asked is None:
+                head.asked = CallHeaders.read(self.headers)
             self._begun = gateway.begin(
-                name, self.headers, request_id, body, self.received_s, caller, self._on_answer
+                name,
+                self.headers,
+                request_id,
+                body,
+                self.received_s,
+                caller,
+                self._on_answer,
+                asked=head.asked,
             )
         except PilotflameError as error:
             self._end(gateway.refused(name, error, request_id, caller))

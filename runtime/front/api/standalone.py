@@ -16,9 +16,8 @@ from ....errors import ActivationTimeout, GatewayError, QueueFull
 from ...ground.access.keys import Caller, Scope
 from ...ground.settings.function_settings import FunctionSettings
 from ...node.functions.registry import Functions
-from ..http.requests import seconds
+from ..http.requests import HOLD, MAX_HOLD_S, seconds
 from ..http.routes import INVOKE_PATH, Route
-from .invoke import HOLD, MAX_HOLD_S
 
 ROOT = "/"
 PLATFORM = "platform"

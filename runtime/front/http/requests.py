@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
 from aiohttp import HttpVersion11, hdrs, web
@@ -43,6 +43,8 @@ REQUEST_ID_HEADER = istr("X-Request-Id")
 TRACEPARENT_HEADER = istr("traceparent")
 TRACESTATE_HEADER = istr("tracestate")
 TIMEOUT = istr("X-Request-Timeout")
+HOLD = istr("X-Scale-Up-Timeout")
+MAX_HOLD_S = 3600.0
 PRIORITY = istr("X-Priority")
 GRPC = istr("grpc-timeout")
 ENVOY = istr("x-envoy-expected-rq-timeout-ms")
@@ -384,6 +386,31 @@ def priority_of(headers: Headers, *, urgent: bool = True) -> int:
     if (found := _PRIORITIES.get(text)) is None:
         raise BadInput(f"The header {PRIORITY} is {text[:40]!r}.", remedy="Send 1 (first) to 5 (last).")
     return found if urgent else max(NORMAL, found)
+
+
+class CallHeaders(NamedTuple):
+    """What the headers of a call say about its run. Requests with the same headers share it."""
+
+    timeout_s: float
+    """Infinity without a header."""
+    hold_s: float | None
+    traceparent: str
+    tracestate: str
+    accept: str
+    priority: int
+
+    @classmethod
+    def read(cls, headers: Headers) -> CallHeaders:
+        """Raise BadInput for a header that is not valid."""
+        timeout_s, hold_s = timeout_of(headers, math.inf), positive(headers, HOLD, "seconds")
+        return cls(timeout_s, hold_s, *trace_of(headers), accept_of(headers), priority_of(headers))
+
+    def times_s(self, now_s: float, timeout_s: float, hold_s: float) -> tuple[float, float]:
+        """Return the deadline of a call that has arrived now, and until when it may wait for a worker. `timeout_s` and `hold_s`
+        are those of the function.
+        """
+        hold_s = hold_s if self.hold_s is None else min(self.hold_s, MAX_HOLD_S)
+        return now_s + min(self.timeout_s, timeout_s), now_s + hold_s
 
 
 def _decimal(text: str) -> float:

@@ -11,8 +11,9 @@ import contextlib
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
@@ -23,7 +24,7 @@ from ....errors import OutputInvalid
 from .chain import Chain
 from .connection import KEEPALIVE_S, ClientConnection
 from .open_connections import ConnectionPlace
-from .requests import REQUEST_ID_HEADER, Headers
+from .requests import REQUEST_ID_HEADER, CallHeaders, Headers
 from .responses import SERVER, Response, error_reply
 from .sliced_body import SlicedBody
 
@@ -44,14 +45,18 @@ _LENGTH = re.compile("[0-9]{1,9}")
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
-class Head(NamedTuple):
-    """The head of a plain call."""
+@dataclass(slots=True, eq=False)
+class Head:
+    """The head of a plain call, and what was read from it. Most requests of a connection have the same head."""
 
     sent: bytes
     path: str
     headers: Headers
     length: int
     """The bytes of the body."""
+    asked: CallHeaders | None = None
+    elsewhere: bool | None = None
+    """True if another row of the route table serves the call; None before the first look."""
 
 
 class PlainCall(Protocol):
@@ -129,7 +134,6 @@ class PlainConnection(ClientConnection):
         """Begin a plain call. Return False if aiohttp must read the bytes."""
         head = self._head
         if head is None or not data.startswith(head.sent):
-            # Most requests on a connection have the same head.
             head = self._head = read_head(data)
         if head is None or self.transport is None or self.writing_paused:
             return False

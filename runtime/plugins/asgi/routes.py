@@ -13,12 +13,13 @@ from ...calls.serving.input_stream import InputStream
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision
 from ...front.api.backend import Backend
-from ...front.api.invoke import HOLD, MAX_HOLD_S
 from ...front.api.plugin import ApiPlugin
 from ...front.api.standalone import PLATFORM
 from ...front.http.page_isolation import POLICY, SANDBOX
 from ...front.http.requests import (
     CALLS,
+    HOLD,
+    MAX_HOLD_S,
     awaits_continue,
     caller_of,
     priority_of,
