@@ -20,6 +20,7 @@ _STATUS_LINES = {
 }
 _BODILESS = (204, 304)
 _LENGTH = b"content-length"
+_MAX_DIGITS = 18
 # The gateway adds to these headers, unless the app has set them, or may remove them.
 _SEEN = frozenset((b"server", b"set-cookie", *(name.lower().encode() for name in ORIGIN_WIDE)))
 _CROSS_ORIGIN = _SEEN | {b"vary", b"access-control-allow-origin"}
@@ -70,7 +71,7 @@ class ResponseEncoder:
         name = name.lower()
         if name == _LENGTH:
             text = value.strip()
-            if not text.isdigit() or self._missing not in (None, int(text)):
+            if not text.isdigit() or len(text) > _MAX_DIGITS or self._missing not in (None, int(text)):
                 raise OutputInvalid(f"The app sent the Content-Length {text[:40]!r}.")
             self._missing = int(text)
         elif name in self._shared:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ....handlers.forms import FormField, FormParser
 from ...front.http.content_coding import CODINGS
-from ...front.http.incoming_bodies import INCOMING
 from ...front.http.origins import Origins
-from ...front.http.requests import caller_of, coding_of, continue_body, load_json, owner_of
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import caller_of, coding_of, continue_body, dump_json, load_json, owner_of
 from ...front.http.responses import Timestamp, json_response, timestamp
 from ...front.http.routes import Route
 from ...ground.access.keys import Scope
@@ -123,27 +122,34 @@ class FilesApi:
 
     async def given(
         self, request: web.Request, body: bytes, found: Any, most: int | None
-    ) -> tuple[Any, dict[str, str]]:
-        """Return the input for the function, and the paths of the input's files by their URLs.
+    ) -> tuple[bytes, dict[str, str]]:
+        """Return the input for the function as JSON, and the paths of the input's files by their URLs.
 
         `found` is the parsed input, and `body` is the request's body. A function in a container cannot read the paths
         of files. For such a function, `most` is a number of bytes, and the files are in the input as data URLs. Raises
-        InputInvalid if a file is missing, InputTooLarge if the data URLs are larger than `most`.
+        InputInvalid if a file is missing, InputTooLarge if the data URLs are larger than `most`, BadInput if the input
+        is nested too deeply.
         """
-        marked = _MARK in body or _ESCAPED_MARK in body
-        if not marked:
-            return found, {}
-        in_turn = partial(request.app[INCOMING].in_turn, caller_of(request).owner)
-        authority = self._origins.of(request).partition("//")[2]
-        if not (urls := await in_turn(lambda: dict(_urls(found, authority)))):
-            return found, {}
-        files = await in_turn(partial(self._files, urls, owner_of(request)))
+        urls = dict[str, str]()
+        if _MARK in body or _ESCAPED_MARK in body:
+            authority = self._origins.of(request).partition("//")[2]
+            urls = await parsed(request, body, lambda _: dict(_urls(found, authority)))
+        files, contents = {}, {}
+        if urls:
+            files, contents = await self._contents(urls, owner_of(request), most)
+        return await parsed(request, body, lambda _: dump_json(_replaced(found, contents))), files
+
+    async def _contents(
+        self, urls: dict[str, str], owner: str, most: int | None
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the paths of files by their URLs, or, in a container, their data URLs, as `given` describes."""
+        files = await asyncio.to_thread(self._files, urls, owner)
         if most is None:
-            return found, {url: str(path) for url, (_, path) in files.items()}
+            return {url: str(path) for url, (_, path) in files.items()}, {}
         if (size := sum(about.size for about, _ in files.values())) * 4 // 3 > most:
             message = f"The input's files have {size} bytes. They reach a function in a container inside the body, of at most {most} bytes, a third more."
             raise InputTooLarge(message, remedy="Send addresses from which the function can fetch them.")
-        return await in_turn(lambda: _replaced(found, _data_urls(files))), {}
+        return {}, await asyncio.to_thread(_data_urls, files)
 
     def _files(self, urls: dict[str, str], owner: str) -> dict[str, tuple[StoredFile, Path]]:
         try:
@@ -207,16 +213,21 @@ def _metadata(text: bytes) -> dict[str, Any]:
 
 def _urls(found: Any, authority: str) -> Iterator[tuple[str, str]]:
     """Yield (URL, id) of each file of this API in a parsed input. Skip URLs with another host than `authority`."""
-    stack = [found]
+    for _, _, text in _texts([found]):
+        if (match := _URL.fullmatch(text)) and (match[1] is None or match[1].lower() == authority.lower()):
+            yield text, match[2]
+
+
+def _texts(found: list[Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield (list or object, position or name, string) for each string in a parsed list. The string may be replaced."""
+    stack: list[Any] = [found]
     while stack:
         one = stack.pop()
-        if isinstance(one, str):
-            if (match := _URL.fullmatch(one)) and (match[1] is None or match[1].lower() == authority.lower()):
-                yield one, match[2]
-        elif isinstance(one, dict):
-            stack.extend(one.values())
-        elif isinstance(one, list):
-            stack.extend(one)
+        for key, value in one.items() if isinstance(one, dict) else enumerate(one):
+            if isinstance(value, str):
+                yield one, key, value
+            elif isinstance(value, (dict, list)):
+                stack.append(value)
 
 
 def _data_urls(files: Mapping[str, tuple[StoredFile, Path]]) -> dict[str, str]:
@@ -235,9 +246,9 @@ def _name(path: Path) -> str:
 
 
 def _replaced(found: Any, contents: Mapping[str, str]) -> Any:
-    """Return a parsed input in which each string that is a key of `contents` is replaced by its value."""
-    if isinstance(found, str):
-        return contents.get(found, found)
-    if isinstance(found, dict):
-        return {name: _replaced(value, contents) for name, value in found.items()}
-    return [_replaced(value, contents) for value in found] if isinstance(found, list) else found
+    """Return a parsed input. In it, replace each string that is a key of `contents` by its value."""
+    box = [found]
+    for place, key, text in _texts(box) if contents else ():
+        if text in contents:
+            place[key] = contents[text]
+    return box[0]

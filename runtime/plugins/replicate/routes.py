@@ -13,7 +13,7 @@ from aiohttp import web
 from ....errors import InputInvalid
 from ...front.api.backend import ASYNC_BODY_BYTES, Backend
 from ...front.api.plugin import ApiPlugin
-from ...front.http.requests import caller_of, dump_json, owner_of, preferences_of
+from ...front.http.requests import caller_of, owner_of, preferences_of
 from ...front.http.responses import json_response
 from ...front.http.routes import Route, header
 from ...ground.access.keys import Scope
@@ -118,7 +118,7 @@ class ReplicateApi(ApiPlugin):
         given, files = await self._files.given(request, body, wanted.input, inside)
         if files:
             fields["extra"]["prediction"]["files"] = files
-        job, replayed = await self._backend.submit(request, live, dump_json(given), **fields)
+        job, replayed = await self._backend.submit(request, live, given, **fields)
         if wait_s:
             # While the caller waits, the input is not kept, neither as bytes nor parsed.
             job = job.bare()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import orjson
 from aiohttp import web
 
 from ....errors import NotSupported, UnknownFunction
@@ -14,7 +13,8 @@ from ...front.api.backend import Backend
 from ...front.api.invoke import Gateway
 from ...front.api.plugin import BARE, ApiPlugin
 from ...front.http.guard import KEY_HEADERS
-from ...front.http.requests import content_type_of, id_of, media_type_of
+from ...front.http.parsed_bodies import parsed
+from ...front.http.requests import content_type_of, id_of, load_output, media_type_of
 from ...front.http.responses import json_response
 from ...front.http.routes import Parameter, Route
 from ...ground.access.keys import Scope
@@ -77,7 +77,7 @@ class TorchServeApi(ApiPlugin):
         payload, kind = await Gateway(self.backend).call(request, name, body, extra=extra, content_type=kind)
         # TorchServe sends text as it is.
         if kind == JSON_TYPE and payload.startswith(b'"'):
-            payload, kind = orjson.loads(payload).encode(), TEXT_TYPE
+            payload, kind = (await parsed(request, payload, load_output)).encode(), TEXT_TYPE
         return web.Response(body=payload, headers={"X-Request-Id": id_of(request), "Content-Type": kind})
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:

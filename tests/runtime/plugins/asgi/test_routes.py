@@ -109,6 +109,9 @@ async def app(scope, receive, send):
     elif case == "/long":
         await start(200, (b"content-length", b"1"))
         await body(b"xyz")
+    elif case == "/digits":
+        await start(200, (b"content-length", b"1" * 5000))
+        await body(b"x")
     elif case == "/status":
         status = int(scope["query_string"])
         await start(status, (b"location", b"/there"), (b"content-length", b"4"))
@@ -284,6 +287,7 @@ async def test_background_work_goes_on_after_the_response(
         ("injects", "not valid in HTTP"),
         ("long", "not as long as its Content-Length"),
         ("short", "not as long as its Content-Length"),
+        ("digits", "sent the Content-Length"),
         ("status?100", "no final status"),
     ],
 )

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from live import Function, Gate, Gateway, gateway_here, short_folder, until
 from pilotflame.runtime.front.http.requests import parse_preferences
-from pilotflame.runtime.plugins.replicate import models, routes
+from pilotflame.runtime.plugins.replicate import files, models, routes
 from pilotflame.runtime.plugins.replicate.routes import preferred_wait
 
 from .conftest import STREAM
@@ -260,6 +260,28 @@ async def test_only_urls_of_this_gateway_are_its_files(
     body["input"]["image"] = f"http://127.0.0.1:1/v1/files/{file_id}"
     found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait")
     assert (found.json()["status"], "cannot be fetched" in found.json()["error"]) == ("failed", True)
+
+
+async def test_a_deep_input_with_a_file_for_a_container_is_refused(
+    gateway: Gateway,
+    caller: Callable[..., Any],
+    predictor: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function, call = await predictor(), await caller()
+    own = (await call.upload("in.txt", b"content")).json()["urls"]["get"]
+    # Its files are in the body, as for a function with an image.
+    given = files.FilesApi.given
+    monkeypatch.setattr(files.FilesApi, "given", lambda self, *how: given(self, *how[:3], 1 << 20))
+    deep = json.loads("[" * 600 + json.dumps(own) + "]" * 600)
+    for value, status in (([{"file": own}], 201), (deep, 400)):
+        body = {"version": function.name, "input": {"text": "a", "image": value}}
+        found = await call("POST", "/replicate/v1/predictions", body)
+        assert found.status_code == status, found.text
+    # The first one has the file's content, and the second one is nested too deeply for JSON.
+    [made] = (await call("GET", "/replicate/v1/predictions")).json()["results"]
+    shown = (await call("GET", f"/replicate/v1/predictions/{made['id']}")).json()
+    assert shown["input"]["image"][0]["file"].startswith("data:text/plain;name=content.txt;base64,")
 
 
 async def test_a_file_that_has_lost_its_content(

@@ -65,6 +65,19 @@ async def test_the_published_requests(gateway: Gateway) -> None:
     await gateway.client.delete("/v1/functions/kitten")
 
 
+async def test_an_output_that_is_no_json_is_an_error_of_the_function(gateway: Gateway) -> None:
+    source = """
+from pilotflame.handlers.codec import OutputCodec
+OutputCodec.encode = lambda self, answer, accept="": (b'"broken', "application/json")
+
+def handler(event):
+    return event
+"""
+    function = await gateway.deploy(source)
+    code, _, message = await fails(gateway, "POST", f"/predictions/{function.name}", json=1)
+    assert (code, "not JSON" in message) == (503, True), message
+
+
 async def test_requests_form_batches_and_fail_alone(gateway: Gateway, gate: Gate) -> None:
     source = f"import gate\n{HANDLER}".replace("answers = []", "answers = []\n        gate.wait('begun')")
     files = {"handler.py": source, "model-config.yaml": "batchSize: 8\n"}
