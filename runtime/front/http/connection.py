@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from http import HTTPStatus
 
 from aiohttp import hdrs, web
@@ -25,7 +26,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for st
 class ClientConnection(web.RequestHandler):
     """A client's connection. It is closed if the header of a request does not arrive in time."""
 
-    __slots__ = ("_header", "_header_timeout_s", "_header_timer", "_lost", "_place", "_request", "discards")
+    __slots__ = ("_header", "_header_timeout_s", "_header_timer", "_lost", "_place", "_request", "discards", "on_data")
 
     def __init__(
         self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace | None = None, keepalive_s: float = KEEPALIVE_S
@@ -43,6 +44,8 @@ class ClientConnection(web.RequestHandler):
         self._lost: asyncio.Future[None] | None = None
         self.discards = False
         """True while it throws away the rest of a request whose response has been sent."""
+        self.on_data: Callable[[int], None] | None = None
+        """Is called with the number of bytes that have arrived, before they are parsed."""
 
     @property
     def is_busy(self) -> bool:
@@ -64,6 +67,8 @@ class ClientConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.on_data is not None:
+            self.on_data(len(data))
         fits = self._header.add(data)
         if fits or self._header.arrived:
             super().data_received(data)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
+from typing import cast
 
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
-from ....errors import DeadlineExceeded, LinkError, OutputInvalid, PilotflameError
+from ....errors import DeadlineExceeded, LinkError, OutputInvalid, Overloaded, PilotflameError
 from ...calls.link.stream_credit import ReadPieces
 from ...calls.serving.invocation import Invocation, Stream
 from ...calls.serving.revision import Revision
+from ...front.http.connection import ClientConnection
 from ...front.http.endless_answers import EndlessAnswers
+from ...front.http.incoming_bodies import INCOMING, ArrivingBytes
 from ...front.http.requests import caller_of
 from ...front.http.responses import error_reply, invocation_headers
 from .app_response import AppResponse
@@ -39,6 +44,8 @@ HEARTBEAT_S = 20.0
 # How long the other side may take to close a WebSocket, and an app to end once its caller has gone.
 CLOSE_S = 5.0
 RESTART = "service restart"
+# aiohttp holds the parts of a message, and the next message, while a message is passed on.
+MOST_HELD = 3
 _OURS = b"sec-websocket-"
 
 
@@ -63,6 +70,9 @@ class WebSocketExchange:
         self._closed_by_app = False
         # The code and reason with which the caller has closed it.
         self._left: tuple[int, str] | None = None
+        # The code and reason with which the gateway closes it.
+        self._farewell = (int(WSCloseCode.SERVICE_RESTART), RESTART)
+        self._arriving = ArrivingBytes(request.app[INCOMING], caller_of(request).owner)
         invocation.on_leaving = self._leaving.set
 
     async def run(self) -> web.StreamResponse:
@@ -109,15 +119,17 @@ class WebSocketExchange:
         subprotocol, headers = decode_accept(data)
         socket = web.WebSocketResponse(
             protocols=(subprotocol,) if subprotocol else (), heartbeat=HEARTBEAT_S, timeout=CLOSE_S,
-            autoclose=False, max_msg_size=self._most,
+            # aiohttp would unpack messages on the event loop.
+            autoclose=False, max_msg_size=self._most, compress=False,
         )  # fmt: skip
         socket.headers.extend(self._headers(headers))
         await socket.prepare(self._request)
         self._mark_active()
         if self._revision.retiring:
             self._leaving.set()
-        async with self._endless.limited(caller_of(self._request)):
-            await self._pass_on(socket, messages)
+        with self._counting():
+            async with self._endless.limited(caller_of(self._request)):
+                await self._pass_on(socket, messages)
         if not socket.closed:
             await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"the API key has ended")
         return socket
@@ -191,6 +203,27 @@ class WebSocketExchange:
 
     # -- from the caller to the app
 
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count the bytes that have arrived and that the app has not got."""
+        connection = cast("ClientConnection", self._request.protocol)
+        connection.on_data = self._arrived
+        try:
+            yield
+        finally:
+            connection.on_data = None
+            self._arriving.change(0, 0)
+
+    def _arrived(self, size: int) -> None:
+        """Count bytes. If the caller has sent too many, read no more, and close the WebSocket."""
+        try:
+            self._arriving.change(size, MOST_HELD * self._most)
+        except Overloaded:
+            self._farewell = (int(WSCloseCode.TRY_AGAIN_LATER), "too many bytes of unfinished messages")
+            self._leaving.set()
+            if self._request.transport is not None:
+                cast("asyncio.Transport", self._request.transport).pause_reading()
+
     async def _receive(self, socket: web.WebSocketResponse) -> None:
         """Pass the caller's messages on until the WebSocket is closed, and tell the app why."""
         while True:
@@ -214,6 +247,7 @@ class WebSocketExchange:
     async def _pass(self, kind: int, data: bytes) -> None:
         for part in encode_message(kind, data):
             await self._input.put(part)
+        self._arriving.change(-len(data) - _header_bytes(len(data)), MOST_HELD * self._most)
 
     async def _tell_end(self, code: int, reason: str) -> None:
         """Tell the app that its WebSocket has ended. Cancel the invocation if the app does not end soon."""
@@ -225,9 +259,9 @@ class WebSocketExchange:
             self._revision.cancel(self._invocation)
 
     async def _leave(self, socket: web.WebSocketResponse) -> None:
-        """Once the worker or the revision is about to end, close the WebSocket, so that the caller connects again."""
+        """Once the worker or the revision is about to end, or too much arrives, close the WebSocket, so that the caller connects again."""
         await self._leaving.wait()
-        self._left = (int(WSCloseCode.SERVICE_RESTART), RESTART)
+        self._left = self._farewell
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tell_end(*self._left))
             tasks.create_task(_close(socket, *self._left))
@@ -240,6 +274,11 @@ def _denial(kind: int, data: bytes) -> ResponsePiece:
     if kind != DENY:
         raise LinkError("An app sent a message to a WebSocket whose handshake it denies.")
     return decode_response(data)
+
+
+def _header_bytes(size: int) -> int:
+    """Return the bytes of a frame of a caller, with its mask, before the data."""
+    return 6 if size < 126 else 8 if size < 1 << 16 else 14
 
 
 async def _close(socket: web.WebSocketResponse, code: int, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -72,6 +73,16 @@ async def app(scope, receive, send):
         if case == "/waits":
             await gate.wait_async("waits")
         await send({"type": "websocket.send", "text": message.get("text"), "bytes": message.get("bytes")})
+"""
+
+ECHOES = """
+async def app(scope, receive, send):
+    if scope["type"] != "websocket":
+        raise RuntimeError
+    await receive()
+    await send({"type": "websocket.accept"})
+    while (message := await receive())["type"] != "websocket.disconnect":
+        await send({"type": "websocket.send", "bytes": message["bytes"]})
 """
 
 
@@ -309,3 +320,44 @@ async def test_the_end_of_the_gateway_sends_sockets_away(
         leaving = tasks.create_task(received(socket))
     assert (leaving.result().data, leaving.result().extra) == (1012, "service restart")
     await gate.next("left 1012 service restart")
+
+
+async def test_messages_are_not_compressed(sockets: Sockets) -> None:
+    """A short compressed message may unpack to a thousand times its size."""
+    async with sockets.open(compress=15) as socket:
+        assert not socket.compress
+        await socket.send_str("x" * 1000)
+        assert (await received(socket)).data == "x" * 1000
+
+
+async def test_unfinished_messages_of_one_caller_leave_room_for_others(
+    state: Any, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "pilotflame.runtime.front.http.incoming_bodies.IncomingBodies.__init__.__defaults__", (4 << 20,)
+    )
+    async with gateway_here(state, drain_s=1.0) as gateway, gateway.at_home() as home:
+        deployed = await gateway.send(None, {"asgi": "app:app"}, files={"app.py": ECHOES}, name="echoes")
+        assert deployed.status_code == 201, deployed.text
+        greedy, other = [
+            {"Authorization": f"Bearer {(await home.post('/v1/keys', json={'name': name})).json()['key']}"}
+            for name in ("greedy", "other")
+        ]
+        sockets = Sockets(gateway, gateway.function("echoes"), session)
+        # The beginning of a message of 2 MiB: a frame without the last flag, of 1 MiB.
+        part = b"\x02\xff" + (1 << 20).to_bytes(8, "big") + bytes(4) + bytes(1 << 20)
+        async with contextlib.AsyncExitStack() as stack:
+            opened = [await stack.enter_async_context(sockets.open("/", headers=greedy)) for _ in range(6)]
+            for one in opened:
+                # A client sends only whole messages.
+                one._writer.transport.write(part)
+            closed = [asyncio.create_task(one.receive()) for one in opened]
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.wait(closed, return_when=asyncio.FIRST_COMPLETED)
+            codes = {task.result().data for task in closed if task.done()}
+            assert codes == {aiohttp.WSCloseCode.TRY_AGAIN_LATER}
+            async with sockets.open("/", headers=other) as socket:
+                await socket.send_bytes(bytes(200 << 10))
+                assert len((await received(socket)).data) == 200 << 10
+            for task in closed:
+                task.cancel()
