@@ -119,7 +119,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
         _server(parts, gateway, plugins, routes, control, connections, guard, cors, audit, standalone, hosts)
     )
     await stack.enter_async_context(
-        plugins.listening(settings.plugin_ports, guard, audit, parts.address.certificate)
+        plugins.listening(settings.plugin_ports, guard, audit, http.app, parts.address.certificate)
     )
     return Front(admin, http, endless, standalone)
 

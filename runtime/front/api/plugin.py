@@ -38,12 +38,16 @@ class Entrance:
     audit: Audit
     host: str
     port: int
+    app: web.Application
+    """Has the limits that all protocols share: INCOMING and PARSED_BODIES."""
     certificate: Certificate | None = None
 
     async def admit(
-        self, headers: Headers, route: tuple[str, str] | None, function: str | None = None
-    ) -> Admitted:
+        self, headers: Headers, route: tuple[str, str] | None, transport: asyncio.BaseTransport | None = None,
+    ) -> Admitted:  # fmt: skip
         """Admit a caller who needs the scope of this HTTP route, or no key if it is None. Call `leave` of the result.
+
+        `transport` is that of the client's connection.
 
         Raise the errors of `Guard.admit` and `Guard.find_issuer`, and Unauthorized if other machines reach the address and no API key exists.
         """
@@ -52,7 +56,7 @@ class Entrance:
         if not self.guard.closed and not is_loopback(self.host):
             message = f"Other machines reach {self.host}, and this gateway has no API key."
             raise Unauthorized(message, remedy="Create one: pilotflame keys create NAME.")
-        return self.guard.admit(headers, route, function, None, await self.guard.find_issuer(headers))
+        return self.guard.admit(headers, route, None, transport, await self.guard.find_issuer(headers))
 
 
 BARE: Mapping[str, Any] = {"bare": True}
@@ -233,8 +237,8 @@ class Plugins:
 
     @asynccontextmanager
     async def listening(
-        self, addresses: Sequence[str], guard: Guard, audit: Audit, certificate: Certificate | None
-    ) -> AsyncIterator[None]:
+        self, addresses: Sequence[str], guard: Guard, audit: Audit, app: web.Application, certificate: Certificate | None
+    ) -> AsyncIterator[None]:  # fmt: skip
         """Let plugins listen at these addresses (NAME=HOST:PORT) inside the block. Raise PluginError, GatewayError."""
         async with AsyncExitStack() as stack:
             for text in addresses:
@@ -245,7 +249,7 @@ class Plugins:
                     )
                 host, _, port = address.rpartition(":")
                 await stack.enter_async_context(
-                    plugin.listening(Entrance(guard, audit, host.strip("[]"), int(port), certificate))
+                    plugin.listening(Entrance(guard, audit, host.strip("[]"), int(port), app, certificate))
                 )
             yield
 

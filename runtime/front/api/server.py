@@ -28,7 +28,7 @@ class HttpServer:
     """The gateway's HTTP server. Before the gateway ends, the server makes its clients connect elsewhere."""
 
     def __init__(self, runner: web.AppRunner, chain: Chain) -> None:
-        self._runner, self.chain = runner, chain
+        self._runner, self.chain, self.app = runner, chain, runner.app
         self._acceptors: list[Acceptor] = []
 
     def listen(

@@ -14,18 +14,20 @@ from google.protobuf.message import Message
 from multidict import CIMultiDict
 
 from ....errors import BadInput, InvocationError, Overloaded, PilotflameError
-from ...calls.serving.invocation import Invocation
+from ...calls.serving.invocation import Invocation, Output
 from ...front.api.backend import Backend
 from ...front.api.plugin import Entrance
 from ...front.http.event_stream import LAST_EVENT_S
+from ...front.http.parsed_bodies import PARSED_BODIES
 from ...front.http.requests import TIMEOUT, request_id_of, too_large
 from ...front.http.responses import MAX_ON_LOOP_BYTES, invocation_headers
 from ...ground.access.fair_share import SharedRoom
 from ...ground.access.keys import Caller
 from .errors import load_failure
 from .grpc_messages import message, parameters_of
-from .grpc_requests import infer_request, infer_response, is_final, output_of
-from .infer_call import InferCall
+from .grpc_port import GrpcConnection
+from .grpc_requests import SentRequest, infer_response, is_final, output_of
+from .infer_call import InferCall, tensors_header
 from .infer_request import InferRequest
 from .model import TensorModel, function_of, server_metadata
 from .repository import Repository
@@ -73,7 +75,9 @@ class Responses:
 
 
 class GrpcCall(NamedTuple):
-    """An admitted call: its headers, its caller, gRPC's context, and its responses."""
+    """An admitted call: its connection, its headers, its caller, gRPC's context, and its responses."""
+
+    connection: GrpcConnection
 
     headers: CIMultiDict[str]
     caller: Caller
@@ -95,16 +99,16 @@ class GrpcMethods:
     def __init__(self, backend: Backend, repository: Repository, entrance: Entrance) -> None:
         self._backend, self._repository, self._entrance = backend, repository, entrance
 
-    async def infer(self, sent: Any, call: GrpcCall) -> Message:
+    async def infer(self, sent: SentRequest, call: GrpcCall) -> Message:
         """Return the response to a ModelInferRequest. Raise the errors of the call."""
         async with self._running(sent, call) as running:
             output = await running.invocation.wait()
         headers = invocation_headers(running.invocation).items()
         call.context.set_trailing_metadata([(name.lower(), text) for name, text in headers])
-        return infer_response(output, **running.names)
+        return await self._response(output, call, **running.names)
 
     async def stream(
-        self, sent: Any, call: GrpcCall, write: Callable[[Message], Awaitable[None]]
+        self, sent: SentRequest, call: GrpcCall, write: Callable[[Message], Awaitable[None]]
     ) -> Message | None:
         """Write the outputs that a function yields as responses to a ModelInferRequest of a stream.
 
@@ -116,12 +120,13 @@ class GrpcMethods:
             stream, names = running.invocation.stream, running.names
             if stream is None:
                 output = await running.invocation.wait()
-                return infer_response(output, **names, parameters=is_final(True))
+                return await self._response(output, call, **names, parameters=is_final(True))
             left_s = max(0.0, running.invocation.deadline_s - time.monotonic())
             async with asyncio.timeout(left_s + LAST_EVENT_S):
                 while pieces := await stream.take():
                     for piece in pieces:
-                        await write(infer_response(output_of(piece), **names, parameters=is_final(False)))
+                        output, final = output_of(piece), is_final(False)
+                        await write(await self._response(output, call, **names, parameters=final))
                         stream.consumed(1)
                 await running.invocation.wait()
         return (
@@ -130,8 +135,19 @@ class GrpcMethods:
             else None
         )
 
+    async def _response(self, output: Output, call: GrpcCall, **fields: Any) -> Message:
+        """Return the response with a worker's output. A long header is read in a thread. Raise OutputInvalid."""
+        header = output.payload[: tensors_header(output)]
+        if len(header) <= MAX_ON_LOOP_BYTES:
+            return infer_response(output.payload, header, **fields)
+        return await self._entrance.app[PARSED_BODIES].read(
+            call.caller.owner, header, lambda header: infer_response(output.payload, header, **fields)
+        )
+
     @contextlib.asynccontextmanager
-    async def _running(self, sent: Any, call: GrpcCall, *, streams: bool = False) -> AsyncIterator[_Running]:
+    async def _running(
+        self, sent: SentRequest, call: GrpcCall, *, streams: bool = False
+    ) -> AsyncIterator[_Running]:
         """Run the request during the block. Cancel it if the block ends before."""
         received_s, request_id = time.monotonic(), request_id_of(call.headers)
         model = self._model(sent.model_name, sent.model_version, call)
@@ -140,7 +156,7 @@ class GrpcMethods:
         if left_s is not None and math.isfinite(left_s):
             headers[TIMEOUT] = f"{max(left_s, 0.001):.6f}"
         try:
-            asked = await self._read(sent, model)
+            asked = self._read(sent, model)
             revision, invocation = infer.submit(asked, headers, request_id, received_s, call.caller)
         except PilotflameError as error:
             infer.refused(infer.function, error, request_id, call.caller)
@@ -154,14 +170,14 @@ class GrpcMethods:
             if not invocation.output.cancelled():
                 infer.count(invocation)
 
-    async def _read(self, sent: Any, model: TensorModel) -> InferRequest:
-        """Return the request in a message. A long one is read in a thread. Raise InputTooLarge and BadInput."""
-        size, most = sent.ByteSize(), self._backend.body_limit(model.live.revision)
-        if size > most:
+    def _read(self, sent: SentRequest, model: TensorModel) -> InferRequest:
+        """Return the request in a message. Raise InputTooLarge and BadInput."""
+        most = self._backend.body_limit(model.live.revision)
+        if sent.size > most:
             raise too_large(most, self._backend.too_large_remedy(most, model.live.revision))
-        return (
-            await asyncio.to_thread(infer_request, sent) if size > MAX_ON_LOOP_BYTES else infer_request(sent)
-        )
+        if isinstance(sent.asked, PilotflameError):
+            raise sent.asked
+        return sent.asked
 
     # -- the server and its models
 
@@ -246,7 +262,12 @@ class GrpcMethods:
             raise
         finally:
             self._entrance.audit.note_call(
-                route, call.caller.owner, call.context.peer(), function, outcome, request_id_of(call.headers)
+                route,
+                call.caller.owner,
+                call.connection.address,
+                function,
+                outcome,
+                request_id_of(call.headers),
             )
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import orjson
 from google.protobuf.message import Message
+from pydantic import BaseModel, Field, NonNegativeInt
 
-from ....errors import BadInput
+from ....errors import BadInput, OutputInvalid, PilotflameError
 from ....handlers.tensors import MOST_AXES, with_lengths
 from ...calls.serving.invocation import Output
-from ...front.http.requests import load_output
+from ...front.http.requests import load_output, validate
+from .grpc_fields import read_message
 from .grpc_messages import message, parameters_of
-from .infer_call import tensors_header
-from .infer_request import InferRequest
+from .infer_request import MOST_TENSORS, InferRequest
 
-MOST_VALUES = 1_000_000
-"""The most values in the contents of an input. Each is an object while it is converted."""
+REMEDY = "Let the function return the tensors that it declares."
 _CONTENTS = {
     "INT8": ("int_contents", "b"), "INT16": ("int_contents", "h"), "INT32": ("int_contents", "i"),
     "INT64": ("int64_contents", "q"), "UINT8": ("uint_contents", "B"), "UINT16": ("uint_contents", "H"),
@@ -27,8 +27,50 @@ _CONTENTS = {
 """For each datatype, the field that holds its values, and the type code of these values as bytes."""
 
 
-def infer_request(sent: Any) -> InferRequest:
+class _OutputParameters(BaseModel, frozen=True, strict=True):
+    binary_data_size: NonNegativeInt
+
+
+class _Output(BaseModel, frozen=True, strict=True):
+    name: str
+    datatype: str
+    shape: list[Annotated[int, Field(ge=0, lt=1 << 63)]] = Field(max_length=MOST_AXES)
+    parameters: _OutputParameters
+
+
+class _Outputs(BaseModel, frozen=True, strict=True):
+    """The header of a worker's output."""
+
+    outputs: list[_Output] = Field(max_length=MOST_TENSORS)
+
+
+class SentRequest(NamedTuple):
+    """What a ModelInferRequest holds."""
+
+    model_name: str
+    model_version: str
+    id: str
+    size: int
+    """The bytes of the message, unpacked."""
+    asked: InferRequest | PilotflameError
+    """The error is raised once the model is known, where it is counted."""
+
+
+def read_request(data: bytes) -> SentRequest:
+    """Return what a ModelInferRequest holds. Raise BadInput if the bytes are no such message."""
+    sent = read_message("ModelInferRequest", data)
+    asked: InferRequest | PilotflameError
+    try:
+        asked = _infer_request(sent)
+    except PilotflameError as error:
+        asked = error.with_traceback(None)
+    return SentRequest(sent.model_name, sent.model_version, sent.id, len(data), asked)
+
+
+def _infer_request(sent: Any) -> InferRequest:
     """Return the request in a ModelInferRequest. Raise BadInput, which names the input or the parameter."""
+    if len(sent.inputs) > MOST_TENSORS:
+        raise BadInput(f"There are more than {MOST_TENSORS} inputs.")
     if len(sent.raw_input_contents) > len(sent.inputs):
         raise BadInput(f"There are {len(sent.inputs)} inputs, but more raw_input_contents.")
     raw = list(sent.raw_input_contents)
@@ -60,9 +102,6 @@ def infer_request(sent: Any) -> InferRequest:
 
 def _contents(tensor: Any) -> bytes:
     """Return the values in the contents of an input as bytes."""
-    if any(len(values) > MOST_VALUES for _, values in tensor.contents.ListFields()):
-        message = f"The input {tensor.name[:80]!r} has more than {MOST_VALUES} values in its contents."
-        raise BadInput(message, remedy="Send it in raw_input_contents.")
     if tensor.datatype == "BYTES":
         return with_lengths(tensor.contents.bytes_contents)
     if tensor.datatype not in _CONTENTS:
@@ -75,15 +114,17 @@ def _contents(tensor: Any) -> bytes:
         raise BadInput(f"The input {tensor.name[:80]!r} is not {tensor.datatype}: {error}.") from None
 
 
-def infer_response(output: Output, **fields: Any) -> Message:
-    """Return the ModelInferResponse with a worker's outputs and other `fields`."""
-    header_bytes = tensors_header(output)
-    data, raw, tensors = memoryview(output.payload)[header_bytes:], [], []
-    for one in load_output(output.payload[:header_bytes])["outputs"]:
-        size = one["parameters"]["binary_data_size"]
+def infer_response(payload: bytes, header: bytes, **fields: Any) -> Message:
+    """Return the ModelInferResponse with a worker's outputs and other `fields`. Raise OutputInvalid.
+
+    `header` is the JSON at the beginning of `payload`.
+    """
+    data, raw, tensors = memoryview(payload)[len(header) :], [], []
+    for one in validate(_Outputs, load_output(header), REMEDY, OutputInvalid).outputs:
+        size = one.parameters.binary_data_size
         raw.append(bytes(data[:size]))
         data = data[size:]
-        tensors.append({"name": one["name"], "datatype": one["datatype"], "shape": one["shape"]})
+        tensors.append({"name": one.name, "datatype": one.datatype, "shape": one.shape})
     return message("ModelInferResponse", outputs=tensors, raw_output_contents=raw, **fields)
 
 

@@ -13,12 +13,11 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from urllib.parse import quote
 
 # The gateway forks no process that goes on to use gRPC, whose handlers at each fork would only print warnings.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
-from google.protobuf.message import DecodeError
 from multidict import CIMultiDict
 
 from ....errors import (
@@ -34,14 +33,19 @@ from ....errors import (
 from ...front.api.backend import Backend
 from ...front.api.plugin import Entrance
 from ...front.http.guard import Admitted
+from ...front.http.incoming_bodies import INCOMING
 from ...front.http.large_answers import MAX_BYTES
-from ...front.http.responses import retry_headers
+from ...front.http.listening import bind
+from ...front.http.parsed_bodies import PARSED_BODIES
+from ...front.http.responses import MAX_ON_LOOP_BYTES, retry_headers
 from ...front.http.tls import Certificate
 from ...ground.access.fair_share import SharedRoom
 from .errors import error_text
-from .grpc_messages import CLASSES, message
+from .grpc_fields import check, is_small, read_message, unpacked
+from .grpc_messages import message
 from .grpc_methods import METHODS, GrpcCall, GrpcMethods, Method, Responses
-from .grpc_requests import is_final
+from .grpc_port import GrpcConnection, GrpcPort
+from .grpc_requests import is_final, read_request
 from .repository import Repository
 
 LOG = logging.getLogger(__name__)
@@ -50,8 +54,10 @@ MOST_OPEN = 4096
 """The most calls and streams that are open. The owners of API keys share them."""
 MOST_STREAMED = 32
 """The most requests of one stream that run, or whose answers are not sent."""
-MOST_ARRIVING = 16
-"""The most calls of one API key whose messages arrive at the same time. gRPC holds an arriving message in memory."""
+FEW_FIELDS = 200
+"""The event loop itself reads messages that have no more fields, and no more values in contents."""
+SOCKET = "run/oip.sock"
+"""gRPC's unix socket in the state folder. Its path must not be longer than that of the link socket, whose length is checked."""
 IDLE_S = 600.0
 """A stream ends if its caller sends nothing for this long."""
 STOP_S = 1.0
@@ -77,34 +83,46 @@ class GrpcServer(grpc.GenericRpcHandler):
         self._backend, self._entrance = backend, entrance
         self._methods = GrpcMethods(backend, repository, entrance)
         self._open, self._unread = SharedRoom(MOST_OPEN), SharedRoom(MAX_BYTES)
-        self._arriving: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._port: GrpcPort
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Serve inside the block. Raise GatewayError if the address cannot be used."""
-        most = self._backend.max_body_bytes
+        entrance, path = self._entrance, self._backend.state / SOCKET
+        with contextlib.ExitStack() as stack:
+            try:
+                sock = stack.enter_context(bind(entrance.host, entrance.port))
+            except GatewayError as error:
+                fault = f"The plugin oip cannot listen at {entrance.host}:{entrance.port}: {error.message}"
+                raise GatewayError(fault, remedy="Name another address in plugin_ports.") from None
+            path.unlink(missing_ok=True)
+            stack.callback(path.unlink, missing_ok=True)
+            server = self._server(f"unix:{quote(str(path))}")
+            await server.start()
+            self._port = GrpcPort(sock, str(path), self._backend, entrance.app[INCOMING])
+            try:
+                yield
+            finally:
+                self._port.stop_accepting()
+                await server.stop(STOP_S)
+                self._port.close()
+
+    def _server(self, address: str) -> grpc.aio.Server:
+        """Return gRPC's server at the address of a unix socket."""
         server = grpc.aio.server(
             options=[
-                ("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", -1),
-                # Without this, two gateways could share the port without an error.
-                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", self._backend.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+                # gRPC compares the size of a message with its limit only after it has unpacked it.
+                ("grpc.per_message_decompression", 0),
             ]
-        )  # fmt: skip
+        )
         server.add_generic_rpc_handlers((self,))
-        address = f"{self._entrance.host}:{self._entrance.port}"
-        try:
-            if self._entrance.certificate is None:
-                server.add_insecure_port(address)
-            else:
-                server.add_secure_port(address, _credentials(self._entrance.certificate))
-        except (RuntimeError, OSError) as error:
-            fault = f"The plugin oip cannot listen at {address}: {error}."
-            raise GatewayError(fault, remedy="Name another address in plugin_ports.") from None
-        await server.start()
-        try:
-            yield
-        finally:
-            await server.stop(STOP_S)
+        if self._entrance.certificate is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, _credentials(self._entrance.certificate))
+        return server
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """Return gRPC's handler of a call, or None if the service has no such method."""
@@ -128,8 +146,14 @@ class GrpcServer(grpc.GenericRpcHandler):
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], _: Any, context: Any,
     ) -> None:  # fmt: skip
         """Admit a call, and answer it. End it with the status of its error."""
+        if (connection := self._port.find(context.peer())) is None:
+            # It is closed, or was not accepted at the port.
+            with contextlib.suppress(grpc.aio.InternalError):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "The connection is closed.")
+            return
         with contextlib.ExitStack() as counts:
-            error = await self._failure(method, headers, answer, context, counts)
+            counts.enter_context(connection.call())
+            error = await self._failure(method, headers, answer, context, connection, counts)
             if error is not None and not context.done():
                 context.set_trailing_metadata(
                     [(name.lower(), text) for name, text in retry_headers(error).items()]
@@ -142,18 +166,19 @@ class GrpcServer(grpc.GenericRpcHandler):
 
     async def _failure(
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
-        counts: contextlib.ExitStack,
+        connection: GrpcConnection, counts: contextlib.ExitStack,
     ) -> PilotflameError | None:  # fmt: skip
         """Answer a call. Return its error. `counts`: what the call counts in until its end."""
         try:
-            admitted = await self._entrance.admit(headers, method.route)
+            admitted = await self._entrance.admit(headers, method.route, connection.transport)
             responses = Responses(context, self._unread, admitted.caller.owner)
             counts.callback(responses.close)
-            call = GrpcCall(headers, admitted.caller, context, responses)
+            call = GrpcCall(connection, headers, admitted.caller, context, responses)
             if method.route is None:
                 await responses.write(await method.answer(self._methods, None, call))
                 return None
             counts.enter_context(self._counted(call.caller.owner, admitted))
+            connection.admit()
             await answer(call, admitted)
         except PilotflameError as error:
             return error
@@ -185,17 +210,14 @@ class GrpcServer(grpc.GenericRpcHandler):
     async def _one(self, method: Method, call: GrpcCall, admitted: Admitted) -> None:
         """Answer a call with one message."""
         try:
-            # The semaphore exists while a call uses it.
-            arriving = self._arriving.setdefault(call.caller.owner, asyncio.Semaphore(MOST_ARRIVING))
             try:
-                async with asyncio.timeout(self._backend.body_timeout_s), arriving:
-                    sent = await call.context.read()
+                sent = await _next(call, self._backend.body_timeout_s)
             except TimeoutError:
                 message = f"No message came within {self._backend.body_timeout_s:.0f} s."
                 raise InputTimeout(message) from None
             if sent is grpc.aio.EOF:
                 raise BadInput("The call has no message.")
-            request = _parsed(method.request, sent)
+            request = await self._read(method.request, sent, call)
             await call.responses.write(await method.answer(self._methods, request, call))
         finally:
             admitted.leave()
@@ -211,7 +233,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             # gRPC sends the metadata with the first response otherwise, and sends no status if that write is cancelled.
             await call.context.send_initial_metadata(())
             async with self._backend.endless.limited(call.caller), asyncio.TaskGroup() as tasks:
-                while (sent := await self._next(call)) is not grpc.aio.EOF:
+                while (sent := await self._next_request(call)) is not grpc.aio.EOF:
                     await places.acquire()
                     given, first = first, None
                     tasks.create_task(self._answer(sent, call, given, places))
@@ -221,11 +243,18 @@ class GrpcServer(grpc.GenericRpcHandler):
             if first is not None:
                 first.leave()
 
-    async def _next(self, call: GrpcCall) -> Any:
-        """Return the next request; EOF at the end of the stream, or if no request comes for IDLE_S."""
+    async def _read(self, kind: str, sent: bytes, call: GrpcCall) -> Any:
+        """Return the request in a message. Raise BadInput, InputTooLarge, and Overloaded."""
+        if len(sent) <= MAX_ON_LOOP_BYTES and is_small(kind, sent, FEW_FIELDS):
+            return _request(kind, sent)
+        return await self._entrance.app[PARSED_BODIES].read(
+            call.caller.owner, sent, partial(_checked_request, kind, self._backend.max_body_bytes)
+        )
+
+    async def _next_request(self, call: GrpcCall) -> Any:
+        """Return the next request; EOF at the end of the stream, or if no request comes for IDLE_S. Raise Overloaded."""
         try:
-            async with asyncio.timeout(IDLE_S):
-                return await call.context.read()
+            return await _next(call, IDLE_S)
         except TimeoutError:
             return grpc.aio.EOF
 
@@ -242,9 +271,11 @@ class GrpcServer(grpc.GenericRpcHandler):
 
         try:
             try:
-                request = _parsed(_INFER.request, sent)
+                request = await self._read(_INFER.request, sent, call)
                 request_id = request.id
-                admitted = admitted or await self._entrance.admit(call.headers, _INFER.route)
+                admitted = admitted or await self._entrance.admit(
+                    call.headers, _INFER.route, call.connection.transport
+                )
                 last = await self._methods.stream(request, call, write)
             finally:
                 if admitted is not None:
@@ -276,12 +307,18 @@ def _configuration(chain: bytes, key: bytes) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration([(key, chain)])
 
 
-def _parsed(kind: str, sent: bytes) -> Any:
-    """Return the message in `sent`. Raise BadInput.
+async def _next(call: GrpcCall, timeout_s: float) -> Any:
+    """Return the next message of a call as bytes, or EOF. Raise TimeoutError, and Overloaded if too many bytes arrive."""
+    return await call.connection.message(call.context.read, call.caller.owner, timeout_s)
 
-    protobuf holds the interpreter's lock while it parses, so a thread would not free the event loop.
-    """
-    try:
-        return CLASSES[kind].FromString(sent)
-    except DecodeError:
-        raise BadInput(f"The message is no {kind}.") from None
+
+def _checked_request(kind: str, most: int, sent: bytes) -> Any:
+    """Return the request in a message of at most this many bytes. Blocks: call it in a thread."""
+    data = unpacked(sent, most)
+    check(kind, data)
+    return _request(kind, data)
+
+
+def _request(kind: str, data: bytes) -> Any:
+    """Return the request in the bytes of a message whose fields were counted. Raise BadInput."""
+    return read_request(data) if kind == _INFER.request else read_message(kind, data)

@@ -26,6 +26,7 @@ from .statistics import Statistics
 
 _LENGTH = f"{TENSORS_TYPE};header="
 _HEADER_NAME = str(HEADER_LENGTH)
+_MAX_DIGITS = 12
 
 
 class InferCall(Gateway):
@@ -99,6 +100,6 @@ class InferCall(Gateway):
 def tensors_header(output: Output) -> int:
     """Return the length of the JSON header of a worker's output. Raise OutputInvalid if the output has no tensors."""
     length = output.content_type.removeprefix(_LENGTH)
-    if not length.isdecimal() or not 0 < int(length) <= len(output.payload):
+    if not length.isdecimal() or len(length) > _MAX_DIGITS or not 0 < int(length) <= len(output.payload):
         raise OutputInvalid(f"The output is {output.content_type[:80]!r}, not tensors.")
     return int(length)

@@ -24,7 +24,7 @@ from .model import TensorModel
 HEADER_LENGTH = istr("Inference-Header-Content-Length")
 REMEDY = "docs/how-to/oip.md lists the fields and parameters."
 _LOWEST = 5
-_MOST_TENSORS = 1000
+MOST_TENSORS = 1000
 _DIGITS = 12
 _UNSUPPORTED = (
     "classification", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_offset",
@@ -94,8 +94,8 @@ class InferenceRequest(_Part):
     """The JSON of a request."""
 
     id: str = ""
-    inputs: list[AskedInput] = Field(max_length=_MOST_TENSORS)
-    outputs: list[AskedOutput] = Field(default_factory=list, max_length=_MOST_TENSORS)
+    inputs: list[AskedInput] = Field(max_length=MOST_TENSORS)
+    outputs: list[AskedOutput] = Field(default_factory=list, max_length=MOST_TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
