@@ -222,7 +222,7 @@ class WebSocketExchange:
             self._farewell = (int(WSCloseCode.TRY_AGAIN_LATER), "too many bytes of unfinished messages")
             self._leaving.set()
             if self._request.transport is not None:
-                cast("asyncio.Transport", self._request.transport).pause_reading()
+                self._request.transport.pause_reading()
 
     async def _receive(self, socket: web.WebSocketResponse) -> None:
         """Pass the caller's messages on until the WebSocket is closed, and tell the app why."""

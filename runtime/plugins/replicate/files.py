@@ -134,9 +134,7 @@ class FilesApi:
         if _MARK in body or _ESCAPED_MARK in body:
             authority = self._origins.of(request).partition("//")[2]
             urls = await parsed(request, body, lambda _: dict(_urls(found, authority)))
-        files, contents = {}, {}
-        if urls:
-            files, contents = await self._contents(urls, owner_of(request), most)
+        files, contents = await self._contents(urls, owner_of(request), most) if urls else ({}, {})
         return await parsed(request, body, lambda _: dump_json(_replaced(found, contents))), files
 
     async def _contents(
