@@ -18,8 +18,7 @@ from ..api.invoke import Gateway
 from ..http.call_group import CallGroup
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
 from ..http.guard import count_calls
-from ..http.incoming_bodies import INCOMING
-from ..http.requests import caller_of, timeout_of
+from ..http.requests import in_turn, timeout_of
 from .deltas import Deltas
 from .targets import with_targets
 
@@ -77,7 +76,7 @@ async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> we
         return orjson.dumps(answer.whole())
 
     large = deltas.size > MAX_ON_LOOP_BYTES
-    body = await request.app[INCOMING].in_turn(caller_of(request).owner, dump) if large else dump()
+    body = await in_turn(request, dump) if large else dump()
     return web.Response(body=body, headers=deltas.headers, content_type=JSON_TYPE)
 
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 
 from ....errors import MalformedRequest, PilotflameError
-from .header_limit import MAX_HEADER_BYTES, HeaderLimit, headers_too_large
+from .header_limit import DISCARDED_BYTES, MAX_HEADER_BYTES, HeaderLimit, headers_too_large
 from .open_connections import ConnectionPlace
 from .requests import CALLS, awaits_continue
 from .responses import SERVER, error_reply
@@ -19,14 +19,23 @@ BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
-"""The limits of what is thrown away of a body that is not read, or of a header that is too large."""
+"""The limits of what is thrown away of a body that is not read."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
 class ClientConnection(web.RequestHandler):
     """A client's connection. It is closed if the header of a request does not arrive in time."""
 
-    __slots__ = ("_header", "_header_timeout_s", "_header_timer", "_lost", "_place", "_request", "discards", "on_data")
+    __slots__ = (
+        "_header",
+        "_header_timeout_s",
+        "_header_timer",
+        "_lost",
+        "_place",
+        "_request",
+        "discards",
+        "on_data",
+    )
 
     def __init__(
         self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace | None = None, keepalive_s: float = KEEPALIVE_S
@@ -93,7 +102,7 @@ class ClientConnection(web.RequestHandler):
     def _refuse_header(self) -> None:
         """Answer an unfinished header that is too large. Throw the rest away, so that its client reads the answer."""
         if self.transport is None or self.discards:
-            if self._header.size > DISCARD_BYTES:
+            if self._header.size > DISCARDED_BYTES:
                 self.abort()
             return
         self.discards = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from aiohttp import web
 from aiohttp.streams import StreamReader
 from aiohttp.typedefs import RawHeaders
@@ -11,11 +9,11 @@ from aiohttp.typedefs import RawHeaders
 from ....errors import HeadersTooLarge
 
 MAX_HEADER_BYTES = 64 << 10
+DISCARDED_BYTES = 1 << 20
+"""After this many, the connection of an unfinished header is closed at once."""
 MAX_FIELD_BYTES = 8190
 """aiohttp refuses a longer field."""
-# Empty lines before a request are no header.
-_END = re.compile(rb"[^\r\n]\r\n\r\n")
-_END_BYTES = 5
+_END = b"\r\n\r\n"
 
 
 class HeaderLimit:
@@ -45,12 +43,13 @@ class HeaderLimit:
         if self.arrived:
             if self._content is None or not self._content.is_eof():
                 return True
-        else:
-            seen = self._seen + data
-            if _END.search(seen) is not None:
+        elif self.size <= MAX_HEADER_BYTES:
+            # Empty lines before a request are no header.
+            seen = self._seen + data if self._seen else data.lstrip(b"\r\n")
+            if _END in seen:
                 self.arrived = True
                 return True
-            self._seen = seen[1 - _END_BYTES :]
+            self._seen = seen[1 - len(_END) :]
         self.size += len(data)
         return self.size <= MAX_HEADER_BYTES
 

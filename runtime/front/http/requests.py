@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -37,6 +37,7 @@ CONTINUED = web.RequestKey("continued", bool)
 ID = web.RequestKey("id", str)
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 # With names of type `istr`, multidict does not have to convert the case of the name at each lookup.
 REQUEST_ID_HEADER = istr("X-Request-Id")
@@ -99,6 +100,11 @@ async def read_body(
     if len(body) > limit:
         raise too_large(limit, remedy)
     return body
+
+
+async def in_turn(request: web.Request, work: Callable[[], T]) -> T:
+    """Return the result of `work`, which a thread computes in the turn of the request's caller."""
+    return await request.app[INCOMING].in_turn(caller_of(request).owner, work)
 
 
 def coding_of(headers: Headers) -> str:

@@ -6,9 +6,9 @@ list with the answer, or with the texts of the events of its stream.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -20,7 +20,7 @@ from ....handlers.language_model.contract import GenerationRequest
 from ...front.api.backend import Backend
 from ...front.generation.deltas import delta_of
 from ...front.generation.models import generator, takes
-from ...front.http.requests import validate
+from ...front.http.requests import in_turn, validate
 from ...jobs.stored.job import Job
 from ...jobs.stored.store import JobStore
 from ...node.functions.live import Live
@@ -139,21 +139,27 @@ def in_form(job: Job) -> Job:
         return job
 
 
-async def read_in_form(job: Job) -> Job:
-    """Return the result of `in_form`, which a thread computes."""
-    return job if output_of(job) is None else await asyncio.to_thread(in_form, job)
+async def read_in_form(request: web.Request, job: Job) -> Job:
+    """Return the result of `in_form`, which a thread computes in the turn of the request's caller."""
+    return job if output_of(job) is None else await in_turn(request, partial(in_form, job))
 
 
-async def read_until(store: JobStore, job: Job, output: OpenAiOutput, after: int) -> None:
+async def read_until(
+    request: web.Request, store: JobStore, job: Job, output: OpenAiOutput, after: int
+) -> None:
     """Let an output read the pieces up to number `after`, because the texts of later pieces depend on them."""
     while output.streams and output.read < after:
         if not (found := await store.pieces(job.id, output.read, min(MOST_READ, after - output.read))):
             return
-        await asyncio.to_thread(lambda pieces: [*output.numbered(pieces)], found)
+        await in_turn(request, partial(_read, output, found))
+
+
+def _read(output: OpenAiOutput, pieces: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    return [*output.numbered(pieces)]
 
 
 async def pieces_of(
-    store: JobStore, job: Job, output: OpenAiOutput | None, after: int, most: int
+    request: web.Request, store: JobStore, job: Job, output: OpenAiOutput | None, after: int, most: int
 ) -> list[tuple[int, bytes]]:
     """Return the numbers and the JSON of the pieces of a job's output after piece number `after`, at most `most`.
 
@@ -162,10 +168,10 @@ async def pieces_of(
     if output is None:
         return await store.pieces(job.id, after, most)
     if output.streams:
-        await read_until(store, job, output, after)
+        await read_until(request, store, job, output, after)
         found = await store.pieces(job.id, output.read, most)
-        numbered = await asyncio.to_thread(lambda: [*output.numbered(found)])
+        numbered = await in_turn(request, partial(_read, output, found))
         return [(number, text) for number, text in numbered if number > after]
     # The answer is one piece, which is there at the end.
-    number, whole = max(1, job.pieces), (await read_in_form(job)).output
+    number, whole = max(1, job.pieces), (await read_in_form(request, job)).output
     return [(number, whole[1:-1])] if job.state.final and whole and after < number else []

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import orjson
@@ -133,9 +134,9 @@ def webhook_body(job: Job, _pieces: Sequence[bytes]) -> bytes:
     return orjson.dumps(shown(openai_jobs.in_form(job)))
 
 
-async def _response(job: Job, headers: Headers | None = None) -> web.Response:
+async def _response(request: web.Request, job: Job, headers: Headers | None = None) -> web.Response:
     """Return a response with a job as a RunPodJob."""
-    return job_response(await openai_jobs.read_in_form(job), shown, headers=headers)
+    return job_response(await openai_jobs.read_in_form(request, job), shown, headers=headers)
 
 
 class QueueApi(ApiPlugin):
@@ -187,20 +188,20 @@ class QueueApi(ApiPlugin):
     async def runsync(self, request: web.Request) -> web.StreamResponse:
         """Submit a job. Respond with it when it has ended, or when the time in `?wait=` is over."""
         job, headers = await submitted(self._backend, request, self._reads(request), _wait_s(request))
-        return await _response(job, headers)
+        return await _response(request, job, headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        return await _response(await self._jobs.store.get(*named(request)))
+        return await _response(request, await self._jobs.store.get(*named(request)))
 
     async def status_sync(self, request: web.Request) -> web.StreamResponse:
         """Respond with a job when it has ended, or when the time in `?wait=` is over."""
-        return await _response(await waited(self._backend, request, _wait_s(request)))
+        return await _response(request, await waited(self._backend, request, _wait_s(request)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        return await _response(await self._jobs.store.cancel(*named(request)))
+        return await _response(request, await self._jobs.store.cancel(*named(request)))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
-        return await _response(await retried(self._backend, request))
+        return await _response(request, await retried(self._backend, request))
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
         return json_response({"removed": await purged(self._backend, request), "status": "completed"})
@@ -236,7 +237,7 @@ class QueueApi(ApiPlugin):
         # A poll at the same time gets an output of its own.
         known = self._outputs.pop(poller, None) if polls else None
         output = known if known is not None and known.precedes(job, after) else openai_jobs.output_of(job)
-        pieces = await openai_jobs.pieces_of(self._jobs.store, job, output, after, PIECES_PER_POLL)
+        pieces = await openai_jobs.pieces_of(request, self._jobs.store, job, output, after, PIECES_PER_POLL)
         last = max(pieces[-1][0] if pieces else 0, output.read if output is not None else 0)
         # RunPod's clients do not send `?after=`. So store the number after which their next poll continues.
         if polls and last > after:
@@ -256,9 +257,9 @@ class QueueApi(ApiPlugin):
     async def _send(self, request: web.Request, job: Job) -> web.StreamResponse:
         """Send a job's pieces as events, after the piece in `Last-Event-ID`."""
         if (output := openai_jobs.output_of(job)) is not None:
-            await openai_jobs.read_until(self._jobs.store, job, output, last_event_id(request))
+            await openai_jobs.read_until(request, self._jobs.store, job, output, last_event_id(request))
         encode = job_encoder(shown) if output is None else job_encoder(shown, output.numbered)
-        return await send_job(request, self._jobs, job, encode, openai_jobs.read_in_form)
+        return await send_job(request, self._jobs, job, encode, partial(openai_jobs.read_in_form, request))
 
     def _reads(self, request: web.Request) -> Read:
         """Return the function that reads the body of a request for a job."""
