@@ -39,7 +39,7 @@ class HeaderLimit:
         self.arrived, self.size, self._content = True, 0, content
 
     def add(self, data: bytes) -> bool:
-        """Note what has arrived. Return False if more bytes of headers wait than may."""
+        """Count the bytes that have arrived. Return False if more bytes of headers wait than may."""
         if self.arrived:
             if self._content is None or not self._content.is_eof():
                 return True
@@ -56,7 +56,7 @@ class HeaderLimit:
 
 def too_large(headers: RawHeaders) -> bool:
     """Return True if the header of a request is too large."""
-    # Most requests have so few fields that their sizes do not matter.
+    # A request with few fields cannot exceed the limit.
     if len(headers) * MAX_FIELD_BYTES <= MAX_HEADER_BYTES:
         return False
     return sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES

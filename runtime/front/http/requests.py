@@ -210,8 +210,8 @@ def load_output(payload: bytes) -> Any:
 
 
 def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M:
-    """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid: with `wrong` and `remedy` if it is
-    none, and if it has too many values. Call this for an output of any size within `large_bodies.parsed`.
+    """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid, with `wrong` and `remedy`
+    if the output does not fit `kind`, and also if it has too many values. Call this for an output of any size within `large_bodies.parsed`.
     """
     if why := excess(payload):
         raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")

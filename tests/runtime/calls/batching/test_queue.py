@@ -380,7 +380,7 @@ def test_it_is_drained_no_sooner_with_more_that_waits(
 
 
 def test_the_bodies_of_all_queues_share_a_room() -> None:
-    """An owner with many functions leaves room for others, and gets it back as its calls leave their queues."""
+    """An owner with many functions leaves room for other owners. A call gives its room back when it leaves the queue."""
     room = SharedRoom(1000)
     queues = [Queue[Item](name, max_batch=1, max_queue=100, curve=curve(), room=room) for name in "fgh"]
     for queue in queues[:2]:

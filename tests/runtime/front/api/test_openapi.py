@@ -207,7 +207,7 @@ def test_the_routes_of_lambda_and_sagemaker_take_signatures() -> None:
 
 
 def test_a_function_is_described_anew_after_its_facts_change() -> None:
-    """What describes it is made once, and is that of the facts which the function has now."""
+    """The gateway keeps the description of a function until its facts change."""
     found, api = describe([status("tree")]), described()
     assert "tree.input.Leaf" not in found["components"]["schemas"]
     api.document([status("tree")])
