@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
-from pydantic import TypeAdapter
 
 from ...._version import __version__
 from ....errors import UnknownFunction
@@ -20,10 +19,10 @@ from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...node.functions.status import FunctionStatus
 from ..http.event_stream import EVENT_STREAM_TYPE
 from ..http.responses import json_response
+from ..http.route_types import REFERENCE, RouteTypes
 from ..http.routes import INVOKE_PATH, Parameter, Route
 from .plugin import ApiPlugin
 
-REFERENCE = "#/components/schemas/"
 FUNCTION = Parameter(
     "function", "Describe only this function. A plugin may describe it as its platform does."
 )
@@ -36,7 +35,6 @@ _SECURITY_SCHEMES = {
     },
 }  # fmt: skip
 _INFO = {"title": "pilotflame", "version": __version__, "description": "Functions that start when called."}
-_Mode = Literal["validation", "serialization"]
 
 
 class OpenApi:
@@ -106,7 +104,7 @@ class OpenApi:
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The (paths, components) that do not depend on the deployed functions and on the caller."""
-        types = _Types(self.routes)
+        types = RouteTypes(self.routes)
         paths: dict[str, Any] = {}
         # A row with all methods is an API of the function, which only the function can describe.
         for route in (route for route in self.routes if route.method != "*"):
@@ -130,43 +128,7 @@ class _Described(NamedTuple):
     components: dict[str, orjson.Fragment]
 
 
-class _Types:
-    """The schemas of all types in the route table. The schema of a class is a reference to a component."""
-
-    def __init__(self, routes: Sequence[Route]) -> None:
-        used: dict[tuple[str, _Mode], Any] = {}
-        for route in routes:
-            used |= {(repr(kind), "validation"): kind for kind in _leaves(route.body)}
-            for body in (route.response, *route.other_responses.values(), route.error_type):
-                used |= {(repr(kind), "serialization"): kind for kind in _leaves(body)}
-        inputs = [(name, mode, TypeAdapter(kind)) for (name, mode), kind in used.items()]
-        self._schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=f"{REFERENCE}{{model}}")
-        self.components: dict[str, Any] = definitions.get("$defs", {})
-
-    def content(self, body: Any, mode: _Mode) -> dict[str, Any]:
-        by_media = body if isinstance(body, dict) and any("/" in key for key in body) else {JSON_TYPE: body}
-        return {media: {"schema": self._schema(kind, mode)} for media, kind in by_media.items()}
-
-    def _schema(self, kind: Any, mode: _Mode) -> dict[str, Any]:
-        if not isinstance(kind, dict):
-            return self._schemas[repr(kind), mode]
-        return {
-            "type": "object",
-            "required": [name for name in kind if not name.endswith("?")],
-            "properties": {name.rstrip("?"): self._schema(one, mode) for name, one in kind.items()},
-        }
-
-
-def _leaves(body: Any) -> Iterator[Any]:
-    """Yield the types inside a body of the route table, which may be a nested dict."""
-    if isinstance(body, dict):
-        for one in body.values():
-            yield from _leaves(one)
-    elif body is not None:
-        yield body
-
-
-def _operation(route: Route, types: _Types) -> dict[str, Any]:
+def _operation(route: Route, types: RouteTypes) -> dict[str, Any]:
     specs = {parameter.name: parameter.spec for parameter in route.parameters}
     in_path = {name: Parameter(name, place="path").spec for name in re.findall(r"\{(\w+)\}", route.path)}
     operation: dict[str, Any] = {"summary": route.summary, "parameters": list((in_path | specs).values())}

@@ -1,4 +1,4 @@
-"""Limits the bytes of the request bodies that have arrived only in part or wait to be unpacked.
+"""Limits the bytes of request bodies that have arrived only in part or wait to be unpacked.
 
 The owners of API keys share the limit, and take turns in the threads that unpack and pack bodies.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from ...front.api.openapi import REFERENCE
+from ...front.http.route_types import REFERENCE
 from ...node.functions.status import FunctionStatus
 
 DISPLAY = "x-cog-array-display"
