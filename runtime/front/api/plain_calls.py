@@ -21,7 +21,7 @@ from ..http.requests import REQUEST_ID_HEADER, CallHeaders, Headers, request_id_
 from ..http.responses import Response, compress, error_reply, name_coding
 from ..http.routes import INVOKE_PATH, Route
 from ..http.sliced_body import SLICE_BYTES, SlicedBody
-from ..http.transport import Head, Send
+from ..http.transport import CallHead, Send
 from .invoke import Gateway
 
 LOG = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class PlainCalls:
         self._claims, self._others = claims, others
         self._outgoing: list[tuple[Send, Response, SlicedBody | None]] = []
 
-    def _target(self, head: Head) -> Target | None:
+    def _target(self, head: CallHead) -> Target | None:
         """Return what answers a call; None if aiohttp must read it."""
         path, headers = head.path, head.headers
         if head.elsewhere is None:
@@ -85,7 +85,7 @@ class PlainCalls:
             pass
         return None
 
-    def take(self, head: Head, body: bytes, connection: ClientConnection, send: Send) -> PlainCall | None:
+    def take(self, head: CallHead, body: bytes, connection: ClientConnection, send: Send) -> PlainCall | None:
         """Begin a call. Return None if aiohttp must read it."""
         transport, target = connection.transport, self._target(head)
         if transport is None or target is None:
@@ -120,7 +120,7 @@ class PlainCall(Passage):
     __slots__ = ("_begun", "_gateway", "_head", "_send", "_via")
 
     def __init__(
-        self, via: PlainCalls, target: Target, head: Head, transport: asyncio.Transport, send: Send
+        self, via: PlainCalls, target: Target, head: CallHead, transport: asyncio.Transport, send: Send
     ) -> None:
         gateway, function, path = target
         super().__init__("POST", head.path, path, function, head.headers, transport, time.monotonic())

@@ -46,7 +46,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" fo
 
 
 @dataclass(slots=True, eq=False)
-class Head:
+class CallHead:
     """The head of a plain call, and what was read from it. Most requests of a connection have the same head."""
 
     sent: bytes
@@ -59,21 +59,23 @@ class Head:
     """True if another row of the route table serves the call; None before the first look."""
 
 
-class PlainCall(Protocol):
+class RunningCall(Protocol):
     """A plain call that runs."""
 
     def abandon(self) -> None:
         """The caller has closed the connection."""
 
 
-class PlainCalls(Protocol):
+class CallTaker(Protocol):
     """What answers plain calls (`api/plain_calls.py`)."""
 
     @property
     def chain(self) -> Chain: ...
     @property
     def tasks(self) -> asyncio.TaskGroup: ...
-    def take(self, head: Head, body: bytes, connection: ClientConnection, send: Send) -> PlainCall | None:
+    def take(
+        self, head: CallHead, body: bytes, connection: ClientConnection, send: Send
+    ) -> RunningCall | None:
         """Begin a call, and `send` its response in a later turn of the event loop. Return None if aiohttp must read the call."""
 
 
@@ -98,13 +100,13 @@ class PlainConnection(ClientConnection):
     )
 
     def __init__(
-        self, server: web.Server, calls: PlainCalls, *, header_timeout_s: float, place: ConnectionPlace | None = None
+        self, server: web.Server, calls: CallTaker, *, header_timeout_s: float, place: ConnectionPlace | None = None
     ) -> None:  # fmt: skip
         # aiohttp does not know plain calls. So `_check_idle` closes idle connections.
         super().__init__(server, header_timeout_s=header_timeout_s, place=place, keepalive_s=NEVER_S)
         self._plain = calls
-        self._head: Head | None = None
-        self._pending: PlainCall | None = None
+        self._head: CallHead | None = None
+        self._pending: RunningCall | None = None
         # The bytes that have arrived behind a pending call.
         self._behind = b""
         # The bytes that were passed to aiohttp since it had no part of a request, and the length of the head among them.
@@ -232,7 +234,7 @@ class PlainConnection(ClientConnection):
             self.force_close()
 
 
-def read_head(data: bytes) -> Head | None:
+def read_head(data: bytes) -> CallHead | None:
     """Return the head with which the bytes of a plain call begin; None if it is not whole, or aiohttp must read it."""
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
     if end < 4 or (found := _HEAD.fullmatch(data, 0, end)) is None:
@@ -245,7 +247,7 @@ def read_head(data: bytes) -> Head | None:
     length = fields.get("Content-Length", "0")
     if fields.get("Connection", "keep-alive").lower() != "keep-alive" or not _LENGTH.fullmatch(length):
         return None
-    return Head(data[:end], found[1].decode(), CIMultiDictProxy(fields), int(length))
+    return CallHead(data[:end], found[1].decode(), CIMultiDictProxy(fields), int(length))
 
 
 def encode(response: Response, *, closes: bool = False) -> tuple[bytes, bytes]:
