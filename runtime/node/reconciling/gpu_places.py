@@ -289,33 +289,21 @@ class GpuPlaces:
             return []
         held = self._ledger.booked
         uses = await asyncio.to_thread(self._driver.uses)
+        sizes = {gpu.id: gpu.memory_mb << 20 for gpu in self.gpus}
+        booked = {gpu.id: held[gpu.id] << 20 for gpu in self.gpus}
+        used = {self._label(one): one.used_bytes for one in uses}
+        busy = {self._label(one): one.busy_share for one in uses if one.busy_share is not None}
+        waits = "Functions, and deploys, that wait for room on GPUs."
         return [
-            Reading(
-                "gpu_waiting",
-                "Functions, and deploys, that wait for room on GPUs.",
-                {(): float(self.waiting)},
-                (),
-            ),
-            _reading(
-                "memory_bytes",
-                "Memory of the node's GPUs.",
-                {gpu.id: gpu.memory_mb << 20 for gpu in self.gpus},
-            ),
+            Reading("gpu_waiting", waits, {(): float(self.waiting)}, ()),
+            _reading("memory_bytes", "Memory of the node's GPUs.", sizes),
             _reading(
                 "held_bytes",
                 "Memory of GPUs that is booked for workers, parked workers and standbys.",
-                {gpu.id: held[gpu.id] << 20 for gpu in self.gpus},
+                booked,
             ),
-            _reading(
-                "used_bytes",
-                "Memory of GPUs that all processes of the machine use.",
-                {self._label(one): one.used_bytes for one in uses},
-            ),
-            _reading(
-                "busy_ratio",
-                "Share of the time in which a GPU ran something.",
-                {self._label(one): one.busy_share for one in uses if one.busy_share is not None},
-            ),
+            _reading("used_bytes", "Memory of GPUs that all processes of the machine use.", used),
+            _reading("busy_ratio", "Share of the time in which a GPU ran something.", busy),
         ]
 
     def _label(self, use: GpuUse) -> str:

@@ -23,8 +23,7 @@ class Holdings:
 
     @property
     def zygote_pid(self) -> int | None:
-        source = self._one.pool.zygote.source
-        return source.zygote_pid if source is not None else None
+        return source.zygote_pid if (source := self._one.pool.zygote.source) is not None else None
 
     @property
     def zygote_pids(self) -> list[int]:
@@ -51,9 +50,7 @@ class Holdings:
         rows = [(replica.child.pid, "worker", replica.name) for replica in self._one.replicas]
         if (standby := self._one.pool.zygote.standby) is not None:
             rows.append((standby.pid, "standby", standby.name))
-        if (zygote_pid := self.zygote_pid) is not None:
-            rows.append((zygote_pid, "zygote", "zygote"))
-        return rows
+        return rows if (pid := self.zygote_pid) is None else [*rows, (pid, "zygote", "zygote")]
 
     @property
     def rung(self) -> RungName:
@@ -74,18 +71,11 @@ class Holdings:
         replicas, zygote = self._one.replicas, self._one.pool.zygote
         busy_s, ready_s = self._one.pool.worked_s(time.monotonic())
         return WorkerCounts(
-            queued=len(self._one.revision.dispatcher.queue),
-            in_flight=replicas.in_flight,
-            starting=replicas.starting,
-            ready=len(replicas.ready),
-            parked=len(replicas.parked),
-            draining=replicas.draining,
-            standby=zygote.standby is not None and zygote.standby_primed,
-            zygote=zygote.source is not None,
-            busy_s=busy_s,
-            ready_s=ready_s,
-            deaths=self._one.starts.unexpected_ends,
-        )
+            queued=len(self._one.revision.dispatcher.queue), in_flight=replicas.in_flight, starting=replicas.starting,
+            ready=len(replicas.ready), parked=len(replicas.parked), draining=replicas.draining,
+            standby=zygote.standby is not None and zygote.standby_primed, zygote=zygote.source is not None,
+            busy_s=busy_s, ready_s=ready_s, deaths=self._one.starts.unexpected_ends,
+        )  # fmt: skip
 
     def devices(self, replica: Replica) -> float:
         """Return the number of GPUs that a worker holds: the sum of the shares that its place has.

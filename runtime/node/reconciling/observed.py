@@ -18,12 +18,13 @@ from ..scaling.load import NEAR_LIMIT, sufficient_load
 from ..scaling.revision_state import Phase, RevisionState
 from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
+from ..scaling.warm_holds import WarmHold
 from .bar import Bar
 from .demand import Demand
 from .gpu_places import node_processes
 from .holdings import Holdings
 from .idle_ladder import Stand
-from .prewarms import WarmHold, signal_of
+from .prewarms import signal_of
 from .process_events import ProcessEvents
 from .revision_parts import RevisionParts
 
@@ -124,10 +125,8 @@ class Observed:
         return RestPlan(keeps, climbs, stand.rung is RungName.LOCAL)
 
     def _present(self) -> Present:
-        pool, zygote = self._one.pool, self._one.pool.zygote
-        return Present(
-            self._one.replicas.held, pool.ending, zygote.lacks_standby, zygote.standby_due_s, zygote.relaunch_at_s
-        )  # fmt: skip
+        held, ending, zygote = self._one.replicas.held, self._one.pool.ending, self._one.pool.zygote
+        return Present(held, ending, zygote.lacks_standby, zygote.standby_due_s, zygote.relaunch_at_s)
 
     def _has_begun(self) -> bool:
         """Return True if the revision retires, and no accepted invocation waits for its start."""

@@ -61,17 +61,9 @@ class Pool:
         """The latest time at which a worker ended that had run invocations; 0 before the first such end."""
         self._rung = RungClock(time.monotonic())
         self.zygote = ZygoteSupervisor(
-            spec,
-            scale,
-            launcher,
-            logs,
-            tasks,
-            self._note_rung,
-            secrets,
-            numbers,
-            StandbyPlaces(gpus, claimant, tasks),
+            spec, scale, launcher, logs, tasks, self._note_rung, secrets, numbers, StandbyPlaces(gpus, claimant, tasks),
             events.on_zygote,
-        )
+        )  # fmt: skip
         self._spec, self._tasks, self._secrets = spec, tasks, secrets
         self._calls, self._events = calls, events
         self._measure = measure
@@ -186,22 +178,12 @@ class Pool:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
         weights_s = self.weights.left_s
-        contained = bool(self._spec.image)
-        env = (
-            self._gpus.environment(self._spec.resources, place, contained=contained)
-            if place is not None
-            else {}
-        )
+        env, contained = dict[str, str](), bool(self._spec.image)
+        if place is not None:
+            env = self._gpus.environment(self._spec.resources, place, contained=contained)
         replica = Replica(
-            child,
-            activation,
-            self._calls,
-            self._events,
-            env,
-            START_TIMEOUT_S,
-            measure=self._measure,
-            weights_s=weights_s,
-        )
+            child, activation, self._calls, self._events, env, START_TIMEOUT_S, measure=self._measure, weights_s=weights_s
+        )  # fmt: skip
         self.replicas.add(replica)
         if place is not None:
             self._gpus.assign(place, replica)

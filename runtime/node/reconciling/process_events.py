@@ -139,6 +139,8 @@ class ProcessEvents(PoolEvents):
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
+        # A start that was cancelled is over, too.
+        self.starts.note_workers(self._one.replicas)
         self.unrecovered += 1
         if _died_in_start(replica):
             # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.

@@ -26,6 +26,7 @@ from ...ground.telemetry.metrics import WorkerCounts
 from ...ground.telemetry.rung_name import RungName
 from ..scaling.placement import GpuNeed, need_of
 from ..scaling.revision_state import Phase
+from ..scaling.warm_holds import WarmHold
 from .bar import Bar
 from .call_reports import CallReports
 from .carry_out import CarryOut
@@ -35,7 +36,7 @@ from .holdings import Holdings
 from .node_parts import NodeParts
 from .observed import Observed
 from .pool import STOP_TIMEOUT_S, Pool
-from .prewarms import HOLD_S, WarmHold
+from .prewarms import HOLD_S
 from .process_events import ProcessEvents
 from .start_outcomes import StartOutcomes
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.telemetry.decisions import DecisionRecord
-from pilotflame.runtime.node.reconciling.prewarms import WarmHold, WarmHolds, signal_of
+from pilotflame.runtime.node.reconciling.prewarms import signal_of
+from pilotflame.runtime.node.scaling.warm_holds import WarmHold, WarmHolds
 
 ECHO = "def handler(event):\n    return event"
 
