@@ -17,7 +17,7 @@ import uvloop
 from ..errors import GatewayError, PilotflameError
 from .command.commands.watch import watch
 from .front.api.standalone import Standalone
-from .front.http.open_connections import raise_open_files
+from .front.listening.open_connections import raise_open_files
 from .ground.settings.function_settings import FunctionSettings, read_settings
 from .ground.settings.gateway_settings import GatewaySettings
 from .node.functions.deploy import Deployment

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...addresses import is_loopback
-from ..front.http.listening import bind, url_of
-from ..front.http.tls import Certificate
+from ..front.listening.sockets import bind, url_of
+from ..front.listening.tls import Certificate
 from ..ground.access.keyring import Keyring
 from ..ground.settings.gateway_settings import GatewaySettings
 

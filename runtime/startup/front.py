@@ -35,11 +35,11 @@ from ..front.http.endless_answers import EndlessAnswers
 from ..front.http.guard import Guard
 from ..front.http.host_names import HostNames
 from ..front.http.large_answers import LargeAnswers
-from ..front.http.open_connections import OpenConnections, most_connections
-from ..front.http.origins import Origins
 from ..front.http.page_isolation import PageIsolation
 from ..front.http.responses import ErrorResponses
 from ..front.http.routes import Route, error_formats, joined
+from ..front.listening.open_connections import OpenConnections, most_connections
+from ..front.listening.origins import Origins
 from ..front.pages.console import Console
 from ..front.pages.docs_page import DocsPage
 from ..ground.access.control_socket import ControlSocket, control_socket

@@ -14,7 +14,7 @@ from ...errors import GatewayError
 from ...handlers.recognise import Dialects
 from ...snapshot.caching.node import Budgets
 from ...snapshot.extras import require
-from ..front.http.listening import bind
+from ..front.listening.sockets import bind
 from ..ground.access.deploy_policy import DeployPolicies, DeployPolicy
 from ..ground.access.keyring import Keyring
 from ..ground.billing.ledger import Ledger

@@ -14,7 +14,7 @@ from ..front.api.admin import Admin
 from ..front.api.server import HttpServer
 from ..front.api.standalone import Standalone
 from ..front.http.endless_answers import EndlessAnswers
-from ..front.http.tls import Certificate
+from ..front.listening.tls import Certificate
 from ..ground.settings.function_settings import FunctionSettings
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.telemetry.background import BackgroundTasks

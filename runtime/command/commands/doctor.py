@@ -21,7 +21,7 @@ import click
 from ....errors import GatewayError, SourceError
 from ....machine import free_memory_bytes, processors
 from ...calls.worker.confinement import SINCE_SCOPE, landlock_version
-from ...front.http.tls import examine_hosts
+from ...front.listening.tls import examine_hosts
 from ...ground.access.keyring import KeysFile, keys_path
 from ...ground.access.private_files import load
 from ...ground.settings.gateway_settings import GatewaySettings

@@ -18,7 +18,6 @@ from ...jobs.stored.jobs import Jobs
 from ...node.functions.live import Live
 from ...node.functions.registry import Functions
 from ..http.endless_answers import EndlessAnswers
-from ..http.origins import Origins
 from ..http.requests import (
     GATEWAY_REMEDY,
     MAX_KEY_CHARS,
@@ -30,6 +29,7 @@ from ..http.requests import (
     traceparent_of,
 )
 from ..http.routes import Parameter, header
+from ..listening.origins import Origins
 
 ASYNC_BODY_BYTES = 10 << 20
 """Limit for the body of a request that becomes a job, because the gateway stores such a body."""

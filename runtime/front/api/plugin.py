@@ -25,7 +25,7 @@ from ..http.guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from ..http.parsed_bodies import parsed
 from ..http.requests import Headers, dump_json, load_json, load_output, timeout_of
 from ..http.routes import Route, based
-from ..http.tls import Certificate
+from ..listening.tls import Certificate
 from .backend import Backend
 from .invoke import Gateway
 

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from aiohttp import web
 
 from ....errors import GatewayError
-from ..http.acceptor import Acceptor
 from ..http.chain import Chain
 from ..http.connection import ClientConnection
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING
-from ..http.open_connections import ConnectionPlace, OpenConnections
 from ..http.parsed_bodies import PARSED_BODIES, ParsedBodies
 from ..http.routes import Route, aiohttp_routes
 from ..http.transport import PlainConnection
+from ..listening.acceptor import Acceptor
+from ..listening.open_connections import ConnectionPlace, OpenConnections
 from .deploys import MAX_ARCHIVE_BYTES
 from .plain_calls import PlainCalls
 

@@ -10,8 +10,8 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 
 from ....errors import MalformedRequest, PilotflameError
+from ..listening.open_connections import ConnectionPlace
 from .header_limit import DISCARDED_BYTES, MAX_HEADER_BYTES, HeaderLimit, headers_too_large
-from .open_connections import ConnectionPlace
 from .requests import CALLS, awaits_continue
 from .responses import SERVER, error_reply
 

@@ -35,9 +35,9 @@ from ...ground.access.aws_signature import SCHEME, Signature, SignedRequest, par
 from ...ground.access.control_socket import CONTROL_KEY, ControlSocket
 from ...ground.access.keyring import Held, Keyring, Meter, check_quota
 from ...ground.access.keys import ANYBODY, Caller, Scope
+from ..listening.open_connections import OpenConnections
 from .cross_origin import CrossOrigin
 from .incoming_bodies import INCOMING
-from .open_connections import OpenConnections
 from .requests import BODY, GATEWAY_REMEDY, Headers, read_sent
 from .responses import MAX_ON_LOOP_BYTES
 from .routes import Route, scopes_by_route

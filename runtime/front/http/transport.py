@@ -21,9 +21,9 @@ from aiohttp.http import StreamWriter
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from ....errors import OutputInvalid
+from ..listening.open_connections import ConnectionPlace
 from .chain import Chain
 from .connection import KEEPALIVE_S, ClientConnection
-from .open_connections import ConnectionPlace
 from .requests import REQUEST_ID_HEADER, CallHeaders, Headers
 from .responses import SERVER, Response, error_reply
 from .sliced_body import SlicedBody

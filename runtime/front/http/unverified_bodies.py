@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from .origins import network_of
+from ..listening.origins import network_of
 
 PLACES, PLACES_OF_KEY = 16, 4
 LOOK_S = 0.5

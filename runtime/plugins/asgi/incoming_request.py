@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from ...front.http.guard import KEY_HEADERS
-from ...front.http.origins import Origins
+from ...front.listening.origins import Origins
 from ...ground.access.control_socket import CONTROL_KEY
 from .messages import Header
 from .scope import HTTP, WEBSOCKET, Facts

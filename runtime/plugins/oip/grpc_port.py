@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from ....errors import Overloaded
 from ...front.api.backend import Backend
-from ...front.http.acceptor import Acceptor
 from ...front.http.incoming_bodies import ArrivingBytes, IncomingBodies, no_room
-from ...front.http.open_connections import ConnectionPlace, OpenConnections, most_connections
+from ...front.listening.acceptor import Acceptor
+from ...front.listening.open_connections import ConnectionPlace, OpenConnections, most_connections
 
 SHARE = 6
 """One connection for this many of HTTP. A connection of gRPC has three files: the client's, and both ends of the unix socket."""

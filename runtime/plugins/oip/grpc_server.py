@@ -35,10 +35,10 @@ from ...front.api.plugin import Entrance
 from ...front.http.guard import Admitted
 from ...front.http.incoming_bodies import INCOMING
 from ...front.http.large_answers import MAX_BYTES
-from ...front.http.listening import bind
 from ...front.http.parsed_bodies import PARSED_BODIES
 from ...front.http.responses import MAX_ON_LOOP_BYTES, retry_headers
-from ...front.http.tls import Certificate
+from ...front.listening.sockets import bind
+from ...front.listening.tls import Certificate
 from ...ground.access.fair_share import SharedRoom
 from .errors import error_text
 from .grpc_fields import check, is_small, read_message, unpacked

@@ -17,11 +17,11 @@ from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ....handlers.forms import FormField, FormParser
 from ...front.http.content_coding import CODINGS
-from ...front.http.origins import Origins
 from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import caller_of, coding_of, continue_body, dump_json, load_json, owner_of
 from ...front.http.responses import Timestamp, json_response, timestamp
 from ...front.http.routes import Route
+from ...front.listening.origins import Origins
 from ...ground.access.keys import Scope
 from .file_store import FileStore, expires_s
 from .problem import ERRORS

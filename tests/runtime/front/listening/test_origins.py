@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from multidict import CIMultiDict
-from pilotflame.runtime.front.http.origins import Origins, network_of
+from pilotflame.runtime.front.listening.origins import Origins, network_of
 
 ORIGINS = Origins(("10.0.0.0/8", "127.0.0.1", "fd00::/8"))
 

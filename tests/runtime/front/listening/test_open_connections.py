@@ -18,8 +18,8 @@ import trustme
 from live import LIMIT_S, Gateway, gateway_here, gateway_process
 from multidict import CIMultiDict
 from pilotflame.errors import Overloaded
-from pilotflame.runtime.front.http.open_connections import MAX_LOOKS, ConnectionPlace, OpenConnections
-from pilotflame.runtime.front.http.origins import Origins
+from pilotflame.runtime.front.listening.open_connections import MAX_LOOKS, ConnectionPlace, OpenConnections
+from pilotflame.runtime.front.listening.origins import Origins
 from pilotflame.runtime.startup import front
 
 FILES = 512
