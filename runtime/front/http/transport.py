@@ -36,8 +36,7 @@ NEVER_S = 1e8
 Send: TypeAlias = Callable[[Response, SlicedBody | None], None]
 """Sends a response, and its body in slices if it is large."""
 _HEAD = re.compile(rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n")
-# Headers with which a request asks for what only aiohttp does: another framing, a job instead of an output, an interim
-# response, headers for web pages, an upgrade.
+# Headers that ask for what only aiohttp does: another framing, a job, an interim response, headers for web pages, an upgrade.
 _OTHERS = frozenset(
     ("transfer-encoding", "content-encoding", "prefer", "expect", "origin", "upgrade", "te", "trailer", "sec-websocket-key1")
 )  # fmt: skip
@@ -56,7 +55,7 @@ class CallHead:
     """The bytes of the body."""
     asked: CallHeaders | None = None
     elsewhere: bool | None = None
-    """True if another row of the route table serves the call; None before the first look."""
+    """True if another row of the route table serves the call; None if that is not known yet."""
 
 
 class RunningCall(Protocol):
@@ -69,10 +68,9 @@ class RunningCall(Protocol):
 class CallTaker(Protocol):
     """What answers plain calls (`api/plain_calls.py`)."""
 
-    @property
-    def chain(self) -> Chain: ...
-    @property
-    def tasks(self) -> asyncio.TaskGroup: ...
+    chain: Chain
+    tasks: asyncio.TaskGroup
+
     def take(
         self, head: CallHead, body: bytes, connection: ClientConnection, send: Send
     ) -> RunningCall | None:
@@ -82,22 +80,12 @@ class CallTaker(Protocol):
 class PlainConnection(ClientConnection):
     """A client's connection that reads plain calls itself, and passes all other bytes to aiohttp.
 
-    It reads no call while aiohttp may still have a part of a request. After a request of aiohttp, it reads calls again if exactly the
-    bytes of this request were passed.
+    After a request of aiohttp, it reads calls again if exactly the bytes of this request were passed.
     """
 
     __slots__ = (
-        "_answered",
-        "_behind",
-        "_closing",
-        "_head",
-        "_idle_since_s",
-        "_idle_timer",
-        "_passed",
-        "_pending",
-        "_plain",
-        "_wanted",
-    )
+        "_answered", "_behind", "_closing", "_head", "_idle_since_s", "_idle_timer", "_passed", "_pending", "_plain", "_wanted",
+    )  # fmt: skip
 
     def __init__(
         self, server: web.Server, calls: CallTaker, *, header_timeout_s: float, place: ConnectionPlace | None = None
@@ -174,7 +162,7 @@ class PlainConnection(ClientConnection):
         transport, plain = self.transport, self._plain
         if transport is None or self._pending is None:
             return
-        self._closing = self._closing or plain.chain.leaving
+        self._closing |= plain.chain.leaving
         head, body = encode(response, closes=self._closing)
         if sliced is None or body is not response.body:
             transport.write(head + body)
@@ -184,7 +172,6 @@ class PlainConnection(ClientConnection):
             plain.tasks.create_task(self._send_slices(sliced), name="answer")
 
     async def _send_slices(self, sliced: SlicedBody) -> None:
-        # The caller may leave.
         with contextlib.suppress(ConnectionError):
             await sliced.write(StreamWriter(self, asyncio.get_running_loop()))
         self._sent()
@@ -198,8 +185,8 @@ class PlainConnection(ClientConnection):
             return
         if self._closing:
             self.transport.close()
-        elif self._behind:
-            data, self._behind = self._behind, b""
+        elif data := self._behind:
+            self._behind = b""
             self.transport.resume_reading()
             self.data_received(data)
 
@@ -253,13 +240,8 @@ def read_head(data: bytes) -> CallHead | None:
 def encode(response: Response, *, closes: bool = False) -> tuple[bytes, bytes]:
     """Return the head and the body of the response, or of an error response if a header cannot be sent."""
     lines = [f"{name}: {value}" for name, value in response.headers.items()]
-    lines += (
-        f"Content-Length: {len(response.body)}",
-        f"Date: {rfc822_formatted_time()}",
-        f"Server: {SERVER}",
-    )
-    if closes:
-        lines.append("Connection: close")
+    lines += (f"Content-Length: {len(response.body)}", f"Date: {rfc822_formatted_time()}", f"Server: {SERVER}")  # fmt: skip
+    lines += ["Connection: close"] if closes else []
     text = "\r\n".join(lines)
     head = f"{_STATUS_LINES[response.status]}{text}\r\n\r\n".encode(errors="replace")
     if head.count(b"\r") == head.count(b"\n") == len(lines) + 2:
