@@ -412,8 +412,8 @@ class CallHeaders(NamedTuple):
         return cls(timeout_s, hold_s, *trace_of(headers), accept_of(headers), priority_of(headers))
 
     def times_s(self, now_s: float, timeout_s: float, hold_s: float) -> tuple[float, float]:
-        """Return the deadline of a call that has arrived now, and until when it may wait for a worker. `timeout_s` and `hold_s`
-        are those of the function.
+        """Return the deadline of a call that has arrived now, and until when it may wait for a worker. The function has the settings
+        `timeout_s` and `hold_s`.
         """
         hold_s = hold_s if self.hold_s is None else min(self.hold_s, MAX_HOLD_S)
         return now_s + min(self.timeout_s, timeout_s), now_s + hold_s
