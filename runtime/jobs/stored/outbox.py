@@ -143,15 +143,13 @@ def _new_id() -> str:
 
 
 def _host(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}".lower()
+    return "{0.scheme}://{0.netloc}".format(urlsplit(url)).lower()
 
 
 def _pieces(connection: sqlite3.Connection, job: Job) -> list[bytes]:
     """Return the first pieces of the output of a job that still streams."""
     query = "SELECT body FROM jobs JOIN pieces ON pieces.job = jobs.number WHERE id = ? ORDER BY pieces.number LIMIT ?"
-    streams = job.pieces and not job.state.final
-    return [body for (body,) in connection.execute(query, (job.id, MAX_PIECES))] if streams else []
+    return [] if job.state.final else [body for (body,) in connection.execute(query, (job.id, MAX_PIECES))]
 
 
 def message(job: Job, event: str, now_s: float) -> bytes:
