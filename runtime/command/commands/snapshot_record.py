@@ -27,7 +27,7 @@ SHOWN_TENSORS = 5
 START_TIMEOUT_S = 900.0
 REQUIREMENTS_FILE = "requirements.txt"
 # This module sets the function up and calls it. `_run_recorder` runs it with `python -m`.
-_RECORDER = f"{__name__.rpartition('.commands.')[0]}.worker.first_touch"
+_RECORDER = f"{__name__.rpartition('.command.')[0]}.calls.worker.first_touch"
 
 
 @click.command()
