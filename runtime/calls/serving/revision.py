@@ -1,7 +1,7 @@
 """Runs the invocations of a revision, which is one immutable version of a function.
 
 It accepts invocations, queues them, and has workers run them. It starts and stops no worker. It tells its watcher
-(reconciling/call_reports.py) when more or fewer workers may be needed.
+(reconciling/observed.py) when more or fewer workers may be needed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import LogChannel
 from ..stored.alert import Alert
 from ..stored.store import JobStore
-from .conditions import CONDITIONS, Condition, EndedCall
+from .conditions import CONDITIONS, Condition, CountedCall
 
 FAILED = 500
 """From this HTTP status on, the function is at fault for a failed call. Below this status, the caller is at fault."""
@@ -98,14 +98,14 @@ class FunctionAlerts:
         """Record that an invocation has ended."""
         timeline = end.timeline
         cold_ms = timeline.cold_start_s * 1000 if timeline.activation is not None else None
-        self._observe(end.function, EndedCall(end.code >= FAILED, cold_ms, end.request_id))
+        self._observe(end.function, CountedCall(end.code >= FAILED, cold_ms, end.request_id))
 
     def note_refused(self, function: str, error: PilotflameError) -> None:
         """Record that a call was refused. The refusal counts as a failed call unless the caller is at fault."""
         if error.status >= FAILED:
-            self._observe(function, EndedCall(failed=True))
+            self._observe(function, CountedCall(failed=True))
 
-    def _observe(self, function: str, call: EndedCall) -> None:
+    def _observe(self, function: str, call: CountedCall) -> None:
         if (watch := self._watches.get(function)) is not None:
             now_s = time.monotonic()
             for condition in watch.conditions:

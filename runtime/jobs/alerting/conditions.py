@@ -18,7 +18,7 @@ SLICES = 10
 """The number of parts of the window of the share of errors. Calls leave the window one part at a time."""
 
 
-class EndedCall(NamedTuple):
+class CountedCall(NamedTuple):
     """What a condition may learn from a call that has ended or was refused."""
 
     failed: bool
@@ -44,7 +44,7 @@ class Condition:
         """Return the condition of a function with these settings; None if the settings turn it off."""
         raise NotImplementedError
 
-    def observe(self, now_s: float, call: EndedCall) -> None:
+    def observe(self, now_s: float, call: CountedCall) -> None:
         raise NotImplementedError
 
     def holds(self, now_s: float) -> bool:
@@ -104,7 +104,7 @@ class ErrorShare(Condition):
             min_calls=settings.min_calls, quiet_until_s=now_s + settings.window_s,
         )  # fmt: skip
 
-    def observe(self, now_s: float, call: EndedCall) -> None:
+    def observe(self, now_s: float, call: CountedCall) -> None:
         self.note(now_s, failed=call.failed)
 
     def note(self, now_s: float, *, failed: bool) -> None:
@@ -167,7 +167,7 @@ class SlowColdStart(Condition):
             return None
         return cls(settings.pause_s, begun, limit_ms=limit_ms)
 
-    def observe(self, now_s: float, call: EndedCall) -> None:
+    def observe(self, now_s: float, call: CountedCall) -> None:
         if call.cold_start_ms is not None:
             self.note(call.cold_start_ms, call.request_id)
 

@@ -4,7 +4,7 @@ Start reading at `reconciler.py`.
 
     Reconciler          compares each revision's row with its workers, and acts; has the only timer for these decisions
       RevisionWorkers   the life of one revision: it is proven, goes live, is warmed, and retires
-        Observed        observes the revision, and asks `scaling` for its row; Demand measures its load
+        ObservedRevision  observes the revision, and asks `scaling` for its row; Demand measures its load
         CarryOut        carries out the row; nothing else starts and ends processes, or drops weights
         Bar             refuses the calls of a revision that may have no worker
         CallReports, ProcessEvents  pass on the events of its calls and of its processes, and have the reconciler look

@@ -18,7 +18,7 @@ from ..scaling.load import BUFFER, CALLS
 from ..scaling.placement import Holding
 from ..scaling.revision_state import Phase
 from ..scaling.seen import Seen
-from ..scaling.table import AtRest, Hold, Rank, Row
+from ..scaling.table import Aim, AtRest, Rank, Row
 from .drain import MIN_TEARDOWN_S, Drain
 from .revision_parts import RevisionParts
 
@@ -57,13 +57,13 @@ class CarryOut:
     def at_rest(self, rest: AtRest) -> None:
         """Launch and end the zygote and the standby, and let go of the weights, as a row says."""
         zygote = self._one.pool.zygote
-        if rest.zygote is Hold.END:
+        if rest.zygote is Aim.END:
             zygote.rest()
-        elif rest.zygote is Hold.WANT:
+        elif rest.zygote is Aim.WANT:
             zygote.launch()
-        if rest.standby is Hold.WANT:
+        if rest.standby is Aim.WANT:
             zygote.replenish()
-        elif rest.standby is Hold.END:
+        elif rest.standby is Aim.END:
             zygote.stop_standbys()
         if self._fetches and rest.weights is not RungName.READY:
             self._one.pool.weights.release()

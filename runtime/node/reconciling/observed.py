@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from typing import Protocol
 
+from ....errors import PilotflameError
+from ...calls.serving.replica import Replica
+from ...calls.serving.revision import CallWatcher
 from ...ground.settings.scale_spec import ScaleSpec
 from ...ground.telemetry.load_history import LoadState
 from ...ground.telemetry.rung_name import RungName
@@ -26,6 +30,7 @@ from .holdings import Holdings
 from .idle_ladder import Stand
 from .prewarms import signal_of
 from .process_events import ProcessEvents
+from .reconciler import Member
 from .revision_parts import RevisionParts
 
 # The plan's prewarm holds a worker for this time.
@@ -36,7 +41,7 @@ URGENT = ("refused", "warmup")
 DRAIN_LOOK_S = 10.0
 
 
-class Observed:
+class ObservedRevision:
     """The observations of one revision, and the row that follows from the latest ones."""
 
     def __init__(self, one: RevisionParts, events: ProcessEvents, holdings: Holdings, bar: Bar) -> None:
@@ -209,3 +214,42 @@ class Observed:
 _TIERS = {
     Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
 }  # fmt: skip
+
+
+class Called(RevisionParts, Member, Protocol):
+    """One revision, as the reports of its invocations see it."""
+
+    observed: ObservedRevision
+
+    def warm(self, workers: int, cause: str) -> None: ...
+
+
+class CallReports(CallWatcher):
+    """Passes on what a revision reports about its invocations: the reconciler looks when its row may have changed."""
+
+    def __init__(self, one: Called) -> None:
+        self._one = one
+
+    def look(self, arriving: int = 0) -> None:
+        self._one.node.reconciler.look(self._one, arriving)
+
+    def on_refused(self) -> None:
+        # The caller was refused. Start a worker nevertheless, for the caller's retry.
+        self._one.warm(1, "refused")
+
+    def on_room(self, replica: Replica, *, waiting: bool) -> None:
+        idle = not replica.outstanding.calls
+        if idle:
+            self._one.node.reconciler.note_change()
+        if waiting or self._one.phase is Phase.RETIRING:
+            self.look()
+        elif idle:
+            # The end of the last call changes nothing yet, but from now on time counts.
+            at_s = replica.idle_since_s + self._one.observed.quiet_s
+            self._one.node.reconciler.look_by(self._one.key, at_s)
+
+    def on_followed(self, arrived_s: float) -> None:
+        self._one.function.ladder.note_arrival(arrived_s)
+
+    def explain(self, error: PilotflameError) -> PilotflameError:
+        return self._one.pool.weights.explain(error)

@@ -28,13 +28,12 @@ from ..scaling.placement import GpuNeed, need_of
 from ..scaling.revision_state import Phase
 from ..scaling.warm_holds import WarmHold
 from .bar import Bar
-from .call_reports import CallReports
 from .carry_out import CarryOut
 from .drain import Drain
 from .function import Function
 from .holdings import Holdings
 from .node_parts import NodeParts
-from .observed import Observed
+from .observed import CallReports, ObservedRevision
 from .pool import STOP_TIMEOUT_S, Pool
 from .prewarms import HOLD_S
 from .process_events import ProcessEvents
@@ -89,7 +88,7 @@ class RevisionWorkers:
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
         """The GPUs that each worker needs."""
         self.holdings, self.bar, self.carry_out = Holdings(self), Bar(self), CarryOut(self)
-        self.observed = Observed(self, self.events, self.holdings, self.bar)
+        self.observed = ObservedRevision(self, self.events, self.holdings, self.bar)
         node.reconciler.join(self)
         function.account.attach(self.bar)
         self.bar.update()

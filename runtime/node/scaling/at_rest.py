@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...ground.telemetry.rung_name import RungName
 from .revision_state import Phase
 from .seen import Seen
-from .table import AtRest, Hold
+from .table import Aim, AtRest
 
 
 class Present(NamedTuple):
@@ -43,9 +43,9 @@ def at_rest(phase: Phase, plan: RestPlan, seen: Seen, held: int, present: Presen
     used = held > 0 or seen.unfinished > 0
     # A deploy is about to fork its first worker.
     needed = present.held > 0 or phase in (Phase.NEW, Phase.PROVING)
-    zygote = Hold.KEEP if used or needed or plan.keeps_zygote else Hold.END
-    if zygote is Hold.KEEP and (present.relaunch_at_s <= now_s or (plan.climbs and not used)):
-        zygote = Hold.WANT
+    zygote = Aim.KEEP if used or needed or plan.keeps_zygote else Aim.END
+    if zygote is Aim.KEEP and (present.relaunch_at_s <= now_s or (plan.climbs and not used)):
+        zygote = Aim.WANT
     weights = RungName.READY
     if not (used or needed):
         weights = RungName.LOCAL if plan.drops_weights and not present.ending else RungName.RESIDENT
@@ -53,15 +53,15 @@ def at_rest(phase: Phase, plan: RestPlan, seen: Seen, held: int, present: Presen
     return AtRest(zygote, standby, weights, again_s)
 
 
-def _standby(phase: Phase, seen: Seen, present: Present, now_s: float) -> tuple[Hold, float]:
+def _standby(phase: Phase, seen: Seen, present: Present, now_s: float) -> tuple[Aim, float]:
     """Return whether there should be a standby, and when to ask again.
 
     Forking a standby takes processor time from the calls that follow a cold start, so it waits for the end of the calls.
     """
     if phase is Phase.RETIRING:
-        return Hold.END, math.inf
+        return Aim.END, math.inf
     if not present.lacks_standby or seen.starting or phase in (Phase.NEW, Phase.PROVING):
-        return Hold.KEEP, math.inf
+        return Aim.KEEP, math.inf
     if seen.unfinished and present.standby_due_s > now_s:
-        return Hold.KEEP, present.standby_due_s
-    return Hold.WANT, math.inf
+        return Aim.KEEP, present.standby_due_s
+    return Aim.WANT, math.inf

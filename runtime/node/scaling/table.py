@@ -68,7 +68,7 @@ class Cap(NamedTuple):
     """When the cap changes although no event occurs. Used only if the cap refuses a start, or may park a worker."""
 
 
-class Hold(IntEnum):
+class Aim(IntEnum):
     """What happens to a process."""
 
     END = 0
@@ -81,8 +81,8 @@ class Hold(IntEnum):
 class AtRest(NamedTuple):
     """What a revision should hold beside its workers."""
 
-    zygote: Hold = Hold.KEEP
-    standby: Hold = Hold.KEEP
+    zygote: Aim = Aim.KEEP
+    standby: Aim = Aim.KEEP
     weights: RungName = RungName.READY
     """READY: workers need the fetched weights. RESIDENT: the cache may evict them. LOCAL: they leave the memory."""
     again_s: float = math.inf
