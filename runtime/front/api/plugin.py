@@ -47,7 +47,7 @@ class Entrance:
     ) -> Admitted:  # fmt: skip
         """Admit a caller who needs the scope of this HTTP route, or no key if it is None. Call `leave` of the result.
 
-        `transport` is that of the client's connection.
+        `transport` belongs to the client's connection.
 
         Raise the errors of `Guard.admit` and `Guard.find_issuer`, and Unauthorized if other machines reach the address and no API key exists.
         """

@@ -120,7 +120,7 @@ class Chain:
             )  # fmt: skip
 
     def turn_of(self, owner: str) -> InTurn:
-        """Return what runs work on large bodies in a thread, in the turn of their owner."""
+        """Return a function that runs work on large bodies in a thread, in the turn of their owner."""
         return partial(self.bodies.in_turn, owner)
 
     def _note_quota(self, passage: Passage, error: QuotaExceeded) -> None:

@@ -56,7 +56,7 @@ class IncomingBodies:
 class ArrivingBytes:
     """The bytes that have arrived on a connection whose messages another library puts together, and that are in no message that was taken.
 
-    Only the library knows what of them is no message. So the caller names the most that unfinished messages may have.
+    Only the library knows which of them belong to no message. So the caller names the most that unfinished messages may have.
     """
 
     def __init__(self, bodies: IncomingBodies, owner: str) -> None:

@@ -32,7 +32,7 @@ class CarryOut:
     # -- a row
 
     def row(self, row: Row, seen: Seen) -> bool:
-        """Start, wake, stop and park workers until their number is that of the row.
+        """Start, wake, stop and park workers until the revision has the number of workers that the row names.
 
         Return True if workers woke, stop or park: then the revision has a new row.
         """

@@ -23,7 +23,7 @@ SHARE = 6
 
 
 class _Side(asyncio.Protocol):
-    """One side of a connection. What arrives is sent to the other side, as fast as that side takes it."""
+    """One side of a connection. The bytes of each side are sent to the other side, as fast as it takes them."""
 
     def __init__(self) -> None:
         self.other: _Side
@@ -167,7 +167,7 @@ class GrpcConnection(_Side):
             super().data_received(data)
 
     def _refuse(self) -> None:
-        """End the calls that wait for a message in the next turn of the event loop. gRPC then drops what has arrived for them."""
+        """End the calls that wait for a message in the next turn of the event loop. gRPC then drops the bytes that have arrived for them."""
         self._refused = True
         for limit in self._waiting:
             if not limit.expired():
@@ -184,7 +184,7 @@ class GrpcPort:
     """A port of gRPC, and its open connections."""
 
     def __init__(self, sock: socket.socket, path: str, backend: Backend, incoming: IncomingBodies) -> None:
-        """`path` is that of the unix socket at which gRPC listens."""
+        """gRPC listens at the unix socket `path`."""
         self.path, self.incoming, self.most = path, incoming, backend.max_body_bytes
         self.tasks = backend.functions.tasks
         self.connections = dict[str, GrpcConnection]()

@@ -57,7 +57,7 @@ MOST_STREAMED = 32
 FEW_FIELDS = 200
 """The event loop itself reads messages that have no more fields, and no more values in contents."""
 SOCKET = "run/oip.sock"
-"""gRPC's unix socket in the state folder. Its path must not be longer than that of the link socket, whose length is checked."""
+"""gRPC's unix socket in the state folder. Its path must not be longer than the path of the link socket, whose length is checked."""
 IDLE_S = 600.0
 """A stream ends if its caller sends nothing for this long."""
 STOP_S = 1.0
