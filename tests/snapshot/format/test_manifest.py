@@ -59,7 +59,7 @@ def assets(count: int, size_bytes: int) -> list[dict[str, Any]]:
 
 def many_chunks() -> list[dict[str, Any]]:
     """Two shards that are each within the limit, and together over it."""
-    count = (1 << 19) + 1
+    count = (1 << 18) + 1
     shard = {"size_bytes": count * CHUNK, "data_offset_bytes": 100, "chunks": ["0" * 32] * count}
     return [{"name": name, **shard} for name in "ab"]
 
@@ -211,7 +211,7 @@ def test_the_plain_one_is_sound() -> None:
         (edited("digest", "b" * 31, of="assets"), "digest"),
         (plain(assets=assets(1025, 1)), "assets"),
         (plain(assets=assets(9, 64 << 20)), "over the limit of 536870912"),
-        (plain(shards=many_chunks()), "over the limit of 1048576"),
+        (plain(shards=many_chunks()), "over the limit of 524288"),
     ],
 )
 def test_each_defect_is_named(document: dict[str, Any], fault: str) -> None:

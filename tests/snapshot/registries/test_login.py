@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pilotflame.errors import SourceError
 from pilotflame.snapshot.registries.login import Login, find_login
+from pilotflame.snapshot.sources.access import Access
 
 HUSH = "hush:with:colons"
 
@@ -20,7 +21,7 @@ def entry(user: str = "ann", password: str = HUSH) -> dict[str, str]:
 
 def found(document: Any, registry: str = "ghcr.io", repository: str = "org/net") -> Login:
     text = document if isinstance(document, str) else json.dumps(document)
-    return find_login(registry, repository, {"DOCKER_AUTH_CONFIG": text}, own_only=True)
+    return find_login(registry, repository, {"DOCKER_AUTH_CONFIG": text}, Access(own_only=True))
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +94,9 @@ echo '{"ServerURL": "ghcr.io", "Username": "helped", "Secret": "hush"}'
     folder.mkdir()
     auths = {"ghcr.io": entry("in the file"), "other": entry("in the file")}
     (folder / "config.json").write_text(json.dumps({"auths": auths, "credsStore": "tests"}))
-    users = [find_login(name, "net", {}, own_only=False).user for name in ("ghcr.io", "other")]
+    users = [find_login(name, "net", {}, Access()).user for name in ("ghcr.io", "other")]
     assert users == ["helped", "in the file"]
     # A secret of a function must not have a program run.
     secret = {"DOCKER_AUTH_CONFIG": (folder / "config.json").read_text()}
-    assert find_login("ghcr.io", "net", secret, own_only=False).user == "in the file"
-    assert find_login("ghcr.io", "net", {}, own_only=True).user == ""
+    assert find_login("ghcr.io", "net", secret, Access()).user == "in the file"
+    assert find_login("ghcr.io", "net", {}, Access(own_only=True)).user == ""

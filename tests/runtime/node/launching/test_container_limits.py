@@ -166,8 +166,9 @@ async def test_no_other_folder_can_fill_the_memory(
 
 # The zygote's process runs the import of the handler.
 DEAF = """
-import time, __main__
-__main__.Zygote._signal = lambda *_, **__: None
+import time
+from pilotflame.runtime.calls.worker import zygote
+zygote.Zygote._signal = lambda *_, **__: None
 def handler(event):
     while event == "stuck":
         try:

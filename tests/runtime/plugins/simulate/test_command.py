@@ -333,7 +333,7 @@ async def test_a_replay_of_a_gateway_s_log_holds_the_rungs_that_the_gateway_held
     state: Path, run: Any
 ) -> None:
     """The replay uses the prices of the gateway, not of its own environment. Tolerance: 0.7 s for each step down."""
-    async with gateway_process(state, price_memory_gb_hour=5.0, price_waiting_s=0.002) as gateway:
+    async with gateway_process(state, price_memory_gb_hour=15.0, price_waiting_s=0.002) as gateway:
         await gateway.deploy("def handler(event):\n    return event\n", name="kept")
         function, cold = gateway.function("kept"), list[bool]()
         for gap_s in (0.0, 0.2, 2.2, 0.3, 2.4, 2.2):
@@ -344,7 +344,7 @@ async def test_a_replay_of_a_gateway_s_log_holds_the_rungs_that_the_gateway_held
         decisions = (await gateway.client.get(f"{path}/decisions")).json()["decisions"]
         command = ("simulate", "--from-log", "kept", "--policy", "policy", "--json", "--url", gateway.url)
         found = policies(await asyncio.to_thread(run, *command))["the policy"]
-    assert known["prices"] == pytest.approx({"memory_gb_hour": 5.0, "device_hour": 2.88, "waiting_s": 0.002})
+    assert known["prices"] == pytest.approx({"memory_gb_hour": 15.0, "device_hour": 2.88, "waiting_s": 0.002})
     calls = known["arrivals"]
     downs = [
         datetime.fromisoformat(one["at"]).timestamp() for one in decisions if one["action"] == "step_down"
