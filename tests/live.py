@@ -401,7 +401,8 @@ async def gateway_here(state: Path, *, keep_bases: bool = True, **settings: Any)
             await stop.wait()
 
     task = asyncio.create_task(live())
-    await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+    first: list[asyncio.Future[Any]] = [task, started]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not started.done():
         await task
     server = await started

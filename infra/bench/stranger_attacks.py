@@ -17,6 +17,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import brotli
@@ -242,7 +243,7 @@ def grpc_messages(stage: Stage) -> str:
     with grpc.insecure_channel(GRPC_ADDRESS) as channel:
 
         def send(message: bytes, coding: grpc.Compression | None) -> int:
-            call = channel.unary_unary(method)
+            call: Any = channel.unary_unary(method)
             try:
                 call(message, metadata=bearer, compression=coding, timeout=60)
             except grpc.RpcError as error:

@@ -18,8 +18,8 @@ import pytest
 import trustme
 from live import events, gateway_here, until
 from pilotflame.errors import GatewayError, SettingsError
-from pilotflame.runtime.front.http import tls
 from pilotflame.runtime.front.http.transport import PlainConnection
+from pilotflame.runtime.front.listening import tls
 from pilotflame.runtime.front.listening.tls import Certificate
 from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings, read_gateway_settings
 

@@ -9,7 +9,7 @@ import pytest
 from live import Function, Gateway, gateway_here, until
 from pilotflame.runtime.ground.telemetry.decisions import describe
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
-from pilotflame.runtime.node.functions import rest
+from pilotflame.runtime.node.measuring import rest
 from pilotflame.runtime.node.reconciling.revision_workers import RevisionWorkers
 from pilotflame.snapshot.caching.node import node_tiers
 from remote_weights import HANDLER, WIDTH, Weights, deployed, in_tier, served_weights

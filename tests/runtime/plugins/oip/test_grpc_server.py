@@ -17,7 +17,7 @@ from live import WAITS_ASYNC, Gate, free_port, gateway_here, home_client, short_
 from oidc_issuer import AUDIENCE, Issuer
 from oip_server import PASSING, Server, key
 from pilotflame.errors import GatewayError, PluginError
-from pilotflame.runtime.front.http import tls
+from pilotflame.runtime.front.listening import tls
 from pilotflame.runtime.plugins.oip import grpc_server
 from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
 from tritonclient.grpc import service_pb2, service_pb2_grpc
