@@ -145,8 +145,9 @@ class Listener:
             return False
         self._failing = False
         greeting = _Greeting(sock, self._loop, self)
-        # Usually the HELLO has arrived with the connection.
-        if not greeting.read():
+        # Usually the HELLO has arrived with the connection. A process connects its output before its link. So a link is
+        # not read here while an earlier connection waits: its HELLO may have arrived since.
+        if self._greetings or not greeting.read():
             greeting.wait()
             self._greetings[greeting] = None
             if len(self._greetings) > MAX_GREETINGS:

@@ -202,6 +202,26 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     await follow.aclose()  # type: ignore[attr-defined]
 
 
+async def test_a_link_does_not_overtake_the_log_connection_before_it(place: Place) -> None:
+    """The process was stopped between the connection of its output and its HELLO."""
+    opened: asyncio.Future[LogStream | None] = asyncio.get_running_loop().create_future()
+
+    def on_link(link: Link, _pid: int, output: LogStream | None) -> None:
+        place.taken.append(link)
+        opened.set_result(output)
+
+    token = place.listener.expect("worker", "w1", place.channel, on_link)
+    log, link = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    place.socks += [log, link]
+    log.connect(str(place.listener.path))
+    # The event loop gets no turn until both connections are there, so it learns of the second one first.
+    assert place.listener._accept()
+    log.send(hello(token, "log"))
+    link.connect(str(place.listener.path))
+    link.send(hello(token))
+    assert await asyncio.wait_for(opened, LIMIT_S) is not None
+
+
 async def test_a_log_connection_is_forgotten_at_its_end(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
