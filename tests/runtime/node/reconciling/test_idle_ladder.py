@@ -21,6 +21,8 @@ from pilotflame.runtime.node.reconciling.idle_ladder import IdleLadder, LadderSp
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PID = "import os\ndef handler(event):\n    return os.getpid()"
+# A worker holds much more than its zygote, so it pays to keep the zygote alone for a while.
+LARGE = f"{PID}\ndef setup(context):\n    return b'x' * (64 << 20)\n"
 # Waiting costs nearly nothing, so that each rung is left within a second or two.
 PATIENT = {"price_waiting_s": 1e-9}
 IMPATIENT = {"price_waiting_s": 1.0}
@@ -67,7 +69,7 @@ def stored(state: Path, name: str) -> Path:
 
 
 async def test_an_idle_function_steps_down_rung_by_rung(gateway, deploy):
-    function = await deploy(PID)
+    function = await deploy(LARGE)
     pid = await function.answer()
     down = await decided(gateway, function, "step_down")
     assert (down.cause, down.figures["rung"]) == ("plan", 1)
