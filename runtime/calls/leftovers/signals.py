@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 
@@ -57,8 +58,16 @@ class AuthorsHandlers:
 def leave_to_forks(on_term: Handler, close: Callable[[], None]) -> None:
     """Let the processes that the function's code forks handle signals as a program does. `close` is called in each of them.
 
-    `on_term` is this worker's own handler of SIGTERM. The handlers of the function's code stay.
+    `on_term` is this worker's own handler of SIGTERM. The handlers of the function's code stay. A signal that is sent to a new
+    process before it has these handlers waits for them: this worker's handler would take it, and do nothing.
     """
+    masks = threading.local()
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def leave() -> None:
         signal.set_wakeup_fd(-1)
@@ -66,5 +75,6 @@ def leave_to_forks(on_term: Handler, close: Callable[[], None]) -> None:
             if signal.getsignal(number) in (ignore, on_term):
                 signal.signal(number, handler)
         close()
+        unblock()
 
-    os.register_at_fork(after_in_child=leave)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=leave)
