@@ -159,10 +159,13 @@ class GrpcServer(grpc.GenericRpcHandler):
                     [(name.lower(), text) for name, text in retry_headers(error).items()]
                 )
                 text = error_text(error).encode()[:MOST_TEXT_BYTES].decode(errors="ignore")
+                code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
+                # The error keeps the message of the call. gRPC keeps this frame until a garbage collection.
+                error = None
                 # gRPC sends the status after a response that is being written. It holds the response, and this call
                 # counts, until the caller has read it or has gone.
                 with contextlib.suppress(grpc.aio.InternalError):  # the caller has gone
-                    await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), text)
+                    await context.abort(code, text)
 
     async def _failure(
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
