@@ -97,7 +97,7 @@ async def length(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def test_slow_readers_get_their_whole_answer(state):
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(BIG)
-        # The second is not on the fast path.
+        # aiohttp reads the second.
         readers = [await slow_reader(gateway, function.path, more) for more in ("", "Prefer: x\r\n")]
         assert gateway.process is not None
         gateway.process.terminate()

@@ -48,7 +48,7 @@ class MainThreadWorker(Worker):
         signal.signal(signal.SIGTERM, self._on_term)
         self._share_signals(self._on_term, loop.close_in_fork)
         self._link.bind(self._on_frame, exit_at_once)
-        # Not a `threading.Thread`: the function's code does not see this thread, and it starts in half of the time.
+        # Not a `threading.Thread`: the function's code does not see this thread, and it starts sooner.
         _thread.start_new_thread(self._serve_link, (loop,))
         self._serve_calls()
         loop.stop()

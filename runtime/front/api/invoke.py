@@ -82,7 +82,7 @@ async def collected(invocation: Invocation) -> Output:
 
 
 class Gateway:
-    """The route `POST /invoke/{function}`. The fast path uses `begin`, `refused` and `answered`, too."""
+    """The route `POST /invoke/{function}`. Plain calls use `begin`, `refused` and `answered`, too."""
 
     def __init__(self, backend: Backend) -> None:
         self.most = backend.body_limit

@@ -23,7 +23,7 @@ SHARE = 6
 
 
 class _Side(asyncio.Protocol):
-    """One side of a connection. The bytes of each side are sent to the other side, as fast as it takes them."""
+    """One side of a connection. Each side gets the bytes of the other side, as fast as it reads."""
 
     def __init__(self) -> None:
         self.other: _Side

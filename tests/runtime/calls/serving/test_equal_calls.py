@@ -46,7 +46,7 @@ def statuses(answers: list[httpx.Response]) -> Counter[str]:
 async def test_one_runs_and_the_others_get_its_output(deploy, gateway: Gateway, gate: Gate, size: int):
     function = await deploy(WAITS, SETTINGS, gate=gate)
     running = asyncio.gather(*(function.call({"size": size}) for _ in range(5)))
-    # aiohttp handles requests with Prefer, and not the fast path.
+    # aiohttp reads requests with Prefer, and not the transport of plain calls.
     other = asyncio.create_task(function.call({"size": size}, Prefer="wait=9"))
     first = await gate.next("begun")
     await waits(gateway, function, 5)

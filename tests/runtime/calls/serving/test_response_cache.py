@@ -82,7 +82,7 @@ async def test_a_function_without_the_setting_has_no_cache(deploy):
 async def test_both_paths_of_the_gateway_and_dialects_share_the_answers(deploy, gateway: Gateway):
     function = await deploy(COUNTS, CACHED)
     assert await called(function) == ("fwd=miss; stored", 0)
-    # aiohttp handles requests with Prefer, and not the fast path.
+    # aiohttp reads requests with Prefer, and not the transport of plain calls.
     assert await called(function, Prefer="wait=9") == ("hit", 0)
     event = {"specversion": "1.0", "id": "1", "source": "here", "type": "t", "data": {}}
     headers = {"Content-Type": "application/cloudevents+json"}

@@ -42,7 +42,7 @@ async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
                     told.set()
             return response.headers.get("X-Queue-Ahead"), text
 
-    # A call that waits for the start of a worker is told so.
+    # The first call starts the worker, and has the header while it waits.
     await ask("now")
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(ask("run"))

@@ -214,7 +214,7 @@ async def test_a_link_does_not_overtake_the_log_connection_before_it(place: Plac
     log, link = (socket.socket(socket.AF_UNIX) for _ in range(2))
     place.socks += [log, link]
     log.connect(str(place.listener.path))
-    # The event loop gets no turn until both connections are there, so it learns of the second one first.
+    # The event loop gets no turn until both connections are there. It then sees the second connection first.
     assert place.listener._accept()
     log.send(hello(token, "log"))
     link.connect(str(place.listener.path))

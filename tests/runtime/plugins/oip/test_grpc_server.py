@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ import trustme
 from live import WAITS_ASYNC, Gate, free_port, gateway_here, home_client, short_folder, until
 from oidc_issuer import AUDIENCE, Issuer
 from oip_server import PASSING, Server, key
-from pilotflame.errors import GatewayError, PluginError
+from pilotflame.errors import GatewayError, PilotflameError, PluginError
 from pilotflame.runtime.front.listening import tls
 from pilotflame.runtime.plugins.oip import grpc_server
+from pilotflame.runtime.plugins.oip.errors import error_text
 from pilotflame.runtime.plugins.oip.grpc_messages import CLASSES
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -495,3 +498,29 @@ async def test_a_plugin_without_such_a_protocol_stops_the_start(
     with pytest.raises(PluginError, match=fault):
         async with gateway_here(tmp_path / "state", plugin_ports=(address,)):
             pass
+
+
+async def test_a_refused_call_leaves_nothing_to_the_garbage_collection(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC keeps the frame that ends a call. The error of the call has the frames that hold its message."""
+    errors: list[weakref.ref[PilotflameError]] = []
+
+    def noted(error: PilotflameError) -> str:
+        errors.append(weakref.ref(error))
+        return error_text(error)
+
+    monkeypatch.setattr(grpc_server, "error_text", noted)
+    channel, calls = stub(server.grpc)
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await calls.ModelInfer(passing(1.0, "absent"))
+        await channel.close()
+        assert len(errors) == 3
+        await until(
+            lambda: asyncio.sleep(0, all(error() is None for error in errors)), "the end of the errors"
+        )
+    finally:
+        gc.enable()

@@ -129,7 +129,7 @@ async def test_spans_of_a_cold_request_match_its_server_timing(observed: Observe
     assert server.resource["service.name"] == "pilotflame"
 
 
-async def test_requests_beside_the_fast_path(observed: Observed) -> None:
+async def test_requests_that_aiohttp_reads(observed: Observed) -> None:
     """Jobs, and requests that aiohttp handles."""
     function, by = await observed.deploy(ECHOES, name="beside"), caller()
     await function.call(traceparent=by.header, Origin="http://localhost")
