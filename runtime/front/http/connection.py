@@ -93,7 +93,10 @@ class ClientConnection(web.RequestHandler):
         self._request, self.discards = request, False
         self._resume()
         socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
-        self._header.begin(None if socket else request.content)
+        chunked = hdrs.TRANSFER_ENCODING in request.headers
+        self._header.begin(
+            None if socket else request.content, None if socket or chunked else request.content_length or 0
+        )
 
     def _resume(self) -> None:
         if self._header.size > MAX_HEADER_BYTES and self.transport is not None:
@@ -130,11 +133,9 @@ class ClientConnection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._request = None
+            self._request, self.discards = None, False
             self._resume()
-            # Bytes that came behind the request belong to the next one.
-            if not self._header.size:
-                self._header.expect()
+            self._header.responded()
 
     def finish(self) -> asyncio.Future[None] | None:
         """Close the connection after the present response. Return a future that is done once the connection is closed.

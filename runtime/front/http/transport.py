@@ -84,7 +84,7 @@ class PlainConnection(ClientConnection):
     """
 
     __slots__ = (
-        "_answered", "_behind", "_closing", "_head", "_idle_since_s", "_idle_timer", "_passed", "_pending", "_plain", "_wanted",
+        "_answered", "_behind", "_closing", "_head", "_idle_since_s", "_idle_timer", "_passed", "_pending", "_plain",
     )  # fmt: skip
 
     def __init__(
@@ -97,8 +97,8 @@ class PlainConnection(ClientConnection):
         self._pending: RunningCall | None = None
         # The bytes that have arrived behind a pending call.
         self._behind = b""
-        # The bytes that were passed to aiohttp since it had no part of a request, and the length of the head among them.
-        self._passed = self._wanted = 0
+        # True if aiohttp has a part of a request, or may have one.
+        self._passed = False
         self._closing = False
         self._answered: asyncio.Future[None] | None = None
         self._idle_since_s = time.monotonic()
@@ -140,9 +140,7 @@ class PlainConnection(ClientConnection):
     def _pass(self, data: bytes) -> None:
         """Pass bytes to aiohttp."""
         if data:
-            if not self._passed:
-                self._wanted = data.find(b"\r\n\r\n") + 4
-            self._passed += len(data)
+            self._passed = True
             if self._request is None:
                 self.expect_header()
         super().data_received(data)
@@ -152,9 +150,8 @@ class PlainConnection(ClientConnection):
     ) -> tuple[web.StreamResponse, bool]:
         found = await super().finish_response(request, resp, start_time)
         self._idle_since_s = time.monotonic()
-        whole = resp.keep_alive and request.content.is_eof()
-        if whole and self._passed == self._wanted + (request.content_length or 0):
-            self._passed = 0
+        if resp.keep_alive and not self._header.arrived:
+            self._passed = False
         return found
 
     def _send(self, response: Response, sliced: SlicedBody | None) -> None:

@@ -393,22 +393,26 @@ async def test_slow_headers_do_not_hold_connections(state, asked: int):
     async with gateway_here(state, header_timeout_s=0.3) as gateway:
         function = await gateway.deploy(ECHO)
 
-        async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = Wire(reader, writer)
+        async def opened() -> Wire:
+            # One at a time, so that its first header arrives in time, however slow the machine is.
+            connection = Wire(*await asyncio.open_connection(*gateway.address))
             for _ in range(asked):
                 connection.send(get("/healthz"))
                 assert (await connection.reply())[0] == 200
+            return connection
+
+        async def drip(connection: Wire) -> None:
             connection.send("GET /healthz HTTP/1.1\r\nX-Slow: ")
             closed = asyncio.create_task(connection.ended())
             while not (await asyncio.wait({closed}, timeout=0.05))[0]:
                 connection.send("x")
             assert closed.result() == b""
-            writer.close()
+            connection.writer.close()
 
-        opened = [await asyncio.open_connection(*gateway.address) for _ in range(200)]
+        connections = [await opened() for _ in range(200)]
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-            for reader, writer in opened:
-                tasks.create_task(drip(reader, writer))
+            for connection in connections:
+                tasks.create_task(drip(connection))
             for number in range(20):
                 assert await function.answer(number) == number
 
