@@ -124,7 +124,7 @@ class _Revision:
         )
         starting = sum(one.state is ProcessState.STARTING for one in self.processes)
         # The number of workers that are awake in the result. `kept` are the ready workers among them, the strongest first.
-        self.awake = starting
+        self.awake = self.starting = starting
         self.kept: list[_Member] = []
         # The number of workers that are parked in the result.
         self.spared = 0
@@ -427,7 +427,11 @@ class _Sharing:
         """Let a ready worker stay, if there is room."""
         member.undecided, proves = False, one.deployed and not one.kept
         if (limit := self._reached(one, member.stays, proves=proves)) is not None:
-            self._displace(one, member, limit)
+            if member.process.calls and one.starting and one.awake >= len(one.tiers):
+                # The revision has a worker too many. Another one is starting, and can make room once it is ready and idle.
+                one.note(limit)
+            else:
+                self._displace(one, member, limit)
             return
         self._take(one, member.stays, proves=proves)
         one.awake += 1

@@ -137,6 +137,17 @@ def test_a_worker_that_starts_takes_no_strength_from_the_one_that_answers() -> N
     assert shared(found, limits(2)) == {"new": Grant(limit=ReachedLimit(NODE, 2))}
 
 
+def test_no_busy_worker_goes_while_one_that_nobody_needs_starts() -> None:
+    """Once that worker is ready, it goes: it is idle."""
+    there = [busy("a1"), busy("a2")]
+    found = [claim("a", *there, starting("a3"), load=2), claim("b", load=1)]
+    assert shared(found, limits(3))["a"] == Grant(limit=ReachedLimit(NODE, 3))
+    found = [claim("a", *there, idle("a3", used_s=NOW_S), load=2), claim("b", load=1)]
+    assert shared(found, limits(3))["a"].stop == ("a3",)
+    found = [claim("a", *there, starting("a3"), load=3), claim("b", load=1)]
+    assert shared(found, limits(3))["a"].stop == ("a2",)
+
+
 def test_of_idle_workers_the_one_that_costs_least_goes() -> None:
     found = [
         *(claim(f"c{cost}", idle(f"c{cost}"), keep=1, cost=cost) for cost in (3.0, 1.0, 2.0)),
