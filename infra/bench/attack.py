@@ -22,6 +22,7 @@ import attacks  # noqa: F401  it fills ATTACKS
 import stranger_attacks  # noqa: F401  it fills ATTACKS
 from attack_stage import ATTACKS, Attack, Breach, Stage
 from containers import made_image, require_podman, running_engine
+from hostile import callers
 from load import Request, Tally, load_apart
 from percentiles import percentile
 from report import Report, parser
@@ -71,7 +72,7 @@ def run(attack: Attack, engine: str, options: argparse.Namespace) -> Stage:
 
 def measure(stage: Stage) -> None:
     quiet, before, parts = load(stage, stage.seconds), stage.held(), list[dict[str, Tally]]()
-    with ThreadPoolExecutor(2) as pool:
+    with callers.senders(2) as pool:
         pool.submit(stage.watch)
         try:
             stage.attack.prepare(stage)

@@ -38,7 +38,7 @@ class ClientConnection(web.RequestHandler):
     )
 
     def __init__(
-        self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace | None = None, keepalive_s: float = KEEPALIVE_S
+        self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace, keepalive_s: float = KEEPALIVE_S
     ) -> None:  # fmt: skip
         super().__init__(
             server, loop=asyncio.get_running_loop(), keepalive_timeout=keepalive_s,
@@ -62,15 +62,13 @@ class ClientConnection(web.RequestHandler):
         return self._request is not None and not self.discards
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._place is not None:
-            self._place.connection = self
+        self._place.connection = self
         super().connection_made(transport)
         self.expect_header()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.header_arrived()
-        if self._place is not None:
-            self._place.leave()
+        self._place.leave()
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(None)
         super().connection_lost(exc)
@@ -104,10 +102,12 @@ class ClientConnection(web.RequestHandler):
 
     def _refuse_header(self) -> None:
         """Answer an unfinished header that is too large. Throw the rest away, so that its client reads the answer."""
-        if self.transport is None or self.discards:
-            if self._header.size > DISCARDED_BYTES:
-                self.abort()
-            return
+        if self.transport is None or self._header.size > DISCARDED_BYTES:
+            return self.abort()
+        self.transport.pause_reading()
+        self._place.turns.add(self._read_on)
+        if self.discards:
+            return None
         self.discards = True
         self.header_arrived()
         reply = error_reply(headers_too_large())
@@ -120,10 +120,15 @@ class ClientConnection(web.RequestHandler):
         lines = [_STATUS_LINES[reply.status], *(f"{name}: {value}" for name, value in sent.items())]
         self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + reply.body)
         asyncio.get_running_loop().call_later(DISCARD_S, self.force_close)
+        return None
+
+    def _read_on(self) -> None:
+        if self.transport is not None:
+            self.transport.resume_reading()
 
     def admitted(self) -> None:
         """Note that the gateway has admitted a request on this connection."""
-        if self._place is not None and not self._place.admitted:
+        if not self._place.admitted:
             self._place.admit()
 
     async def finish_response(

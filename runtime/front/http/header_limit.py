@@ -9,7 +9,7 @@ from aiohttp.typedefs import RawHeaders
 from ....errors import HeadersTooLarge
 
 MAX_HEADER_BYTES = 64 << 10
-DISCARDED_BYTES = 1 << 20
+DISCARDED_BYTES = 256 << 10
 """After this many, the connection of an unfinished header is closed at once."""
 MAX_FIELD_BYTES = 8190
 """aiohttp refuses a longer field."""

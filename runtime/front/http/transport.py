@@ -88,7 +88,7 @@ class PlainConnection(ClientConnection):
     )  # fmt: skip
 
     def __init__(
-        self, server: web.Server, calls: CallTaker, *, header_timeout_s: float, place: ConnectionPlace | None = None
+        self, server: web.Server, calls: CallTaker, *, header_timeout_s: float, place: ConnectionPlace
     ) -> None:  # fmt: skip
         # aiohttp does not know plain calls. So `_check_idle` closes idle connections.
         super().__init__(server, header_timeout_s=header_timeout_s, place=place, keepalive_s=NEVER_S)

@@ -14,8 +14,8 @@ from .open_connections import ConnectionPlace, OpenConnections
 
 LOG = logging.getLogger(__name__)
 BACKLOG = 1024
-MAX_AT_ONCE = 64
-"""How many connections one turn of the event loop accepts."""
+MAX_AT_ONCE = 4
+"""How many connections one turn of the event loop accepts. The bytes that have come on them are read in the next one."""
 PAUSE_S = 1.0
 """The pause after an error such as EMFILE. No event says when a descriptor becomes free."""
 FULL = "connections are closed because all places are in use: raise the hard limit of open files (ulimit -Hn)"
@@ -25,7 +25,7 @@ class Acceptor:
     """Accepts connections of a socket until `close`."""
 
     def __init__(
-        self, sock: socket.socket, connections: OpenConnections, tasks: asyncio.TaskGroup, make: Callable[[ConnectionPlace], asyncio.Protocol],
+        self, sock: socket.socket, connections: OpenConnections, tasks: asyncio.TaskGroup, make: Callable[[ConnectionPlace], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None, handshake_s: float,
     ) -> None:  # fmt: skip
         """`make` returns the protocol of a new connection. With `tls`, each connection begins with a handshake of TLS, which may take `handshake_s`."""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ....errors import Overloaded
 from .origins import Origins, network_of
+from .reading_turns import ReadingTurns
 
 SHARE_OF_FILES = 1 / 2
 """The share of the limit of open files that connections may use. Links to processes, logs and databases have the rest."""
@@ -50,6 +51,11 @@ class ConnectionPlace:
     def is_busy(self) -> bool:
         return self.connection is not None and self.connection.is_busy
 
+    @property
+    def turns(self) -> ReadingTurns:
+        """The turns in which the connections of this port read on."""
+        return self._among.turns
+
     def admit(self) -> None:
         """Note that a request was admitted."""
         if self._among.leave(self):
@@ -81,6 +87,7 @@ class OpenConnections:
         self._others: dict[ConnectionPlace, None] = {}
         self._of_client: dict[str, dict[ConnectionPlace, None]] = {}
         self._requests: Counter[str] = Counter()
+        self.turns = ReadingTurns()
 
     def enter(self, sock: socket.socket, address: str) -> ConnectionPlace | None:
         """Return the place of a new connection from an IP address, "" for a unix socket. If there are too many connections, close an idle one.

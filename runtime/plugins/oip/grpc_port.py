@@ -17,32 +17,60 @@ from ...front.api.backend import Backend
 from ...front.http.incoming_bodies import ArrivingBytes, IncomingBodies, no_room
 from ...front.listening.acceptor import Acceptor
 from ...front.listening.open_connections import ConnectionPlace, OpenConnections, most_connections
+from ...front.listening.reading_turns import ReadingTurns
 
+READ_BYTES = 32 << 10
+"""The most bytes that are read from one connection at a time."""
 SHARE = 6
 """One connection for this many of HTTP. A connection of gRPC has three files: the client's, and both ends of the unix socket."""
 
 
-class _Side(asyncio.Protocol):
+# Each side copies the bytes that it has read before another side reads.
+_received = memoryview(bytearray(READ_BYTES))
+
+
+class _Side(asyncio.BufferedProtocol):
     """One side of a connection. Each side gets the bytes of the other side, as fast as it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: ReadingTurns) -> None:
         self.other: _Side
+        self._turns = turns
         self.transport: asyncio.Transport | None = None
+        self.waits = False
+        """True while the other side has not sent what it got."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received(bytes(_received[:nbytes]))
+        if nbytes == READ_BYTES:
+            self.pause()
+            self._turns.add(self.go_on)
+
+    def received(self, data: bytes) -> None:
+        """Pass bytes on to the other side."""
         if self.other.transport is not None and not self.other.transport.is_closing():
             self.other.transport.write(data)
 
+    def pause(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def go_on(self) -> None:
+        if self.transport is not None and not (self.waits or self.transport.is_closing()):
+            self.transport.resume_reading()
+
     def pause_writing(self) -> None:
-        if self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.pause_reading()
+        self.other.waits = True
+        self.other.pause()
 
     def resume_writing(self) -> None:
-        if self.other.transport is not None and not self.other.transport.is_closing():
-            self.other.transport.resume_reading()
+        self.other.waits = False
+        self.other.go_on()
 
     def connection_lost(self, _: BaseException | None) -> None:
         if self.other.transport is not None:
@@ -53,8 +81,8 @@ class GrpcConnection(_Side):
     """A client's connection."""
 
     def __init__(self, port: GrpcPort, place: ConnectionPlace) -> None:
-        super().__init__()
-        self.other = _Side()
+        super().__init__(place.turns)
+        self.other = _Side(place.turns)
         self.other.other = self
         self._port, self._place = port, place
         self._name, self._early = "", list[bytes]()
@@ -147,11 +175,12 @@ class GrpcConnection(_Side):
         if self.transport is None or self.transport.is_closing() or self.other.transport is None:
             self.abort()
             return
+        self.waits = False
         self.other.transport.writelines(self._early)
         self._early.clear()
-        self.transport.resume_reading()
+        self.go_on()
 
-    def data_received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
         try:
             self._arriving.change(len(data), max(1, len(self._waiting)) * self._port.most)
         except Overloaded:
@@ -161,10 +190,10 @@ class GrpcConnection(_Side):
                 return
         if self.other.transport is None:
             self._early.append(data)
-            if self.transport is not None:
-                self.transport.pause_reading()
+            self.waits = True
+            self.pause()
         else:
-            super().data_received(data)
+            super().received(data)
 
     def _refuse(self) -> None:
         """End the calls that wait for a message in the next turn of the event loop. gRPC then drops the bytes that have arrived for them."""

@@ -1,0 +1,21 @@
+"""The turns of connections that have more bytes than one read takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pilotflame.runtime.front.listening.reading_turns import READS, ReadingTurns
+
+
+async def test_some_connections_read_on_in_each_turn_of_the_loop_in_their_order():
+    turns, read = ReadingTurns(), list[int]()
+    for number in range(3 * READS):
+        turns.add(lambda number=number: read.append(number))
+    for turn in range(1, 4):
+        await asyncio.sleep(0)
+        assert read == list(range(turn * READS))
+    await asyncio.sleep(0)
+    turns.add(lambda: turns.add(lambda: read.append(-1)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert read[-1] == -1
