@@ -13,7 +13,7 @@ from pilotflame.runtime.front.api.access import AccessControl
 from pilotflame.runtime.front.api.admin import Admin
 from pilotflame.runtime.front.api.deploys import Deploys
 from pilotflame.runtime.front.api.history import HistoryApi
-from pilotflame.runtime.front.api.invoke import Gateway
+from pilotflame.runtime.front.api.invoke import Invoker
 from pilotflame.runtime.front.api.jobs import JobsApi
 from pilotflame.runtime.front.api.logs import LogsApi
 from pilotflame.runtime.front.api.openapi import OpenApi
@@ -39,7 +39,7 @@ def described() -> OpenApi:
         disk=SimpleNamespace(check=None),
     )
     apis = (
-        Gateway(backend),
+        Invoker(backend),
         JobsApi(backend),
         Admin(missing, missing, missing, missing),
         Deploys(missing, lambda: None, local=True),

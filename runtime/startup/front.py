@@ -15,7 +15,7 @@ from ..front.api.admin import Admin
 from ..front.api.backend import Backend
 from ..front.api.deploys import Deploys
 from ..front.api.history import HistoryApi
-from ..front.api.invoke import Gateway
+from ..front.api.invoke import Invoker
 from ..front.api.jobs import JobsApi
 from ..front.api.logs import LogsApi
 from ..front.api.openapi import OpenApi
@@ -89,7 +89,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
     settings, node = parts.settings, parts.node
     endless = EndlessAnswers()
     backend = _backend(parts, endless)
-    gateway = Gateway(backend)
+    invoker = Invoker(backend)
     plugins = Plugins(parts.plugins, backend, bare=settings.bare_paths, alone=parts.alone is not None)
     stack.callback(plugins.start(node.functions.tasks, node.metrics))
     admin = Admin(
@@ -98,7 +98,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
     own = [
-        *gateway.routes(),
+        *invoker.routes(),
         *JobsApi(backend).routes(),
         *admin.routes(),
         *_other_routes(parts, endless, plugins),
@@ -116,7 +116,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
     guard, cors = _guard(parts, routes, control, connections, standalone, hosts)
     audit = _open_audit(routes, parts.state.logs, stack)
     http = await stack.enter_async_context(
-        _server(parts, gateway, plugins, routes, control, connections, guard, cors, audit, standalone, hosts)
+        _server(parts, invoker, plugins, routes, control, connections, guard, cors, audit, standalone, hosts)
     )
     await stack.enter_async_context(
         plugins.listening(settings.plugin_ports, guard, audit, http.app, parts.address.certificate)
@@ -194,7 +194,7 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 
 
 def _server(
-    parts: FrontParts, gateway: Gateway, plugins: Plugins, routes: Sequence[Route], control: ControlSocket,
+    parts: FrontParts, invoker: Invoker, plugins: Plugins, routes: Sequence[Route], control: ControlSocket,
     connections: OpenConnections, guard: Guard, cors: CrossOrigin, audit: Audit, standalone: Standalone | None,
     hosts: HostNames,
 ) -> contextlib.AbstractAsyncContextManager[HttpServer]:  # fmt: skip
@@ -209,7 +209,7 @@ def _server(
         standalone=standalone,
     )  # fmt: skip
     plain = PlainCalls(
-        chain, gateway, functions.live, functions.tasks, routes, parts.alone.name if parts.alone is not None else "", hosts.claims,
+        chain, invoker, functions.live, functions.tasks, routes, parts.alone.name if parts.alone is not None else "", hosts.claims,
         plugins.plain,
     )  # fmt: skip
     return http_server(

@@ -81,7 +81,7 @@ async def collected(invocation: Invocation) -> Output:
     return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
-class Gateway:
+class Invoker:
     """The route `POST /invoke/{function}`. Plain calls use `begin`, `refused` and `answered`, too."""
 
     def __init__(self, backend: Backend) -> None:

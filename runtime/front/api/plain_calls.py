@@ -22,7 +22,7 @@ from ..http.responses import Response, compress, error_reply, name_coding
 from ..http.routes import INVOKE_PATH, Route
 from ..http.sliced_body import SLICE_BYTES, SlicedBody
 from ..http.transport import CallHead, Send
-from .invoke import Gateway
+from .invoke import Invoker
 
 LOG = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ class PlainApi(Protocol):
     plain_path: str
     """The registered path of the calls."""
 
-    def plain(self, path: str, headers: Headers, length: int) -> tuple[Gateway, str] | None:
+    def plain(self, path: str, headers: Headers, length: int) -> tuple[Invoker, str] | None:
         """Return what answers a call, and its function. Return None, or raise PilotflameError, if aiohttp must read the call."""
 
 
 class Target(NamedTuple):
     """What answers a plain call."""
 
-    gateway: Gateway
+    invoker: Invoker
     function: str
     path: str
     """The registered path."""
@@ -50,7 +50,7 @@ class PlainCalls:
     """What answers plain calls."""
 
     def __init__(
-        self, chain: Chain, gateway: Gateway, live: Callable[[str], Revision], tasks: asyncio.TaskGroup, routes: Sequence[Route],
+        self, chain: Chain, invoker: Invoker, live: Callable[[str], Revision], tasks: asyncio.TaskGroup, routes: Sequence[Route],
         root: str = "", claims: Callable[[Headers], bool] = lambda _headers: False,
         apis: Mapping[str | tuple[str, ...], PlainApi] = {},
     ) -> None:  # fmt: skip
@@ -59,7 +59,7 @@ class PlainCalls:
         their paths.
         """
         self.chain, self.tasks = chain, tasks
-        self._gateway, self._live, self._root, self._apis = gateway, live, root, tuple(apis.items())
+        self._invoker, self._live, self._root, self._apis = invoker, live, root, tuple(apis.items())
         # Calls that another row of the route table serves, such as CloudEvents.
         others = [row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None]
         self._claims, self._others = claims, others
@@ -76,8 +76,8 @@ class PlainCalls:
         try:
             if name:
                 revision = self._live(name)
-                fits = not revision.streaming and head.length <= self._gateway.most(revision)
-                return Target(self._gateway, name, INVOKE_PATH) if fits else None
+                fits = not revision.streaming and head.length <= self._invoker.most(revision)
+                return Target(self._invoker, name, INVOKE_PATH) if fits else None
             for beginning, api in self._apis:
                 if path.startswith(beginning) and (found := api.plain(path, headers, head.length)):
                     return Target(*found, api.plain_path)
@@ -117,19 +117,19 @@ class PlainCalls:
 class PlainCall(Passage):
     """A plain call, from its admission to its response."""
 
-    __slots__ = ("_begun", "_gateway", "_head", "_send", "_via")
+    __slots__ = ("_begun", "_head", "_invoker", "_send", "_via")
 
     def __init__(
         self, via: PlainCalls, target: Target, head: CallHead, transport: asyncio.Transport, send: Send
     ) -> None:
-        gateway, function, path = target
+        invoker, function, path = target
         super().__init__("POST", head.path, path, function, head.headers, transport, time.monotonic())
-        self._via, self._gateway, self._head, self._send = via, gateway, head, send
+        self._via, self._invoker, self._head, self._send = via, invoker, head, send
         self._begun: tuple[Revision, Invocation] | None = None
 
     def begin(self, body: bytes, connection: ClientConnection) -> None:
         """Pass the first steps, and submit the invocation. Respond with the error of a step that refuses the call."""
-        chain, gateway, name = self._via.chain, self._gateway, self.function or ""
+        chain, invoker, name = self._via.chain, self._invoker, self.function or ""
         request_id = request_id_of(self.headers)
         try:
             chain.admit(self)
@@ -141,7 +141,7 @@ class PlainCall(Passage):
         try:
             if head.asked is None:
                 head.asked = CallHeaders.read(self.headers)
-            self._begun = gateway.begin(
+            self._begun = invoker.begin(
                 name,
                 self.headers,
                 request_id,
@@ -152,7 +152,7 @@ class PlainCall(Passage):
                 asked=head.asked,
             )
         except PilotflameError as error:
-            self._end(gateway.refused(name, error, request_id, caller))
+            self._end(invoker.refused(name, error, request_id, caller))
             return
         if self._begun[1].ended:
             self._on_answer()
@@ -171,7 +171,7 @@ class PlainCall(Passage):
             return
         invocation = begun[1]
         try:
-            response = self._gateway.answered(self.function or "", invocation, self.admitted.caller)
+            response = self._invoker.answered(self.function or "", invocation, self.admitted.caller)
         except Exception:
             # It may be impossible to make the response, for example because of a header. This must not end the worker's
             # link, on which answers to other invocations arrive in the same turn.

@@ -27,7 +27,7 @@ from ..http.requests import Headers, dump_json, load_json, load_output, timeout_
 from ..http.routes import Route, based
 from ..listening.tls import Certificate
 from .backend import Backend
-from .invoke import Gateway
+from .invoke import Invoker
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class ApiPlugin:
     async def _json_of(
         self, request: web.Request, function: str, event: Any, number: int, extra: Mapping[str, Any] | None
     ) -> bytes:
-        output = await Gateway(self.backend).call(request, function, dump_json(event), number, extra)
+        output = await Invoker(self.backend).call(request, function, dump_json(event), number, extra)
         if output.content_type != JSON_TYPE:
             raise OutputInvalid(
                 f"The output of {function} is {output.content_type}, not JSON.", remedy=CALL_REMEDY

@@ -1,1 +1,1 @@
-"""This package calls language models for plugins, and sends the answers in their protocols."""
+"""Calls language models for plugins, and sends the answers in their protocols. Start reading at `answering.py`."""

@@ -14,7 +14,7 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.language_model.contract import Delta, GenerationRequest
 from ...node.functions.live import Live
 from ..api.backend import Backend
-from ..api.invoke import Gateway
+from ..api.invoke import Invoker
 from ..http.call_group import CallGroup
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
 from ..http.guard import count_calls
@@ -55,7 +55,7 @@ async def respond(
     count_calls(request, sum(event.n or 1 for event in asked))
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
     async with CallGroup() as tasks:
-        deltas = Deltas(Gateway(backend), request, live, asked, tasks, backend.functions.note_generated)
+        deltas = Deltas(Invoker(backend), request, live, asked, tasks, backend.functions.note_generated)
         try:
             async with asyncio.timeout(limit_s + LAST_EVENT_S):
                 return await (_sent if stream else _whole)(request, answer, deltas)

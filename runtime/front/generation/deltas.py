@@ -16,7 +16,7 @@ from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision
 from ...ground.telemetry.invocation_end import GenerationEnd
 from ...node.functions.live import Live
-from ..api.invoke import Gateway
+from ..api.invoke import Invoker
 from ..http.parsed_bodies import parsed
 from ..http.requests import dump_json, request_id_of, validate_output
 from ..http.responses import invocation_headers
@@ -34,7 +34,7 @@ class Deltas:
 
     def __init__(
         self,
-        gateway: Gateway,
+        invoker: Invoker,
         request: web.Request,
         live: Live,
         events: Sequence[GenerationRequest],
@@ -42,7 +42,7 @@ class Deltas:
         on_generated: Callable[[GenerationEnd], None],
     ) -> None:
         """Call the function once for each event, in `tasks`. Call `on_generated` at the end of each answer."""
-        self._gateway, self._request, self._live = gateway, request, live
+        self._invoker, self._request, self._live = invoker, request, live
         self.headers = {"X-Request-Id": request_id_of(request.headers)}
         """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
         # If the caller reads slowly, the function waits.
@@ -120,7 +120,7 @@ class Deltas:
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
-        revision, invocation = self._gateway.started(self._request, self._live.record.function, body, number)
+        revision, invocation = self._invoker.started(self._request, self._live.record.function, body, number)
         self._calls[number] = revision, invocation
         try:
             stream = invocation.stream

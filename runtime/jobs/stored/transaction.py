@@ -10,6 +10,9 @@ Fence: the start of an attempt increments the job's `attempts`. The new value is
 passes the fence with every change that it requests. `running_row` returns None if the fence is out of date. So an
 attempt that reports after its job was requeued changes nothing.
 
+The start of an attempt is stored when the attempt has been sent to a worker, so that no start waits for the disk. If the gateway
+dies in the milliseconds between, the job runs again, and the first run does not count as an attempt.
+
 Counters: a function's rows of `counters` hold the number of jobs in each state, over all owners and for each owner.
 They are updated in the transaction that changes the state, so they are exact even after a crash.
 """

@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 MAX_SLEEP_S = 300.0
 """The longest sleep before the wall clock is read again, since the clock may have been set forward."""
 MAX_REQUESTS = 128
+"""An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
 MAX_REQUESTS_PER_HOST = 16
 MAX_SENDING_BYTES = 64 << 20
 """The bytes of the messages made when they are sent, which owners share: at most 8 of them at a time."""
-"""An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
 SIGNED_ON_LOOP_BYTES = 256 << 10
 TIMEOUT_S = 15.0
 PAUSE_S = 5.0

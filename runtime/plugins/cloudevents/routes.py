@@ -14,7 +14,7 @@ from aiohttp import web
 from ....errors import EventInvalid, OutputInvalid, PilotflameError, UnsupportedMedia
 from ....handlers.codec import JSON_TYPE
 from ...front.api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
-from ...front.api.invoke import Gateway
+from ...front.api.invoke import Invoker
 from ...front.api.plugin import ApiPlugin
 from ...front.http.call_group import CallGroup
 from ...front.http.guard import count_calls
@@ -42,7 +42,7 @@ class EventsApi(ApiPlugin):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._backend = backend
-        self._gateway = Gateway(backend)
+        self._invoker = Invoker(backend)
 
     def routes(self) -> list[Route]:
         return [
@@ -84,7 +84,7 @@ class EventsApi(ApiPlugin):
         """Call the function with one event. Respond with the output, as an event if the caller asks for an event."""
         if "respond-async" in preferences_of(request):
             return await self.submit(request)
-        received_s, name, gateway = time.monotonic(), request.match_info["function"], self._gateway
+        received_s, name, invoker = time.monotonic(), request.match_info["function"], self._invoker
         request_id = request_id_of(request.headers)
         # Raise UnknownFunction here, before `refused` counts errors by function: invented names would add metrics
         # without limit.
@@ -92,13 +92,13 @@ class EventsApi(ApiPlugin):
         try:
             _, body = await self._backend.read_body(request, name)
             event = _single(await self._events(request, body))
-            revision, invocation = gateway.begin(
+            revision, invocation = invoker.begin(
                 name, request.headers, request_id, event.data, received_s, caller_of(request),
                 content_type=event.content_type, extra={"bare": True, "event": dict(event.attributes)},
             )  # fmt: skip
         except PilotflameError as error:
-            return gateway.refused(name, error, request_id, caller_of(request)).response()
-        response = await gateway.finish(request, name, revision, invocation)
+            return invoker.refused(name, error, request_id, caller_of(request)).response()
+        response = await invoker.finish(request, name, revision, invocation)
         if response.status != 200 or not isinstance(response, web.Response) or not wants_reply(request):
             return response
         try:

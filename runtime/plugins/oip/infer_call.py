@@ -15,7 +15,7 @@ from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...calls.serving.invocation import Invocation, Output
 from ...calls.serving.revision import Revision
 from ...front.api.backend import Backend
-from ...front.api.invoke import Gateway
+from ...front.api.invoke import Invoker
 from ...front.http.requests import Headers
 from ...front.http.responses import Response, invocation_headers
 from ...ground.access.keys import Caller
@@ -29,7 +29,7 @@ _HEADER_NAME = str(HEADER_LENGTH)
 _MAX_DIGITS = 12
 
 
-class InferCall(Gateway):
+class InferCall(Invoker):
     """One request for inference. It has the methods with which the gateway serves calls."""
 
     def __init__(
@@ -58,7 +58,7 @@ class InferCall(Gateway):
         self, asked: InferRequest, headers: Headers, request_id: str, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit a request. Return what `Gateway.begin` returns, and raise its errors."""
+        """Submit a request. Return what `Invoker.begin` returns, and raise its errors."""
         max_batch = self.model.largest_batch(asked.rows)
         self._id, fields = asked.id, {"model_name": self._name, "model_version": self.model.version}
         return super().begin(

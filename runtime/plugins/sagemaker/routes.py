@@ -18,7 +18,7 @@ from ....handlers.codec import JSON_TYPE
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision
 from ...front.api.backend import ASYNC_BODY_BYTES, Backend
-from ...front.api.invoke import Gateway
+from ...front.api.invoke import Invoker
 from ...front.api.plugin import BARE, ApiPlugin
 from ...front.http.event_stream import LAST_EVENT_S, EventStream
 from ...front.http.parsed_bodies import parsed
@@ -88,7 +88,7 @@ class SageMakerApi(ApiPlugin):
     async def invoke(self, request: web.Request) -> web.StreamResponse:
         name, extra = request.match_info["function"], {**BARE, **facts_in(request.headers)}
         body, kind = await self._read(request, name)
-        output = await Gateway(self.backend).call(request, name, body, extra=extra, content_type=kind)
+        output = await Invoker(self.backend).call(request, name, body, extra=extra, content_type=kind)
         headers = _headers(request) | {hdrs.CONTENT_TYPE: output.content_type}
         return web.Response(body=output.payload, headers=headers)
 
@@ -104,7 +104,7 @@ class SageMakerApi(ApiPlugin):
             return await _streamed(
                 revision, invocation, _Chunks(request, invocation, {"Cache-Control": "no-store"}, b"")
             )
-        return await Gateway(self.backend).finish(request, name, revision, invocation)
+        return await Invoker(self.backend).finish(request, name, revision, invocation)
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
         """Submit the input as a job. Respond once the job, and the place of its answer, are stored."""
@@ -151,7 +151,7 @@ class SageMakerApi(ApiPlugin):
         if accept := headers.get(f"{PREFIX}Accept"):
             headers[hdrs.ACCEPT] = accept
         try:
-            return Gateway(self.backend).begin(
+            return Invoker(self.backend).begin(
                 function, headers, id_of(request), body, received_s, caller_of(request), content_type=kind, extra=extra
             )  # fmt: skip
         except PilotflameError as error:

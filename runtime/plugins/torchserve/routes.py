@@ -10,7 +10,7 @@ from aiohttp import web
 from ....errors import NotSupported, UnknownFunction
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...front.api.backend import Backend
-from ...front.api.invoke import Gateway
+from ...front.api.invoke import Invoker
 from ...front.api.plugin import BARE, ApiPlugin
 from ...front.http.guard import KEY_HEADERS
 from ...front.http.parsed_bodies import parsed
@@ -74,7 +74,7 @@ class TorchServeApi(ApiPlugin):
         # A deploy may have replaced the version while the body arrived.
         live = live_version(self.backend, request)
         extra, kind = {**BARE, "torchserve": _facts(request)}, _type_for(live, request)
-        payload, kind = await Gateway(self.backend).call(request, name, body, extra=extra, content_type=kind)
+        payload, kind = await Invoker(self.backend).call(request, name, body, extra=extra, content_type=kind)
         # TorchServe sends text as it is.
         if kind == JSON_TYPE and payload.startswith(b'"'):
             payload, kind = (await parsed(request, payload, load_output)).encode(), TEXT_TYPE

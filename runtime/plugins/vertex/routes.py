@@ -23,7 +23,7 @@ from ....errors import (
     UnknownRoute,
 )
 from ....handlers.codec import JSON_TYPE
-from ...front.api.invoke import Gateway
+from ...front.api.invoke import Invoker
 from ...front.api.plugin import BARE, ApiPlugin
 from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import content_type_of, id_of, load_json
@@ -142,7 +142,7 @@ class VertexApi(ApiPlugin):
         live, body = await self.backend.read_body(request, name)
         if not kind:
             await parsed(request, body, load_json)
-        payload, kind = await Gateway(self.backend).call(request, name, body, extra=BARE, content_type=kind)
+        payload, kind = await Invoker(self.backend).call(request, name, body, extra=BARE, content_type=kind)
         headers = {
             "X-Request-Id": id_of(request), "X-Vertex-AI-Endpoint-Id": name, "X-Vertex-AI-Deployed-Model-Id": live.record.revision,
             "Content-Type": kind,

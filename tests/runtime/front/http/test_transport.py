@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from live import LIMIT_S, Function, Gate, Gateway
 from pilotflame.errors import OutputInvalid
 from pilotflame.runtime.calls.serving.invocation import Invocation
-from pilotflame.runtime.front.api.invoke import Gateway as ApiGateway
+from pilotflame.runtime.front.api.invoke import Invoker
 from pilotflame.runtime.front.api.plain_calls import PlainCalls
 from pilotflame.runtime.front.http import connection as connection_module
 from pilotflame.runtime.front.http import transport as transport_module
@@ -200,14 +200,14 @@ async def test_an_answer_that_cannot_be_made_drops_no_other(
 ):
     source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
     function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
-    answered = ApiGateway.answered
+    answered = Invoker.answered
 
-    def broken(self: ApiGateway, name: str, invocation: Invocation, caller: Caller) -> Response:
+    def broken(self: Invoker, name: str, invocation: Invocation, caller: Caller) -> Response:
         if invocation.body == b"0":
             raise UnicodeEncodeError("ascii", "é", 0, 1, "no header can hold this")
         return answered(self, name, invocation, caller)
 
-    monkeypatch.setattr(ApiGateway, "answered", broken)
+    monkeypatch.setattr(Invoker, "answered", broken)
     async with contextlib.AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(wire(gateway)) for _ in range(4)]
         for number, (_, writer) in enumerate(wires):
