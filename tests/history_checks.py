@@ -314,7 +314,7 @@ class Checks:
     def _check_rows(self) -> None:
         reconciler = self.node.reconciler
         for one in self._members():
-            row, seen = one.observed.decide(self.now_s)
+            row, seen = one.observed.update_row(self.now_s)
             missing = row.start(seen)
             if not missing:
                 continue
@@ -395,7 +395,7 @@ class Checks:
                 f"{len(node.open_calls)} calls were accepted and have not ended: {[*node.open_calls][:5]}"
             )
         for one in self._members():
-            row, seen = one.observed.decide(self.now_s)
+            row, seen = one.observed.update_row(self.now_s)
             if one not in reconciler._short and (row.awake, row.held) != (seen.ready, seen.held):
                 raise Broken(f"{one.key}: has {seen}, but the row is {row}")
             stand, ladder = one.observed.stand, one.function.ladder

@@ -41,8 +41,8 @@ WARM_CALLS = 50
 BURSTS, BURST, DEPLOY_ROUNDS = 20, 20, 3
 """The number of bursts, the functions of one burst, and the rounds of deploys."""
 SETTINGS: dict[str, Any] = {"scale.idle_timeout_s": 0.3}
-# What a function holds at rest, and the room for each in `rest_mb`.
-REST_MB, REST_ROOM = 7.4, 1.5
+# What a function holds at rest, what their bases hold, and the room in `rest_mb` beside that.
+REST_MB, BASES_MB, REST_ROOM = 7.4, 150, 1.5
 SEED = 49
 RATIOS = {"cold_p50": 1.2, "cold_p99": 2, "warm_p50": 1.1, "deploy_cpu": 1.2}
 LOOKS = re.compile(r"^pilotflame_reconciler_looks_total (\S+)$", re.MULTILINE)
@@ -196,7 +196,7 @@ def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
     with contextlib.ExitStack() as stack:
         found: list[Fleet] = []
         for size in sizes:
-            variables = {"PILOTFLAME_REST_MB": str(round(size * REST_MB * REST_ROOM))}
+            variables = {"PILOTFLAME_REST_MB": str(round((size * REST_MB + BASES_MB) * REST_ROOM))}
             found.append(Fleet(size, *stack.enter_context(gateway(variables)), random.Random(SEED)))
             print(f"{size} functions …", file=sys.stderr, flush=True)
             found[-1].deploy(found[-1].names)
@@ -269,7 +269,9 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=20)
     arguments = options.parse_args()
     report = Report("bench-fleet")
-    report.note(f"seed {SEED}; rest_mb is {REST_ROOM} times {REST_MB} MiB for each function")
+    report.note(
+        f"seed {SEED}; rest_mb is {REST_ROOM} times {REST_MB} MiB for each function and {BASES_MB} MiB"
+    )
     with fleets(sorted(arguments.functions)) as entered:
         measure(entered, arguments.rounds)
         rows = [fleet.figures() for fleet in entered]

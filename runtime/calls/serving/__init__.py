@@ -6,11 +6,12 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
       EqualCalls        has the calls for which equal calls wait
       Dispatcher        has the queue and its timers; the only part that changes an invocation's state
         Deadlines       has a timer for each invocation
+        Durations       learns how long starts and calls take
         LateWorkers     asks back the invocations that wait at workers whose calls are late
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
         Replica         has the link of one worker, and knows which invocations the worker has not ended
     ResponseCache       has the stored answers of all functions; a call that it answers is not submitted
 
-`reconciling` decides how many workers there are, and starts and ends them. The package `serving` must not
-import anything of HTTP, jobs or deployments.
+`reconciling` decides how many workers there are, and starts and ends them; only a worker whose call does not end is replaced here
+(`Replica.replace`). The package `serving` must not import anything of HTTP, jobs or deployments.
 """

@@ -1,11 +1,13 @@
-"""Makes the errors of invocations that the gateway itself ends."""
+"""Makes the errors of invocations that the gateway ends, and of invocations whose worker has died."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ....errors import RevisionReplaced, ShuttingDown
+from ....errors import OutOfMemory, RevisionReplaced, ShuttingDown, WorkerDied
+from ...ground.settings.function_settings import FunctionSettings
+from ..link.child import EndCause
 
 # A repeatable invocation may be sent again after this time.
 RETRY_S = 2.0
@@ -38,6 +40,20 @@ def shutting_down(drain_s: float) -> CallEnd:
         return ShuttingDown(message, remedy=_remedy(repeatable), details=_details(repeatable))
 
     return error
+
+
+def death(settings: FunctionSettings, cause: EndCause, attempt: int, *, harmless: bool) -> WorkerDied:
+    """Return the error of an invocation whose worker has died. `harmless` is True if it could have been repeated."""
+    message = f"The worker that ran this invocation died of {cause.text} (attempt {attempt})."
+    if cause.out_of_memory:
+        limit_mb = settings.resources.memory_mb
+        limit = f"resources.memory_mb of the function is {limit_mb}." if limit_mb else "It had no limit."
+        remedy = "Raise resources.memory_mb in pilotflame.toml, lower scale.max, or use less memory."
+        return OutOfMemory(f"{message} {limit}", remedy=remedy, details={"memory_mb": limit_mb})
+    remedy = "See `pilotflame logs` for its last words."
+    if not harmless:
+        remedy += " To have it repeated, if that is harmless, set idempotent = true in pilotflame.toml."
+    return WorkerDied(message, remedy=remedy)
 
 
 def _remedy(repeatable: bool) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -14,10 +13,8 @@ from ....errors import (
     CallEnded,
     DeadlineExceeded,
     FunctionStopped,
-    OutOfMemory,
     PilotflameError,
     RevisionRetired,
-    WorkerDied,
 )
 from ...ground.access.fair_share import SharedRoom
 from ...ground.settings.function_settings import FunctionSettings
@@ -25,14 +22,14 @@ from ...ground.settings.scale_spec import ReachedLimit, ScaleSpec
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.timeline import WorkerTiming
 from ..batching.assignment import LATE_S, assign
-from ..batching.latency_curve import LatencyCurve, Point
 from ..batching.outstanding import BatchEnd
-from ..batching.queue import Queue, Slots
+from ..batching.queue import Queue
 from ..link.child import EndCause
 from ..link.worker_spec import WorkerSpec
 from . import deadlines
-from .call_ends import CallEnd
+from .call_ends import CallEnd, death
 from .deadlines import EARLY_S, Deadlines
+from .durations import Durations
 from .invocation import Invocation, Output
 from .late_workers import LateWorkers
 from .latency_curve_store import LatencyCurveStore
@@ -41,13 +38,6 @@ from .replicas import Replicas
 
 # The largest number of attempts of an idempotent invocation whose workers die.
 MAX_ATTEMPTS = 3
-# The weight of the latest activation in the mean time of an activation.
-SMOOTHING = 0.3
-# Without batches, the latency curve learns from one in this many invocations of a worker, because their durations are
-# similar and learning takes processor time.
-OBSERVED_EVERY = 16
-# The median time in the handler is computed from this many of the latest observed times.
-KEPT = 31
 Refusal: TypeAlias = Callable[[], PilotflameError | None]
 
 
@@ -84,20 +74,19 @@ class Dispatcher:
             max_bytes=settings.max_queue_bytes, room=room,
         )  # fmt: skip
         self._spec, self._policy, self._replicas = spec, policy, replicas
-        self._curves, self._look, self._on_ended = curves, look, on_ended
-        self._device = ""
+        self._look, self._on_ended = look, on_ended
+        self.durations = Durations(self.queue, replicas, curves)
+        self._size_slots()
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
-        # The latest observed times in the handler, and their median, which is 0 until a time was observed.
-        self._exec_s: deque[float] = deque(maxlen=KEPT)
-        self._each_s = 0.0
-        # The curve of earlier workers, which serves until a worker of this revision is ready.
-        self._stored = LatencyCurve(curves.latest())
-        self.activation_s = 0.0
-        """The mean time of an activation; 0 until one is known."""
         self.late = LateWorkers(
-            self._loop, replicas, self.queue, lambda: self._curve, lambda: self.activation_s, look
+            self._loop,
+            replicas,
+            self.queue,
+            lambda: self.durations.curve,
+            lambda: self.durations.activation_s,
+            look,
         )
         self.given_up = 0
         """The number of invocations that have failed because their time was over before a worker had started."""
@@ -116,9 +105,15 @@ class Dispatcher:
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
+        self._size_slots()
         settings = policy.settings
         self.queue.configure(max_queue=settings.max_queue, max_bytes=settings.max_queue_bytes)
         self.limit_batch()
+
+    def _size_slots(self) -> None:
+        policy = self._policy
+        self.durations.batches = policy.max_batch > 1
+        self.durations.at_once = max(1, policy.scale.concurrency // policy.max_batch)
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
         """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.
@@ -158,53 +153,17 @@ class Dispatcher:
         if (
             self._policy.max_batch == 1
             and not len(self.queue)
-            and (replica := self._replicas.pick(now_s, self._each_s)) is not None
+            and (replica := self._replicas.pick(now_s, self.durations.each_s)) is not None
         ):
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
             return True
         if (error := self._refused()) is not None:
             raise error
-        invocation.mark_queued(cold=not self._replicas.ready)
-        self.queue.admit(invocation, now_s, self._slots(now_s))
+        self.queue.admit(invocation, now_s, self.durations.slots(now_s))
         self._deadlines.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
         self.dispatch()
         return False
-
-    def _slots(self, now_s: float) -> Slots:
-        """Return the slots of all workers, starting workers included. Without batches, each invocation needs a slot."""
-        ready = self._replicas.ready
-        at_once = self._at_once
-        count = sum(replica.outstanding.slots for replica in ready) + at_once * self._replicas.starting
-        if ready:
-            curve = self.queue.curve
-            return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
-        # A slot is expected to be free when the oldest activation has taken the mean time of an activation.
-        asked_s = min((replica.activation.asked_s for replica in self._replicas), default=now_s)
-        return Slots(max(count, at_once), max(now_s, asked_s + self.activation_s))
-
-    @property
-    def _curve(self) -> LatencyCurve:
-        """The latency curve of the present workers, or else the stored curve."""
-        return self.queue.curve if self.queue.curve.points else self._stored
-
-    def work_s(self, waiting: int) -> float | None:
-        """Return the seconds that one worker would take for this number of waiting invocations; None if that is unknown."""
-        curve, most = self._curve, self.queue.max_batch
-        if not curve.points:
-            return None
-        slots = [replica.outstanding.slots for replica in self._replicas.ready]
-        at_once = min(slots) if slots else self._at_once
-        if most == 1 and self._each_s:
-            # The times of the curve include the way to the worker, which is slow while many invocations are sent.
-            return waiting * self._each_s / at_once
-        full, rest = divmod(waiting, most)
-        return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
-
-    @property
-    def _at_once(self) -> int:
-        """The number of invocations, or batches, that a starting worker will run at a time."""
-        return max(1, self._policy.scale.concurrency // self._policy.max_batch)
 
     def requeue(self, invocation: Invocation) -> None:
         """Queue an invocation again, because its worker gave it back or did not end it."""
@@ -226,8 +185,6 @@ class Dispatcher:
 
     def set_aside(self, invocation: Invocation, first: Invocation) -> None:
         """Let an invocation wait for the output of `first`. It has the time limits of a queued invocation."""
-        if invocation not in self.aside:
-            invocation.mark_queued(cold=not self._replicas.ready)
         self.aside[invocation] = first
         until_s = min(invocation.deadline_s, invocation.hold_until_s)
         self._deadlines.set(invocation, until_s, time.monotonic())
@@ -249,10 +206,10 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Send waiting invocations to workers that have room."""
         now_s = time.monotonic()
-        pick = partial(self._replicas.pick, now_s, self._each_s)
+        pick = partial(self._replicas.pick, now_s, self.durations.each_s)
         for replica, selection in assign(self.queue, pick, self._replicas.ready, now_s):
             for invocation in selection.refused:
-                self._fail(invocation, self.queue.refusal(invocation, now_s, self._slots(now_s)))
+                self._fail(invocation, self.queue.refusal(invocation, now_s, self.durations.slots(now_s)))
             if replica is not None and selection.batch:
                 self._send(replica, selection.batch, now_s)
             if selection.wait_until_s is not None:
@@ -364,7 +321,10 @@ class Dispatcher:
             self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s, self._limit))
             self._remove(invocation)
         else:
-            self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
+            # If its worker has died, `recover` has not decided about it yet, and only its deadline limits it.
+            died = bool(invocation.worker)
+            until_s = invocation.deadline_s if died else deadlines.limit_s(invocation, now_s)
+            self._deadlines.set(invocation, until_s, now_s)
 
     def _late(
         self, invocation: Invocation, waited_s: float, reached: ReachedLimit | None = None
@@ -430,44 +390,17 @@ class Dispatcher:
         if replica.outstanding.batching:
             if timing[3]:
                 self.queue.charge(invocation, timing[3])
-        elif replica.completed % OBSERVED_EVERY == 1 and invocation.idle_s is None:
-            if timeline.exec_s:
-                self._exec_s.append(timeline.exec_s)
-                self._each_s = sorted(self._exec_s)[len(self._exec_s) // 2]
-            self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
+        else:
+            self.durations.note_call(replica, invocation, now_s)
         self._deadlines.cancel(invocation)
         self._end(invocation, outcome)
         if batch is not None:
-            self._observe(batch)
-
-    def _observe(self, batch: BatchEnd) -> None:
-        if batch.seconds <= 0:
-            return
-        now_s = time.monotonic()
-        self.queue.observe_batch(now_s, *batch)
-        # At the end of this iteration of the event loop, the responses of the whole batch have been sent.
-        if self._policy.max_batch > 1:
-            self._loop.call_soon(self._observe_response, now_s)
-
-    def _observe_response(self, ended_s: float) -> None:
-        """Learn the time from the end of a batch to its last response."""
-        # Twice: receiving the responses probably takes the callers as long as the loop took to send them.
-        self.queue.observe_response(2 * (time.monotonic() - ended_s))
+            self.durations.note_batch(batch)
 
     def adopt(self, replica: Replica) -> None:
         """Load the curve that a new ready worker has measured, or the stored curve of its device, and dispatch."""
         self.limit_batch()
-        curve = self.queue.curve
-        if replica.measured:
-            curve.load(replica.measured)
-        else:
-            # An activation in which the curve is measured takes longer. So the mean counts only activations without a
-            # measurement.
-            took_s = replica.activation.ready_s - replica.activation.asked_s
-            self.activation_s += (SMOOTHING if self.activation_s else 1.0) * (took_s - self.activation_s)
-            if replica.device != self._device:
-                curve.load(self._curves.of_device(replica.device))
-        self._device = replica.device
+        self.durations.note_ready(replica)
         self.dispatch()
 
     def limit_batch(self) -> None:
@@ -490,28 +423,5 @@ class Dispatcher:
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
             invocation.mark_repeated()
             return True
-        self._fail(invocation, self._death(cause, invocation.attempt, harmless=harmless))
+        self._fail(invocation, death(self._policy.settings, cause, invocation.attempt, harmless=harmless))
         return False
-
-    def _death(self, cause: EndCause, attempt: int, *, harmless: bool) -> WorkerDied:
-        message = f"The worker that ran this invocation died of {cause.text} (attempt {attempt})."
-        if cause.out_of_memory:
-            limit_mb = self._policy.settings.resources.memory_mb
-            limit = f"resources.memory_mb of the function is {limit_mb}." if limit_mb else "It had no limit."
-            remedy = "Raise resources.memory_mb in pilotflame.toml, lower scale.max, or use less memory."
-            return OutOfMemory(f"{message} {limit}", remedy=remedy, details={"memory_mb": limit_mb})
-        remedy = "See `pilotflame logs` for its last words."
-        if not harmless:
-            remedy += " To have it repeated, if that is harmless, set idempotent = true in pilotflame.toml."
-        return WorkerDied(message, remedy=remedy)
-
-    @property
-    def learned(self) -> Sequence[Point]:
-        """The points of the latency curve: the curve of the present workers, or else the stored curve."""
-        return self.queue.curve.points or self._curves.latest()
-
-    async def store_curve(self) -> None:
-        """Store the latency curve for later activations, if it differs enough from the stored one."""
-        points = self.queue.curve.points
-        if points and self._curves.differs(self._device, points):
-            await asyncio.to_thread(self._curves.write, self._device, points)

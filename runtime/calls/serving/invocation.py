@@ -180,7 +180,6 @@ class Invocation:
     """When the last message of its open connection passed; 0 before the first message."""
     cache_status: str = field(init=False, default="")
     """The value of the header Cache-Status; "" if the function has no response cache."""
-    _cold: bool = field(init=False, default=False)
 
     def __post_init__(self, now_s: float, streaming: bool) -> None:
         self.output = asyncio.get_running_loop().create_future()
@@ -239,10 +238,6 @@ class Invocation:
         """An observer gives it a span, in the form of a `traceparent`, before it is queued or sent."""
         self.span, self.trace = span, trace
 
-    def mark_queued(self, *, cold: bool) -> None:
-        """The invocation waits in the queue. `cold` is True if no worker is ready."""
-        self._cold = cold
-
     def renew_hold(self, now_s: float) -> None:
         """The hold time counts from `now_s`, because the invocation could not be sent before."""
         self.hold_until_s = now_s + self.hold_s
@@ -253,7 +248,7 @@ class Invocation:
 
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
         self.worker, self.batch_size = worker, batch_size
-        waited = self._cold and activation.ready_s > self.timeline.received_s
+        waited = activation.ready_s > self.timeline.received_s
         self.timeline.mark_sent(now_s, activation if waited else None)
         if self.execution_s is not None:
             self.deadline_s = now_s + self.execution_s

@@ -82,7 +82,7 @@ class Replica:
 
     def __init__(
         self, child: Child, activation: Activation, calls: CallEvents, events: WorkerEvents, env: dict[str, str],
-        start_timeout_s: float = START_TIMEOUT_S, *, measure: bool = False, weights_s: float | None = None,
+        *, measure: bool = False, weights_s: float | None = None,
     ) -> None:  # fmt: skip
         """If `measure` and the handler has examples, the worker first measures its latency curve.
 
@@ -116,7 +116,7 @@ class Replica:
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
         self._recorded: set[int] = set()
-        start_timeout_s += weights_s or 0.0
+        start_timeout_s = START_TIMEOUT_S + (weights_s or 0.0)
         # Without this limit, a worker that hangs while it starts would count as starting for ever.
         late = f"it was not ready after {start_timeout_s:.0f} s"
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)

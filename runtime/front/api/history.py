@@ -141,7 +141,7 @@ class HistoryApi:
     async def arrivals(self, request: web.Request) -> web.StreamResponse:
         live, most = self._live(request), MOST_ARRIVALS.read(request)
         found = await self._recorder.arrivals(live.record.function, SINCE.read(request))
-        curve = live.revision.dispatcher.learned
+        curve = live.revision.dispatcher.durations.learned
         service_s = curve[0].p50_s if curve else None
         kept = found[len(found) - most if most < len(found) else 0 :]
         body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live), "prices": _prices(live)}

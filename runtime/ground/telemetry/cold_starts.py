@@ -32,6 +32,8 @@ class ColdStart(TypedDict):
     """When the invocation arrived, in Unix seconds."""
     request_id: str
     revision: str
+    cause: str
+    """Why the worker was started: "zero", "scale-up", "crash" or "deploy"."""
     cold_start_ms: float
     total_ms: float
     phases: list[ColdPhase]
@@ -67,11 +69,13 @@ class ColdStarts:
 
 
 def _told(noted: _Noted) -> ColdStart:
+    start = noted.timeline.activation
     phases, start_ms = list[ColdPhase](), 0.0
     for name, seconds in noted.timeline.phases().items():
         phases.append(ColdPhase(name=name, start_ms=round(start_ms, 3), duration_ms=round(seconds * 1000, 3)))
         start_ms += seconds * 1000
     return ColdStart(
         at=round(noted.received_at, 3), request_id=noted.request_id, revision=noted.revision,
+        cause=start.cause if start is not None else "",
         cold_start_ms=round(noted.timeline.cold_start_s * 1000, 3), total_ms=round(start_ms, 3), phases=phases,
     )  # fmt: skip

@@ -121,7 +121,7 @@ class _FunctionCounts:
         self.activations = Counter[str]()
         self.duration = _Histogram(SECONDS)
         self.batch = _Histogram()
-        self.cold_starts = 0
+        self.cold_starts = Counter[str]()
         self.cold_phases = defaultdict[str, _Histogram](_Histogram)
         self.phases = {name: _Histogram(PHASE_SECONDS) for name in WARM_PHASES}
 
@@ -136,7 +136,7 @@ class _FunctionCounts:
         else:
             self.phases["queue"].observe(warm[0])
         if timeline.activation is not None:
-            self.cold_starts += 1
+            self.cold_starts[timeline.activation.cause] += 1
             for phase, seconds in timeline.phases().items():
                 self.cold_phases[phase].observe(seconds)
 
@@ -144,7 +144,9 @@ class _FunctionCounts:
         seconds = {name: self.cold_phases[name].sum for name in COLD_START_PHASES if name in self.cold_phases}
         by_source = {source: dict(codes) for source, codes in self.codes.items()}
         errors = self.failures + self.refusals
-        return Totals(by_source, self.duration.counts, self.cold_starts, self.duration.sum, errors, seconds)
+        return Totals(
+            by_source, self.duration.counts, self.cold_starts.total(), self.duration.sum, errors, seconds
+        )
 
 
 Numbers: TypeAlias = Mapping[Labels, float]
@@ -289,6 +291,11 @@ class Metrics:
             ("refusals", "Requests refused, by error code.", "reason"),
             ("failures", "Invocations that failed in a worker, by error code.", "error"),
             ("activations", "Workers started, by outcome.", "outcome"),
+            (
+                "cold_starts",
+                "Invocations that waited for the start of a worker, by why it was started.",
+                "cause",
+            ),
         ):
             counts: Numbers = {
                 (function, key): count

@@ -1,6 +1,6 @@
 """Measures the phases of one invocation. The durations of its phases sum to its total duration.
 
-A cold start is an invocation that waited for the start of a worker. Phases marked "cold" exist only there. The duration
+A cold start is an invocation that waited for the start of a worker, whatever its cause. Phases marked "cold" exist only there. The duration
 of a cold start (`cold_start_s`) is the sum of its first four phases, so it excludes the handler's own time.
 
 queue     from its arrival until it is sent or, in a cold start, until the start of a worker is requested
@@ -20,6 +20,7 @@ time of overlap with each phase.
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,6 +57,19 @@ class Fetch(Transfer):
     fetched_bytes: int = 0
 
 
+class StartCause(enum.StrEnum):
+    """Why a worker was started."""
+
+    ZERO = "zero"
+    """No worker of the revision was awake."""
+    SCALE_UP = "scale-up"
+    """The awake workers were too few."""
+    CRASH = "crash"
+    """The worker takes the place of a worker that has died."""
+    DEPLOY = "deploy"
+    """The worker proves that a new revision works."""
+
+
 @dataclass(slots=True)
 class Activation:
     """One start of a worker: the monotonic times of its steps. A time is 0 until its step has ended."""
@@ -70,6 +84,7 @@ class Activation:
     """The times in which the worker made its context on the device. A standby may have made it before the start."""
     signal: str = ""
     """The signal that started the worker ahead of need; "" if the worker is for waiting invocations."""
+    cause: StartCause = StartCause.ZERO
 
     def mark_forked(self, now_s: float) -> None:
         self.forked_s = now_s
@@ -206,6 +221,7 @@ class Timeline:
                     listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
                     name = f"{kind}-{one.name}" if one.name else kind
                     parts.append(f'{name};dur={sum(beside.values()) * 1000:.3f};desc="beside {listed}"')
+        parts.append(f'start;desc="{self.activation.cause}"')
         return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
 
 

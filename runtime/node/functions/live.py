@@ -191,7 +191,7 @@ class Live:
             last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,
             last_cold_start_phases_ms=self.last_cold_phases_ms(),
             schedules=self.schedules(datetime.now(UTC)),
-            latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
+            latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.durations.learned],
             budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=list(processes),
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip

@@ -67,8 +67,10 @@ class ProcessLauncher:
         on_death: Callable[[], None],
         secrets: Mapping[str, str] = NO_SECRETS,
     ) -> ZygoteSource:
+        confinement = await self._confine(spec)
+        # Last: from here on, `end_unused` ends the base as unused until it has a child or forks one.
         base = await self._base(spec)
-        return await base.launch(spec, logs, on_death, secrets, await self._confine(spec))
+        return await base.launch(spec, logs, on_death, secrets, confinement)
 
     async def _confine(self, spec: WorkerSpec) -> Confinement:
         if (known := self._confined.get(id(spec))) is None:

@@ -73,11 +73,6 @@ class MemoryPressure:
             self._heard = self._subscribe(cgroups)
             self._listen()
 
-    @property
-    def heard(self) -> bool:
-        """True if the kernel reports memory pressure to this process."""
-        return self._heard is not None
-
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

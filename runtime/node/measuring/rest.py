@@ -308,8 +308,9 @@ def _unmeasured(workers: RevisionWorkers) -> bool:
     The memory of a rung is not known if the workers were busy in all checks so far.
     """
     known = workers.function.ladder.figures.held_bytes
-    held = {RungName.READY: workers.replicas.ready, RungName.ZYGOTE: workers.holdings.zygote_pids}
-    return any(processes and rung not in known for rung, processes in held.items())
+    rests = any(role != "worker" for _, role, _ in workers.holdings.processes())
+    held = {RungName.READY: bool(workers.replicas.ready), RungName.ZYGOTE: rests}
+    return any(there and rung not in known for rung, there in held.items())
 
 
 def _idle(workers: RevisionWorkers) -> bool:

@@ -5,6 +5,7 @@ Nothing else calls the verbs of the pool, of the zygote supervisor and of the he
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from ....errors import PilotflameError
 from ...calls.serving.call_ends import CallEnd, replaced
 from ...calls.serving.replica import Replica
 from ...ground.telemetry.rung_name import RungName
+from ...ground.telemetry.timeline import StartCause
 from ..launching.launcher import WorkerSource
 from ..scaling.claims import Grant
 from ..scaling.load import BUFFER, CALLS
@@ -37,6 +39,8 @@ class CarryOut:
         Return True if workers woke, stop or park: then the revision has a new row.
         """
         missing = row.start(seen)
+        if not missing:
+            self._one.starts.died = False
         if missing and seen.parked:
             # The most recently used worker wakes first.
             parked = self._one.replicas.parked[::-1]
@@ -76,14 +80,23 @@ class CarryOut:
         for proposal, count in row.causes(seen, workers):
             if not seen.awake:
                 one.function.ladder.note_start(one)
+            cause = self._cause(seen)
             ahead = proposal.rank is Rank.AHEAD and proposal.cause != BUFFER
-            deploying = one.phase is Phase.PROVING
-            signal = proposal.cause if ahead and not deploying else ""
-            one.pool.start(count, signal, places[number : number + count], deploying=deploying)
+            signal = proposal.cause if ahead and cause is not StartCause.DEPLOY else ""
+            one.pool.start(count, cause, signal, places[number : number + count])
             number += count
-            if not deploying:
+            if cause is not StartCause.DEPLOY:
                 self._note("start", proposal.cause, seen, workers=count)
-        one.function.account.check()
+        # Not now: the check may look at the revision, and this is a part of a look.
+        asyncio.get_running_loop().call_soon(one.function.account.check)
+
+    def _cause(self, seen: Seen) -> StartCause:
+        """Return why workers start now."""
+        if self._one.phase is Phase.PROVING:
+            return StartCause.DEPLOY
+        if self._one.starts.died:
+            return StartCause.CRASH
+        return StartCause.SCALE_UP if seen.awake else StartCause.ZERO
 
     def _sent(self, woken: int, queued: int) -> int:
         """Send waiting invocations to workers that woke."""

@@ -48,20 +48,24 @@ class Demand:
 
     def ahead(self, spec: ScaleSpec, invocations: int, now_s: float) -> int:
         """Return how many workers `invocations` invocations need. They run already, or are about to come."""
-        replicas, wake_s = self._replicas, self._dispatcher.activation_s
+        replicas, wake_s = self._replicas, self._dispatcher.durations.activation_s
         in_flight = replicas.in_flight
         queued = max(len(self._dispatcher.queue), invocations - in_flight)
         starting, load = replicas.starting, None
-        if (work_s := self._dispatcher.work_s(queued)) is not None:
+        if (work_s := self._dispatcher.durations.work_s(queued)) is not None:
             started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
             load = Load(work_s, wake_s, started_s, stuck=0.0, lasting=0.0)
         return wanted(spec, Seen(queued, in_flight, starting, len(replicas.ready), load=load))
 
     def _predict(self, queued: int, starting: int, now_s: float) -> Load | None:
         """Return the predicted times of the load; None while the duration of an invocation is unknown."""
-        replicas, wake_s, queue = self._replicas, self._dispatcher.activation_s, self._dispatcher.queue
+        replicas, wake_s, queue = (
+            self._replicas,
+            self._dispatcher.durations.activation_s,
+            self._dispatcher.queue,
+        )
         lasting = self._load.note(now_s, self._pool.load_s(now_s), queued, queue.admitted, queue.emptied)
-        if (work_s := self._dispatcher.work_s(queued)) is None:
+        if (work_s := self._dispatcher.durations.work_s(queued)) is None:
             return None
         started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
         load = Load(work_s, wake_s, started_s, 0.0, lasting)

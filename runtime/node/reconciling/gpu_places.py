@@ -340,7 +340,8 @@ def node_processes(
     for number, place in enumerate(forking):
         yield _process(place or ("forking", number), ProcessState.STARTING, place)
         if place is not None:
-            del left[place]
+            # Its process may have died while the weights are being fetched. Then the place was given back.
+            left.pop(place, None)
     for place in left:
         yield _process(place, ProcessState.STANDBY if place.inheritable else ProcessState.LEAVING, place)
 

@@ -26,11 +26,6 @@ class Holdings:
         return source.zygote_pid if (source := self._one.pool.zygote.source) is not None else None
 
     @property
-    def zygote_pids(self) -> list[int]:
-        """The process ids of the zygote and the standby, which can stay without workers."""
-        return self._one.pool.zygote.pids
-
-    @property
     def activations(self) -> int:
         """The number of workers that were started, except the workers that deploys have started."""
         return self._one.pool.activations
@@ -43,7 +38,7 @@ class Holdings:
     @property
     def exist(self) -> bool:
         """True if there is a zygote or a worker, or one of them is being started."""
-        return self._one.pool.holds_processes
+        return self._one.pool.zygote.exists or self._one.replicas.held > 0
 
     def processes(self) -> list[tuple[int, str, str]]:
         """Return the pid, the role and the name of each of its processes."""

@@ -320,7 +320,7 @@ class IdleLadder:
     def step_down(
         self, name: str, upper: RungName, lower: RungName, freed_bytes: float | None = None
     ) -> StepDown:
-        """Return the costs and the freed memory of a step from `upper` to `lower` now, for `eviction.cheapest_step`.
+        """Return the costs and the freed memory of a step from `upper` to `lower` now, for `eviction.steps_down`.
 
         Without `freed_bytes`, the freed memory is the measured difference of the two rungs.
         """

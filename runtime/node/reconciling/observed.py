@@ -55,8 +55,8 @@ class ObservedRevision:
 
     # -- the row
 
-    def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
-        """Return the present row, and the observations that it follows from. `arriving` invocations are about to be queued."""
+    def update_row(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
+        """Observe the revision, keep and return its row and the observations. `arriving` invocations are about to be queued."""
         spec, function = self._scale_spec(), self._one.function
         hold = function.prewarms.holds.at(now_s)
         seen = self.seen = self.demand.see(spec, now_s, arriving)
@@ -74,7 +74,7 @@ class ObservedRevision:
         """Return the row of the last look, or a new row if the number of calls has changed without a look."""
         one = self._one
         if self.seen.unfinished != len(one.revision.dispatcher.queue) + one.replicas.in_flight:
-            self.decide(time.monotonic())
+            self.update_row(time.monotonic())
         return self.row
 
     def ahead(self, invocations: int) -> int:

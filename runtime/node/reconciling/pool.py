@@ -10,13 +10,13 @@ from typing import Protocol
 from ....errors import ActivationFailed, PilotflameError
 from ...calls.link.child import KILLED_S, Child
 from ...calls.link.worker_spec import WorkerSpec
-from ...calls.serving.replica import START_TIMEOUT_S, CallEvents, Replica, ReplicaState, WorkerEvents
+from ...calls.serving.replica import CallEvents, Replica, ReplicaState, WorkerEvents
 from ...calls.serving.replicas import ReplicaList
 from ...ground.billing.usage import RungClock, Usage
 from ...ground.settings.function_settings import Scale
 from ...ground.telemetry.logs import Log
 from ...ground.telemetry.rung_name import RungName
-from ...ground.telemetry.timeline import Activation
+from ...ground.telemetry.timeline import Activation, StartCause
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..scaling.placement import Holding
@@ -88,11 +88,6 @@ class Pool:
             ready_s += now_s - replica.activation.ready_s if replica.activation.ready_s else 0.0
         return busy_s, ready_s
 
-    @property
-    def holds_processes(self) -> bool:
-        """True if there is a zygote or a worker, or one of them is being started."""
-        return self.zygote.exists or self.replicas.held > 0
-
     def usage(self, now_s: float) -> Usage:
         """Return the usage so far of the zygote and of all workers, including dead workers."""
         busy_s, ready_s = self.worked_s(now_s)
@@ -125,18 +120,18 @@ class Pool:
     # -- starting
 
     def start(
-        self, count: int, signal: str = "", places: Sequence[Holding | None] = (), *, deploying: bool = False
+        self, count: int, cause: StartCause, signal: str = "", places: Sequence[Holding | None] = ()
     ) -> None:
         """Start `count` workers. The standby becomes the first worker, and the others are forked.
 
         `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. The caller has
-        checked that the GPUs have room for them, at `places` if these are given. Workers that a deploy starts
-        (`deploying`) are not counted as activations.
+        checked that the GPUs have room for them, at `places` if these are given. The worker of a deploy is not counted as
+        an activation.
         """
-        if not deploying:
+        if cause is not StartCause.DEPLOY:
             self.activations += count
         for number in range(count):
-            activation = Activation(time.monotonic(), signal=signal)
+            activation = Activation(time.monotonic(), signal=signal, cause=cause)
             standby = self.zygote.take_standby()
             at = places[number] if number < len(places) else None
             place = self._gpus.take(self._claimant, standby, at)
@@ -182,7 +177,7 @@ class Pool:
         if place is not None:
             env = self._gpus.environment(self._spec.resources, place, contained=contained)
         replica = Replica(
-            child, activation, self._calls, self._events, env, START_TIMEOUT_S, measure=self._measure, weights_s=weights_s
+            child, activation, self._calls, self._events, env, measure=self._measure, weights_s=weights_s
         )  # fmt: skip
         self.replicas.add(replica)
         if place is not None:

@@ -35,7 +35,7 @@ class Watcher(RevisionParts, Protocol):
     carry_out: CarryOut
     holdings: Holdings
 
-    def decide(self) -> None:
+    def update_row(self) -> None:
         """Compute its row anew, without a look."""
 
 
@@ -139,13 +139,14 @@ class ProcessEvents(PoolEvents):
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
+        self.starts.died |= not (replica.left or replica.relieved)
         # A start that was cancelled is over, too.
         self.starts.note_workers(self._one.replicas)
         self.unrecovered += 1
         if _died_in_start(replica):
             # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
             self.unexplained += 1
-            self._one.decide()
+            self._one.update_row()
         self._one.node.reconciler.note_change()
         self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
@@ -167,7 +168,7 @@ class ProcessEvents(PoolEvents):
             self._note_death(cause)
         self._one.look()
         if not len(self._one.replicas) and not len(self._one.revision.dispatcher.queue):
-            self._tasks.create_task(self._one.revision.dispatcher.store_curve())
+            self._tasks.create_task(self._one.revision.dispatcher.durations.store())
         text = cause.text or (await self._cause(replica)).text
         end = describe_end(replica, text, started, self._logs, retiring=self._one.phase is Phase.RETIRING)
         self.starts.unexpected_ends += end.unexpected

@@ -46,7 +46,7 @@ class Observations(Protocol):
     def advance(self, now_s: float) -> float:
         """Take the steps that are due. Return when the next step is due."""
 
-    def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
+    def update_row(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Return its row, and the observations that the row follows from. `arriving` invocations are about to be queued."""
 
     def fits_gpus(self, workers: int) -> bool:
@@ -178,7 +178,7 @@ class Reconciler:
         now_s, before = time.monotonic(), one.observed.row
         again_s = one.observed.advance(now_s)
         for _ in range(MOST_LOOKS):
-            row, seen = one.observed.decide(now_s, arriving)
+            row, seen = one.observed.update_row(now_s, arriving)
             if not self._act(one, row, seen, now_s):
                 break
         one.carry_out.at_rest(row.rest)
@@ -336,7 +336,7 @@ class Reconciler:
         # First stop and park the workers that make room for other workers.
         for one in members:
             if (grant := allocation.grants.get(one.key)) and (grant.stop or grant.park or grant.end):
-                one.carry_out.grant(grant._replace(start=(), wake=()), *one.observed.decide(now_s))
+                one.carry_out.grant(grant._replace(start=(), wake=()), *one.observed.update_row(now_s))
                 changed.append(one)
                 if (short := self._short.get(one)) is not None and short.since_s < math.inf:
                     # Until now the revision had workers, so its wait begins now.
@@ -344,7 +344,7 @@ class Reconciler:
         for one in members:
             grant = allocation.grants.get(one.key, Grant())
             if grant.start or grant.wake:
-                one.carry_out.grant(grant._replace(stop=(), park=(), end=()), *one.observed.decide(now_s))
+                one.carry_out.grant(grant._replace(stop=(), park=(), end=()), *one.observed.update_row(now_s))
                 changed.append(one)
             if one in self._short:
                 self._learn(one, grant, now_s)
@@ -358,6 +358,6 @@ class Reconciler:
             self._note_short(one, None)
             return
         if short.reached is None or short.reached.name != grant.limit.name:
-            row, seen = one.observed.decide(now_s)
+            row, seen = one.observed.update_row(now_s)
             one.note_limit(grant.limit, row.start(seen))
         self._short[one] = short._replace(reached=grant.limit)

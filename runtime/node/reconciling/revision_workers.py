@@ -6,6 +6,7 @@ when they are taken.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -130,9 +131,9 @@ class RevisionWorkers:
     def look(self) -> None:
         self.node.reconciler.look(self)
 
-    def decide(self) -> None:
+    def update_row(self) -> None:
         """Compute its row anew, without a look."""
-        self.observed.decide(time.monotonic())
+        self.observed.update_row(time.monotonic())
 
     def settle(self, now_s: float) -> None:
         """Called at the end of a look: note the load, the warm-ups that were used, and the end of the drain."""
@@ -206,8 +207,9 @@ class RevisionWorkers:
         await self.wait_ready(1, FIRST_START_TIMEOUT_S)
         if self.replicas.starting:
             # The first worker has shown that the revision works. If another start fails, for example for lack of
-            # memory, the revision is not the cause.
-            await self.starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
+            # memory, or takes too long, the revision is not the cause.
+            with contextlib.suppress(TimeoutError):
+                await self.starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
         self.phase = Phase.PROVEN
         self.look()
 

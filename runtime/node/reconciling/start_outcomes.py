@@ -69,7 +69,7 @@ class _Waiter(NamedTuple):
     done: asyncio.Future[None]
 
     def is_reached(self, ready: int, starting: int) -> bool:
-        return ready >= self.workers or (self.settled and ready > 0 and not starting)
+        return ready >= self.workers or (self.settled and not starting)
 
 
 class StartOutcomes:
@@ -79,14 +79,16 @@ class StartOutcomes:
         self.breaker = Breaker()
         self.unexpected_ends = 0
         """The number of workers that have ended unexpectedly, before or after they were ready."""
+        self.died = False
+        """True from the unexpected end of a worker until no worker is missing."""
         self._waiting: list[_Waiter] = []
         self._deaths = 0
 
     async def reached(self, workers: int, timeout_s: float, *, settled: bool = False) -> None:
         """Wait for this number of ready workers. Raise TimeoutError, QueueFull, or the error of a start that fails.
 
-        If `settled`, a worker is ready already. Then the wait also ends when no other worker is starting, and a start
-        that fails raises no error here.
+        If `settled`, a worker was ready already. Then the wait also ends when no worker is starting, and a start that
+        fails raises no error here.
         """
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} callers wait for workers already.", remedy="Try again later.")

@@ -168,16 +168,6 @@ class ZygoteSupervisor:
             self._source = None
             self._on_change()
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the zygote and the standby, which can stay without workers."""
-        source, standby = self.source, self.standby
-        pids = [
-            source.zygote_pid if source is not None else None,
-            standby.pid if standby is not None else None,
-        ]
-        return [pid for pid in pids if pid is not None]
-
     def close(self) -> None:
         """Close the standby, and start no more processes."""
         self._closed = True

@@ -45,11 +45,6 @@ class Gaps:
         return (longer + 0.5) / (rest_s + idle_s + 1.0)
 
 
-def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
-    """Return the step that adds the least waiting for callers per freed byte; None if no function can step down."""
-    return min(idle, key=waiting_per_byte, default=None)
-
-
 def waiting_per_byte(step: StepDown) -> float:
     """Return the additional waiting of the callers, in seconds per second, for each byte that a step frees."""
     return step.waiting / step.freed_bytes

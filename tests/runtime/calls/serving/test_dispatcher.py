@@ -158,6 +158,32 @@ async def test_a_function_that_stops_fails_equal_calls_that_wait():
     assert not scene.dispatcher.aside
 
 
+async def test_a_call_of_a_dead_worker_is_not_checked_again_and_again_until_it_is_recovered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its execution limit may have passed. Only its deadline counts, until the cause of the death is known."""
+    worker, checks = Scripted(), 0
+    scene = Scene(worker)
+    call = scene.submit("call")
+    call.limit_execution(time.monotonic() - 1.0, 0.5)
+    scene.replicas.remove(worker)  # type: ignore[arg-type]
+    check = scene.dispatcher._on_due
+
+    def counted(one: Invocation) -> None:
+        nonlocal checks
+        checks += 1
+        check(one)
+
+    monkeypatch.setattr(scene.dispatcher, "_on_due", counted)
+    scene.dispatcher.restart_execution([call])
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert checks <= 2
+    assert not call.ended
+    scene.dispatcher.recover([], [call], EndCause())
+    assert isinstance(scene.error(call), WorkerDied)
+
+
 async def test_a_newcomer_does_not_overtake_those_who_wait():
     worker = Scripted(free=False)
     scene = Scene(worker)
@@ -206,14 +232,14 @@ async def test_a_worker_that_ran_out_of_memory_says_how_much_it_had():
 
 async def test_the_mean_time_of_a_start_leaves_out_starts_that_measured():
     scene = Scene()
-    assert scene.dispatcher.activation_s == 0
+    assert scene.dispatcher.durations.activation_s == 0
     scene.dispatcher.adopt(Scripted(measured=(Point(1, 9.0, 9.0),), took_s=100.0))
-    assert scene.dispatcher.activation_s == 0
-    assert [point.p50_s for point in scene.dispatcher.learned] == [9.0]
+    assert scene.dispatcher.durations.activation_s == 0
+    assert [point.p50_s for point in scene.dispatcher.durations.learned] == [9.0]
     scene.dispatcher.adopt(Scripted(took_s=2.0))
-    assert scene.dispatcher.activation_s == pytest.approx(2.0)
+    assert scene.dispatcher.durations.activation_s == pytest.approx(2.0)
     scene.dispatcher.adopt(Scripted(took_s=4.0))
-    assert scene.dispatcher.activation_s == pytest.approx(2.6)
+    assert scene.dispatcher.durations.activation_s == pytest.approx(2.6)
 
 
 async def test_a_worker_on_another_device_brings_the_curve_of_that_device():
@@ -222,11 +248,11 @@ async def test_a_worker_on_another_device_brings_the_curve_of_that_device():
     scene.curves.write("cpu", [Point(4, 0.5, 0.5)])
     # Until a worker is there, the curve that was stored last counts.
     scene.start()
-    assert [point.size for point in scene.dispatcher.learned] == [4]
+    assert [point.size for point in scene.dispatcher.durations.learned] == [4]
     scene.dispatcher.adopt(Scripted(device="cuda"))
-    assert [point.size for point in scene.dispatcher.learned] == [1, 2]
+    assert [point.size for point in scene.dispatcher.durations.learned] == [1, 2]
     scene.dispatcher.adopt(Scripted(device="cpu"))
-    assert [point.size for point in scene.dispatcher.learned] == [1, 2, 4]
+    assert [point.size for point in scene.dispatcher.durations.learned] == [1, 2, 4]
 
 
 async def test_a_worker_that_has_not_started_is_expected_to_run_as_many_batches_as_fit_its_concurrency():
@@ -234,7 +260,7 @@ async def test_a_worker_that_has_not_started_is_expected_to_run_as_many_batches_
     scene.curves.write("", POINTS)
     scene.start()
     # Three batches of two at a time, and one of one.
-    assert scene.dispatcher.work_s(7) == pytest.approx((3 * 0.03 + 0.02) / 3)
+    assert scene.dispatcher.durations.work_s(7) == pytest.approx((3 * 0.03 + 0.02) / 3)
 
 
 async def test_the_time_to_respond_to_a_batch_is_learned(monkeypatch: pytest.MonkeyPatch):

@@ -64,9 +64,8 @@ async def test_a_stored_one_has_its_execution_time_when_sent_and_its_hold_time_w
 
 
 async def test_only_an_invocation_that_waited_for_an_activation_is_cold() -> None:
-    for cold, ready_s, expected in ((True, 11.0, True), (True, 9.0, False), (False, 11.0, False)):
+    for ready_s, expected in ((11.0, True), (9.0, False)):
         invocation = make()
-        invocation.mark_queued(cold=cold)
         invocation.mark_sent("w1", 1, 11.5, Activation(8.0, 8.5, ready_s))
         assert invocation.timeline.cold is expected
 

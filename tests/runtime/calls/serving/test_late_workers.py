@@ -63,7 +63,11 @@ class Watched:
             "a call waits in the queue while a worker is idle"
         )
         # A call waits for at most as long as a start takes, until the start begins.
-        stuck = [one for one in late if self.is_late(one, now_s - workers.revision.dispatcher.activation_s)]
+        stuck = [
+            one
+            for one in late
+            if self.is_late(one, now_s - workers.revision.dispatcher.durations.activation_s)
+        ]
         starts = replicas.starting > 0 or len(late) == MOST_WORKERS
         if kept or (queued and len(stuck) == len(replicas.ready) and not starts):
             since_s = self._since_s = min(self._since_s, now_s)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.calls.link.worker_spec import Confinement, WorkerSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
+from pilotflame.runtime.node.launching.confinements import Confinements
 from pilotflame.runtime.node.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.node.launching.launcher import Launcher, LauncherByImage
 from pilotflame.runtime.node.launching.listener import Listener
 from pilotflame.runtime.node.launching.process_launcher import ProcessLauncher
-from pilotflame.runtime.testing.launcher import LauncherTests
+from pilotflame.runtime.testing.launcher import ECHO, LauncherTests, forked, launched
 
 
 @pytest.fixture
@@ -30,6 +32,23 @@ def make_spec(tmp_path: Path) -> Callable[[str], WorkerSpec]:
 class TestProcessLauncher(LauncherTests):
     def made(self, listener: Listener, tasks: BackgroundTasks, state: Path) -> Launcher:
         return ProcessLauncher(listener, tasks, state, state / "cache")
+
+    async def test_a_base_that_a_launch_is_about_to_use_is_not_unused(
+        self, launcher: Launcher, make_spec: Callable[[str], WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Memory became short while the launch made the confinement of its first process."""
+        first, second = make_spec(ECHO), make_spec(ECHO)
+        await launcher.prepare(first)
+        make = Confinements.make
+
+        def made(self: Confinements, spec: WorkerSpec) -> Confinement:
+            loop.call_soon_threadsafe(launcher.end_unused)
+            return make(self, spec)
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(Confinements, "make", made)
+        async with launched(launcher, second) as source:
+            assert (await forked(source, "w1")).pid
 
     @pytest_asyncio.fixture
     async def launcher(self, state: Path) -> AsyncIterator[Launcher]:

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.calls.serving import replica
 from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
+from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces, node_processes
 from pilotflame.runtime.node.scaling import allocation
+from pilotflame.runtime.node.scaling.claims import ProcessState
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed
 from serving_handlers import KEEPS_MEMORY, KEPT_MB, ON_DEVICE, PID, device_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,6 +67,16 @@ async def booked_mb(gateway: Gateway) -> int:
 def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
     history = gateway.server.functions.get(function.name).workers.function
     return [one.action for one in history.decisions.since(0) if one.cause == cause]
+
+
+async def test_the_place_of_a_start_whose_process_has_died_may_be_given_back() -> None:
+    """The start goes on, because it fetches weights."""
+    places = GpuPlaces((Gpu("0", MEMORY_MB),))
+    one = SimpleNamespace(gpu_need=GpuNeed(1, 1000), renew_standby=lambda: False)
+    place = places.take(one)  # type: ignore[arg-type]
+    places.free(place)
+    found = list(node_processes([], [place], places.of_owner(one)))  # type: ignore[arg-type]
+    assert [process.state for process in found] == [ProcessState.STARTING]
 
 
 async def test_two_that_do_not_fit_together_take_turns(one_gpu: Gateway, tmp_path: Path):

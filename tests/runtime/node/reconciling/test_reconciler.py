@@ -267,7 +267,7 @@ class Wanting:
     def fits_gpus(self, _workers: int) -> bool:
         return True
 
-    def decide(self, _now_s: float, _arriving: int = 0) -> tuple[Row, Seen]:
+    def update_row(self, _now_s: float, _arriving: int = 0) -> tuple[Row, Seen]:
         return Row(2, 2, (Proposal(Rank.AHEAD, "warmup", 2),)), Seen(0, 0, 0, 0)
 
     def settle(self, *_arguments: Any) -> None: ...
