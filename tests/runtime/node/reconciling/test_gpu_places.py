@@ -269,6 +269,12 @@ async def test_who_becomes_idle_for_long_makes_room_for_more(two_gpus: Gateway, 
     other = await two_gpus.deploy(PLAIN, needs(8000), gate=gate, check=False)
     calls = [asyncio.create_task(wide.answer("wide")) for _ in range(2)]
     arrived = [await gate.next("wide") for _ in range(2)]
+
+    async def started() -> bool:
+        # A worker that `wide` starts for further calls cannot make room yet, so a busy one would drain.
+        return not (await wide.status())["workers"]["starting"]
+
+    await until(started, "the end of all starts")
     once = asyncio.create_task(other.answer("other"))
     (await gate.next("other")).go()
     await once
