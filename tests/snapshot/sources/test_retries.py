@@ -30,11 +30,14 @@ def test_ends_are_those_of_the_object(server: FaultServer) -> None:
     assert source.read_into("f", len(DATA) + 9, memoryview(buffer)) == 0
 
 
-def test_it_goes_on_where_it_broke_off(server: FaultServer) -> None:
-    server.faults = Faults(short_share=1, times=1)
-    buffer = bytearray(len(DATA))
-    assert HttpSource(server.url).read_into("f", 0, memoryview(buffer)) == len(DATA)
-    assert buffer == DATA
+def test_it_goes_on_where_it_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.001)
+    with FaultServer({"f": DATA}) as server:
+        server.faults = Faults(short_share=1, times=1)
+        buffer = bytearray(len(DATA))
+        assert HttpSource(server.url).read_into("f", 0, memoryview(buffer)) == len(DATA)
+        assert buffer == DATA
+    # The server counts the bytes after they are sent.
     assert sum(request.sent for request in server.requests) == len(DATA), "a byte came twice"
 
 

@@ -58,12 +58,13 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         assert size == "tiny"
         assert prefix.startswith(str(gateway.state / "environments"))
         assert len(list((state / "environments").glob("py*/"))) == 1
-        read, environments = list[Store](), Store.environments
-        monkeypatch.setattr(Store, "environments", lambda store: read.append(store) or environments(store))
 
         async def tidied() -> bool:
             return not gateway.server.functions._retirements
 
+        await until(tidied, "the end of what follows the first deploy")
+        read, environments = list[Store](), Store.environments
+        monkeypatch.setattr(Store, "environments", lambda store: read.append(store) or environments(store))
         # The first deploy has removed no revision, so it reads no record of another function. A deploy that fails may
         # leave an environment, which the next one removes.
         for handler, reads in (("pass", 0), ("raise RuntimeError", 0), ("pass", 1)):
