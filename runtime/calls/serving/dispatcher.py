@@ -111,9 +111,7 @@ class Dispatcher:
         self.limit_batch()
 
     def _size_slots(self) -> None:
-        policy = self._policy
-        self.durations.batches = policy.max_batch > 1
-        self.durations.at_once = max(1, policy.scale.concurrency // policy.max_batch)
+        self.durations.at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
         """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.

@@ -38,8 +38,6 @@ class Durations:
         """The median of the latest times in the handler; 0 until one was observed."""
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
-        self.batches = False
-        """True if the handler takes batches."""
         self.at_once = 1
         """The number of invocations, or batches, that a starting worker will run at a time."""
 
@@ -116,7 +114,7 @@ class Durations:
         now_s = time.monotonic()
         self._queue.observe_batch(now_s, *batch)
         # At the end of this iteration of the event loop, the responses of the whole batch have been sent.
-        if self.batches:
+        if self._queue.max_batch > 1:
             asyncio.get_running_loop().call_soon(self._note_responses, now_s)
 
     def _note_responses(self, ended_s: float) -> None:

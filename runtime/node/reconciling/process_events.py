@@ -139,7 +139,7 @@ class ProcessEvents(PoolEvents):
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
-        self.starts.died |= not (replica.left or replica.relieved)
+        self.starts.died |= not replica.left
         # A start that was cancelled is over, too.
         self.starts.note_workers(self._one.replicas)
         self.unrecovered += 1

@@ -30,7 +30,7 @@ _received = memoryview(bytearray(READ_BYTES))
 
 
 class _Side(asyncio.BufferedProtocol):
-    """One side of a connection. Each side gets the bytes of the other side, as fast as it reads."""
+    """One side of a connection. It sends the bytes that the other side has read, and the other side pauses while it cannot."""
 
     def __init__(self, turns: ReadingTurns) -> None:
         self.other: _Side

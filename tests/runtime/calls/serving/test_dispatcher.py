@@ -167,18 +167,18 @@ async def test_a_call_of_a_dead_worker_is_not_checked_again_and_again_until_it_i
     call = scene.submit("call")
     call.limit_execution(time.monotonic() - 1.0, 0.5)
     scene.replicas.remove(worker)  # type: ignore[arg-type]
-    check = scene.dispatcher._on_due
+    find = scene.dispatcher._replica_of
 
-    def counted(one: Invocation) -> None:
+    def counted(one: Invocation) -> replica.Replica | None:
         nonlocal checks
         checks += 1
-        check(one)
+        return find(one)
 
-    monkeypatch.setattr(scene.dispatcher, "_on_due", counted)
+    monkeypatch.setattr(scene.dispatcher, "_replica_of", counted)
     scene.dispatcher.restart_execution([call])
     for _ in range(20):
         await asyncio.sleep(0.001)
-    assert checks <= 2
+    assert checks == 1
     assert not call.ended
     scene.dispatcher.recover([], [call], EndCause())
     assert isinstance(scene.error(call), WorkerDied)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from live import Function, Gate, failure, gateway_here, gone, until
 from pilotflame.runtime.node.packaging.code import pack
+from pilotflame.runtime.node.reconciling import revision_workers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -94,6 +95,30 @@ async def test_a_restart_that_fails_leaves_the_old_workers(gateway, deploy):
     assert failure(await gateway.client.post("/v1/functions/picky/restart"))["type"] == "handler_setup_failed"
     assert await function.answer() == pid
     assert failure(await gateway.client.post("/v1/functions/nobody/restart"))["status"] == 404
+
+
+async def test_a_restart_needs_only_one_worker_that_is_ready_in_time(
+    deploy, gate: Gate, tmp_path, monkeypatch
+):
+    source = (
+        "import gate, os, time\ndef setup(context):\n    for place in range(4):\n        try:\n"
+        "            open(f\"{os.environ['PLACES']}/{place}\", 'x').close()\n"
+        "            return time.sleep(4 if place == 3 else 0)\n"
+        "        except FileExistsError:\n            pass\n"
+        "def handler(event):\n    gate.wait(event)\n    return os.getpid()"
+    )
+    function = await deploy(source, {"env.PLACES": str(tmp_path), "scale.max": 2}, name="late", gate=gate)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    calls = [asyncio.create_task(function.answer(f"{number}")) for number in range(2)]
+    for _ in calls:
+        await gate.next()
+    monkeypatch.setattr(revision_workers, "FIRST_START_TIMEOUT_S", 1.0)
+    response = await function.client.post("/v1/functions/late/restart")
+    assert response.status_code == 200, response.text
+    gate.open()
+    old = set(await asyncio.gather(*calls))
+    assert await function.answer("new") not in old
 
 
 async def test_a_restart_under_load_has_as_many_workers_as_before_or_as_can_start(
