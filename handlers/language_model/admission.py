@@ -23,6 +23,8 @@ SHARE = 0.9
 """The share of the callers' time for a token that a step may take."""
 READING_SHARE = 0.75
 """The time for reading a prompt in each step, as a share of the rows' time. The rest is for a layer that ends late."""
+READING_SHARE_ABOVE = 0.25
+"""The same for the prompts of a tenant that holds more than its share of the rows, while other tenants have rows."""
 DEFAULT_LENGTH = 128
 """The tokens of an answer before any has ended."""
 
@@ -34,6 +36,9 @@ class Targets(NamedTuple):
     """When the first token comes at the latest, on the engine's clock."""
     token_s: float = math.inf
     """The mean time of a later token."""
+
+
+NO_TARGETS = Targets()
 
 
 class EngineLoad(NamedTuple):
@@ -98,16 +103,17 @@ class Admission:
             return self._fastest_s
         return self._token_s(min(load.most_rows, load.rows + len(load.unread) + 1))
 
-    def chunk_s(self, load: EngineLoad) -> float:
+    def chunk_s(self, load: EngineLoad, *, above_share: bool = False) -> float:
         """Return the time in each step for reading a prompt: the rest of the rows' time for a token, or a share of their own time.
 
-        It is 0 without rows, because then no caller waits for a token.
+        It is 0 without rows, because then no caller waits for a token. `above_share` is True if the prompt's tenant holds more than its share
+        of the rows.
         """
         if not load.rows:
             return 0.0
         step_s = self.step_s(load.rows)
         rest_s = SHARE * load.token_s - step_s if load.token_s < math.inf else 0.0
-        return max(READING_SHARE * step_s, rest_s)
+        return max((READING_SHARE_ABOVE if above_share else READING_SHARE) * step_s, rest_s)
 
     def _token_s(self, rows: int) -> float:
         """Return the time of a token of `rows` rows. While prompts are read, it is that of two steps."""

@@ -23,14 +23,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
-from .admission import Targets
+from .admission import NO_TARGETS, Targets
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel
 from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
-from .engine import NO_TARGETS, Engine, Token
+from .engine import Engine
+from .engine_steps import Token
 from .generation_defaults import GenerationDefaults
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes

@@ -192,7 +192,8 @@ class StepSchedule:
         if not left or not self._fits(head, kept):
             return []
         self.rows = kept
-        self._begin(head)
+        self._waiting.remove(head)
+        self.reading.append(head)
         for row in left:
             self._wait_again(row)
         return left
@@ -206,17 +207,21 @@ class StepSchedule:
         for one in (*rows, *self.reading):
             of.setdefault(one.tenant, []).append(one)
         tenants = len(of.keys() | {one.tenant for one in self._waiting.heads()})
-
-        def over(tenant: str) -> float:
-            """Return the tenant's part of rows or window, in shares. One place is always a share."""
-            held = of[tenant]
-            part = max(len(held) / self.most_rows, _held(held) / self._room) * tenants
-            return part if len(held) > 1 else 0.0
-
-        most = max((one.tenant for one in victims), key=over)
-        if over(head.tenant) > 1 or over(most) <= 1:
+        above = {tenant: self._part(held) * tenants for tenant, held in of.items()}
+        most = max((one.tenant for one in victims), key=above.__getitem__)
+        if above[head.tenant] > 1 or above[most] <= 1:
             return None
         return max((one for one in victims if one.tenant == most), key=_age)
+
+    def above_share(self, sequence: ScheduledSequence) -> bool:
+        """Return True if the tenant of `sequence` holds more than its share while rows of other tenants wait for their tokens."""
+        tenants = {one.tenant for one in (*self.rows, sequence)}
+        own = [one for one in (*self.rows, *self.reading) if one.tenant == sequence.tenant]
+        return len(tenants) > 1 and self._part(own) * len(tenants) > 1
+
+    def _part(self, held: list[ScheduledSequence]) -> float:
+        """Return the part of the rows or of the window that a tenant's sequences hold. A single place is never too much."""
+        return max(len(held) / self.most_rows, _held(held) / self._room) if len(held) > 1 else 0.0
 
     def drop_youngest(self) -> ScheduledSequence | None:
         """Let the youngest row wait again, because memory has run out. Return None if there is one row.
@@ -246,11 +251,8 @@ class StepSchedule:
     def _admit(self) -> None:
         """Give places to the sequences that are next, if there is room."""
         while (head := self._waiting.first()) is not None and self._comes_first(head) and self._fits(head):
-            self._begin(head)
-
-    def _begin(self, sequence: ScheduledSequence) -> None:
-        self._waiting.remove(sequence)
-        self.reading.append(sequence)
+            self._waiting.remove(head)
+            self.reading.append(head)
 
     def _comes_first(self, sequence: ScheduledSequence) -> bool:
         """Return True if a waiting sequence is to be read now: before the rest of a longer prompt, if its tenant was served less."""

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import Overloaded
-from pilotflame.handlers.language_model.admission import READING_SHARE, Admission, EngineLoad, Targets
+from pilotflame.handlers.language_model.admission import (
+    NO_TARGETS,
+    READING_SHARE,
+    READING_SHARE_ABOVE,
+    Admission,
+    EngineLoad,
+    Targets,
+)
 from pilotflame.handlers.language_model.contract import Sampling
-from pilotflame.handlers.language_model.engine import NO_TARGETS, Engine
+from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes
 
@@ -73,6 +80,8 @@ def test_the_time_of_a_token_and_the_chunk_that_it_leaves() -> None:
     )
     assert made.chunk_s(EngineLoad(0, (), 4, 0.2)) == 0
     assert made.chunk_s(EngineLoad(1, (), 4)) == pytest.approx(READING_SHARE * 0.03)
+    above = made.chunk_s(EngineLoad(1, (), 4), above_share=True)
+    assert above == pytest.approx(READING_SHARE_ABOVE * 0.03)
     assert made.chunk_s(EngineLoad(1, (), 4, 0.2)) == pytest.approx(0.9 * 0.2 - 0.03)
     assert made.chunk_s(EngineLoad(1, (), 4, 0.001)) == pytest.approx(READING_SHARE * 0.03)
 
@@ -119,9 +128,9 @@ async def test_a_request_that_would_be_late_is_refused_and_the_others_go_on() ->
 async def test_a_slow_moment_does_not_refuse_the_requests_of_an_idle_engine() -> None:
     engine, _ = engine_of("llama", rows=2)
     assert await run(engine) == 30
-    engine._admission.chunks.note(4, 1000.0)
+    engine._steps._admission.chunks.note(4, 1000.0)
     for _ in range(100):
-        engine._admission.note_step(1, 1000.0)
+        engine._steps._admission.note_step(1, 1000.0)
     assert await run(engine, Targets(time.monotonic() + 5, 5.0)) == 30
 
 
@@ -130,7 +139,8 @@ async def test_a_target_does_not_slow_a_request_without_one(monkeypatch: pytest.
     loads: list[EngineLoad] = []
     chunk_s = Admission.chunk_s
 
-    def seen(self: Admission, load: EngineLoad) -> float:
+    def seen(self: Admission, load: EngineLoad, *, above_share: bool = False) -> float:
+        assert not above_share
         loads.append(load)
         return chunk_s(self, load)
 

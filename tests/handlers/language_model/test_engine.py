@@ -14,6 +14,7 @@ from pilotflame.handlers.language_model.admission import Admission
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
+from pilotflame.handlers.language_model.engine_steps import EngineSteps
 from pilotflame.handlers.language_model.pass_slices import PassSlices
 from pilotflame.handlers.language_model.rows import Rows
 from pilotflame.handlers.language_model.sampling import Sampler
@@ -57,7 +58,7 @@ async def test_sequences_that_run_together_are_as_if_alone(
 @pytest.fixture
 def one_layer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside rows, each step reads one layer of a chunk."""
-    monkeypatch.setattr(Admission, "chunk_s", lambda _, load: 1e-9 if load.rows else 0.0)
+    monkeypatch.setattr(Admission, "chunk_s", lambda _, load, **__: 1e-9 if load.rows else 0.0)
     monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 4)
 
 
@@ -87,7 +88,9 @@ async def test_a_caller_who_leaves_while_a_layer_of_the_prompt_waits_stops_its_p
     async def leave() -> None:
         stream = engine.generate(second, Sampler(GREEDY, second, ()), (), 400)
         reading = asyncio.ensure_future(anext(stream))
-        while not (reading.done() or ((passes := engine._reader._passes) is not None and passes.paused)):
+        while not (
+            reading.done() or ((passes := engine._steps.reader._passes) is not None and passes.paused)
+        ):
             await asyncio.sleep(0)
         reading.cancel()
         await asyncio.wait([reading])
@@ -99,7 +102,7 @@ async def test_a_caller_who_leaves_while_a_layer_of_the_prompt_waits_stops_its_p
             await leave()
         last = tasks.create_task(tokens(engine, third, 30))
     assert (await running, await last) == (generated(model, first, 1000), generated(model, third, 30))  # type: ignore[arg-type]
-    assert not engine._runs
+    assert not engine._steps._runs
 
 
 async def test_rows_that_grow_beyond_the_window_are_made_again_in_part(
@@ -131,8 +134,8 @@ async def test_a_caller_who_leaves_frees_the_row_and_changes_no_other() -> None:
 
     _, *found = await asyncio.gather(leave(), tokens(engine, second, 50), tokens(engine, third, 50))
     assert found == [generated(model, one, 50) for one in (second, third)]  # type: ignore[arg-type]
-    assert not engine._members
-    assert not engine._runs
+    assert not engine._steps._members
+    assert not engine._steps._runs
 
 
 async def test_the_row_of_a_caller_who_leaves_is_free_within_two_steps(
@@ -140,13 +143,13 @@ async def test_the_row_of_a_caller_who_leaves_is_free_within_two_steps(
 ) -> None:
     engine, _ = engine_of("llama", rows=2)
     first, second = prompts(2, 20, seed=14)
-    step, members = Engine._step, list[int]()
+    step, members = EngineSteps.step, list[int]()
 
-    def counted(self: Engine) -> None:
+    def counted(self: EngineSteps) -> None:
         step(self)
         members.append(len(self._members))
 
-    monkeypatch.setattr(Engine, "_step", counted)
+    monkeypatch.setattr(EngineSteps, "step", counted)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(tokens(engine, second, 200))
         stream = engine.generate(first, Sampler(GREEDY, first, ()), (), 400)
@@ -260,7 +263,7 @@ async def test_a_choice_or_a_prompt_that_fails_ends_its_own_request(monkeypatch:
     )
     assert [type(one) for one in found[:2]] == [ValueError, IndexError]
     assert found[2] == generated(model, other, 40)  # type: ignore[arg-type]
-    assert not engine._runs
+    assert not engine._steps._runs
 
 
 # -- the end of the thread
@@ -285,7 +288,7 @@ def failing(*_: object) -> Never:
         (StepSchedule, "done", broken),
         (StepSchedule, "step", failing),
         (Admission, "chunk_s", failing),
-        (Engine, "_fail", failing),
+        (EngineSteps, "fail", failing),
         (Engine, "_take_commands", failing),
         (Sampler, "note", broken),
     ],
@@ -297,7 +300,7 @@ async def test_the_end_of_the_thread_fails_all_sequences(
     before = prompts(1, 9)[0]
     assert await tokens(engine, before, 3) == generated(model, before, 3)  # type: ignore[arg-type]
     monkeypatch.setattr(owner, method, raises)
-    if method == "_fail":
+    if method == "fail":
         monkeypatch.setattr(StepSchedule, "step", failing)
     async with asyncio.timeout(30):
         found = await asyncio.gather(

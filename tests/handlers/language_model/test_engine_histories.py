@@ -96,7 +96,7 @@ async def run_history(kind: str, seed: int) -> None:
     assert sum(outcomes) <= faults.charged
     async with asyncio.timeout(30):
         # The engine's thread forgets a sequence after it has given the last token.
-        while engine._runs or engine._members:
+        while engine._steps._runs or engine._steps._members:
             await asyncio.sleep(0)
 
 
@@ -159,11 +159,11 @@ async def test_a_row_whose_logits_are_not_finite_ends_alone(
         logits = forward(rows, ids, *more)
         if len(ids) == 2:
             logits = logits.clone()
-            logits[engine._members.index(victim()), 7] = value
+            logits[engine._steps._members.index(victim()), 7] = value
         return logits
 
     def victim() -> Any:
-        return next(run for run in engine._members if run.ids[: len(bad)] == bad)
+        return next(run for run in engine._steps._members if run.ids[: len(bad)] == bad)
 
     monkeypatch.setattr(engine.model, "forward", spoiled)
 

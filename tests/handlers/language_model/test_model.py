@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from pilotflame.handlers.caller import CallOrigin, origin
+from pilotflame.handlers.language_model.admission import NO_TARGETS
 from pilotflame.handlers.language_model.contract import GenerationRequest
-from pilotflame.handlers.language_model.engine import NO_TARGETS, Engine, Token
+from pilotflame.handlers.language_model.engine import Engine
+from pilotflame.handlers.language_model.engine_steps import Token
 from pilotflame.handlers.language_model.model import LanguageModel
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot

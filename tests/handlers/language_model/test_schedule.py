@@ -272,3 +272,21 @@ def test_without_tenants_the_others_would_wait() -> None:
     firsts, _ = steps_of_others(65_536, greedy=False, tenants="aaaaaaaa")
     slow, _ = steps_of_others(65_536, greedy=True, tenants="aaaaaaaa")
     assert not slow or max(slow) > 4 * max(firsts)
+
+
+def test_a_tenant_is_above_its_share_only_beside_rows_of_others() -> None:
+    schedule = StepSchedule(8, 10_000)
+    many = [ScheduledSequence(number, 10, 50, tenant="many") for number in range(6)]
+    for one in many:
+        schedule.add(one)
+        schedule.done(schedule.step(100))
+    assert not schedule.above_share(many[0])
+    few = ScheduledSequence(6, 10, 50, tenant="few")
+    schedule.add(few)
+    schedule.done(schedule.step(100))
+    assert few in schedule.rows
+    assert schedule.above_share(many[0])
+    assert not schedule.above_share(few)
+    # A new prompt of this tenant, too, delays the rows of the others.
+    assert schedule.above_share(ScheduledSequence(7, 10, 50, tenant="many"))
+    assert not schedule.above_share(ScheduledSequence(8, 10, 50, tenant="third"))
