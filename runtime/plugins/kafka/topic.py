@@ -15,9 +15,10 @@ from ....errors import BusFailed
 from ...jobs.events.blocking_calls import call_in_thread
 from ...jobs.events.message_queue import Identity, Message
 from .client import LOG, REQUEST_S, config_of, failed, failures
+from .deliveries import Deliveries
 from .settings import KafkaSource
 from .sink import TopicSink, Writer
-from .unfinished import Record, RecordPlace, TakenOffsets, WaitingRecords
+from .unfinished import Record
 
 T = TypeVar("T")
 BATCH = 500
@@ -26,12 +27,6 @@ POLL_S = 5.0
 FIRST_POLL_S = 1.0
 SLICE_S = 0.5
 """After this time, a poll looks whether the topic is being closed."""
-BUSY_SLICE_S = 0.05
-"""While messages wait for others with their key, new messages of other keys are looked for this often."""
-MAX_SPAN = 10_000
-"""While this number of messages of a partition are not finished, it is not read on."""
-MAX_WAITING_BYTES = 64 << 20
-"""While the waiting messages have this size, no partition is read on."""
 MAX_POLL_S = 300.0
 
 
@@ -46,20 +41,7 @@ class KafkaTopic:
         self._consumer: Any = None
         self._polling = threading.Lock()
         self._committing = threading.Lock()
-        # These change with the partitions of this member, and with each message.
-        self._state = threading.RLock()
-        self._epochs: dict[int, int] = {}
-        """How often each partition was assigned to this member."""
-        self._taken: dict[int, TakenOffsets] = {}
-        """The partitions of this member."""
-        self._committed: dict[int, int] = {}
-        self._waiting = WaitingRecords()
-        self._delivered: dict[str, Record] = {}
-        """The messages in progress, by receipt."""
-        self._busy: set[str] = set()
-        """The groups of the messages in progress."""
-        self._freed = threading.Condition(self._state)
-        """Notified when a group is no longer busy."""
+        self._deliveries = Deliveries()
         self._error: BusFailed | None = None
         self._closing = False
 
@@ -102,9 +84,7 @@ class KafkaTopic:
         with self._polling:
             consumer = self._opened()
             while not self._closing:
-                with self._state:
-                    found = self._waiting.take(limit, time.monotonic(), self._busy)
-                    messages = [self._deliver(record) for record in found]
+                messages = self._deliveries.take(limit)
                 if messages or time.monotonic() >= until_s:
                     return messages
                 self._poll(consumer, limit, until_s - time.monotonic())
@@ -112,13 +92,7 @@ class KafkaTopic:
 
     def _poll(self, consumer: Any, limit: int, timeout_s: float) -> None:
         """Wait for new messages, or until a waiting one may be delivered. Let at most `limit` new messages wait."""
-        with self._state:
-            due_s = self._waiting.due_s(self._busy) - time.monotonic()
-            timeout_s = max(0.0, min(timeout_s, due_s, SLICE_S))
-            if self._busy and len(self._waiting):
-                # These messages may go on sooner than a new one comes.
-                self._freed.wait(min(timeout_s, BUSY_SLICE_S))
-                timeout_s = 0.0
+        timeout_s = self._deliveries.poll_s(min(timeout_s, SLICE_S))
         self._pause_long(consumer)
         if (first := consumer.poll(timeout_s)) is not None:
             for raw in (first, *(consumer.consume(limit - 1, 0.0) if limit > 1 else [])):
@@ -132,32 +106,7 @@ class KafkaTopic:
         if (error := raw.error()) is not None:
             self._error = failed(self._purpose, error)
             return
-        with self._state:
-            if (taken := self._taken.get(raw.partition())) is not None:
-                place = RecordPlace(raw.partition(), raw.offset(), self._epochs[raw.partition()])
-                taken.take(place.offset)
-                headers = tuple(raw.headers() or ())
-                record = Record(place, raw.key(), raw.value() or b"null", headers, raw.timestamp()[1])
-                self._waiting.add(record, 0.0)
-
-    def _deliver(self, record: Record) -> Message:
-        place = record.place
-        receipt = f"{place.epoch}/{place.partition}/{place.offset}"
-        self._delivered[receipt] = record
-        if record.group:
-            self._busy.add(record.group)
-        attributes = {name: value.decode("utf-8", "replace") for name, value in record.headers}
-        # A topic that was made anew has the same offsets again.
-        message_id = f"{place.partition}/{place.offset}/{record.sent_ms}"
-        return Message(
-            message_id,
-            receipt,
-            record.body,
-            record.deliveries,
-            attributes,
-            record.sent_ms / 1000,
-            record.group,
-        )
+        self._deliveries.add(raw)
 
     def _depth(self) -> int:
         with self._polling:
@@ -168,7 +117,7 @@ class KafkaTopic:
             for part in parts:
                 low, high = consumer.get_watermark_offsets(part, cached=True)
                 waiting += max(0, high - max(low, places.get(part.partition, low)))
-        return waiting + len(self._waiting)
+        return waiting + self._deliveries.waiting
 
     def _stay(self) -> None:
         # If another thread is polling, that is enough.
@@ -184,31 +133,19 @@ class KafkaTopic:
 
     def _pause_long(self, consumer: Any) -> None:
         """Do not read on in partitions with too many unfinished messages, or in any if too much waits."""
-        with self._state:
-            full = self._waiting.size_bytes >= MAX_WAITING_BYTES
-            long = {part for part, taken in self._taken.items() if full or taken.span >= MAX_SPAN}
+        long = self._deliveries.paused()
         parts = consumer.assignment()
         consumer.pause([one for one in parts if one.partition in long])
         consumer.resume([one for one in parts if one.partition not in long])
 
     def _finish(self, message: Message) -> None:
-        with self._state:
-            if (record := self._ended(message)) is None:
-                # Another member has the partition, and receives the message again.
-                return
-            self._taken[record.place.partition].finish(record.place.offset)
-        self._commit()
+        if self._deliveries.finish(message):
+            self._commit()
 
     def _commit(self) -> None:
         """Commit all partitions up to their first unfinished message. Calls that wait for the lock have little left to do."""
         with self._committing, failures(self._purpose) as kafka:
-            with self._state:
-                resume = {part: taken.resume_at for part, taken in self._taken.items()}
-                news = {
-                    part: offset
-                    for part, offset in resume.items()
-                    if offset is not None and offset > self._committed.get(part, -1)
-                }
+            news = self._deliveries.uncommitted()
             if not news or self._consumer is None:
                 return
             topic = self._source.topic
@@ -216,28 +153,17 @@ class KafkaTopic:
             for one in self._consumer.commit(offsets=parts, asynchronous=False):
                 if one.error is not None:
                     raise failed(self._purpose, one.error)
-            with self._state:
-                self._committed |= {part: offset for part, offset in news.items() if part in self._taken}
+            self._deliveries.note_committed(news)
 
     def _release(self, messages: Sequence[Message], delay_s: int) -> None:
         for message in messages:
-            with self._state:
-                record = self._delivered.get(message.receipt)
-                if record is None:
-                    continue
-                if not (delay_s and self._is_dead(record)):
-                    self._ended(message)
-                    # Without a delay, the message did not fail: it waited for another one, or the gateway ends.
-                    self._wait(record.again() if delay_s else record, delay_s)
-                    continue
-            self._bury(message, record)
-
-    def _is_dead(self, record: Record) -> bool:
-        return bool(self._source.dead_letters) and record.deliveries >= self._source.max_deliveries
-
-    def _wait(self, record: Record, delay_s: float) -> None:
-        if self._ours(record.place):
-            self._waiting.add(record, time.monotonic() + delay_s)
+            if (record := self._deliveries.record_of(message)) is None:
+                continue
+            if delay_s and self._source.dead_letters and record.deliveries >= self._source.max_deliveries:
+                self._bury(message, record)
+            else:
+                # Without a delay, the message did not fail: it waited for another one, or the gateway ends.
+                self._deliveries.again(message, delay_s, failed=bool(delay_s))
 
     def _bury(self, message: Message, record: Record) -> None:
         """Write a message to the topic of dead letters. If that fails, deliver the message again."""
@@ -252,27 +178,13 @@ class KafkaTopic:
         try:
             self._writer.write(topic, record.key, record.body, headers)
         except BusFailed:
-            with self._state:
-                self._ended(message)
-                self._wait(record, self._source.backoff_s)
+            self._deliveries.again(message, self._source.backoff_s, failed=False)
             raise
         self._finish(message)
 
     def _give_back(self, messages: Sequence[Message]) -> None:
         """Keep the messages of a request whose caller was cancelled."""
         self._release(messages, 0)
-
-    def _ended(self, message: Message) -> Record | None:
-        """Return the record of a message that is no longer in progress. Return None if another member has its partition."""
-        record = self._delivered.pop(message.receipt, None)
-        if record is None:
-            return None
-        self._busy.discard(record.group)
-        self._freed.notify_all()
-        return record if self._ours(record.place) else None
-
-    def _ours(self, place: RecordPlace) -> bool:
-        return place.partition in self._taken and self._epochs.get(place.partition) == place.epoch
 
     # -- the client
 
@@ -303,21 +215,10 @@ class KafkaTopic:
         }
 
     def _on_assigned(self, _consumer: Any, parts: Sequence[Any]) -> None:
-        with self._state:
-            for one in parts:
-                self._epochs[one.partition] = self._epochs.get(one.partition, 0) + 1
-                self._taken[one.partition] = TakenOffsets()
-                self._committed.pop(one.partition, None)
+        self._deliveries.assign([one.partition for one in parts])
 
     def _on_revoked(self, _consumer: Any, parts: Sequence[Any]) -> None:
-        with self._state:
-            for one in parts:
-                self._taken.pop(one.partition, None)
-                self._waiting.drop(one.partition)
-                for receipt, record in list(self._delivered.items()):
-                    if record.place.partition == one.partition:
-                        del self._delivered[receipt]
-                        self._busy.discard(record.group)
+        self._deliveries.revoke([one.partition for one in parts])
 
     def _on_error(self, error: Any) -> None:
         # The library itself connects again. The status of the source says what it tells.

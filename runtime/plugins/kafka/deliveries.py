@@ -1,0 +1,159 @@
+"""Keeps the messages of the partitions that this member of a consumer group has: which wait, and which are in progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...jobs.events.message_queue import Message
+from .unfinished import Record, RecordPlace, TakenOffsets, WaitingRecords
+
+BUSY_SLICE_S = 0.05
+"""While messages wait for others with their key, new messages of other keys are looked for this often."""
+MAX_SPAN = 10_000
+"""While this number of messages of a partition are not finished, it is not read on."""
+MAX_WAITING_BYTES = 64 << 20
+"""While the waiting messages have this size, no partition is read on."""
+
+
+class Deliveries:
+    """The messages from their receipt to their end. Any thread may call it. The partitions of this member change between the calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._epochs: dict[int, int] = {}
+        """How often each partition was assigned to this member."""
+        self._taken: dict[int, TakenOffsets] = {}
+        """The partitions of this member."""
+        self._committed: dict[int, int] = {}
+        self._waiting = WaitingRecords()
+        self._in_progress: dict[str, Record] = {}
+        """By receipt."""
+        self._busy: set[str] = set()
+        """The groups of the messages in progress."""
+        self._freed = threading.Condition(self._lock)
+        """Notified when a group is no longer busy."""
+
+    # -- the partitions
+
+    def assign(self, partitions: Collection[int]) -> None:
+        with self._lock:
+            for one in partitions:
+                self._epochs[one] = self._epochs.get(one, 0) + 1
+                self._taken[one] = TakenOffsets()
+                self._committed.pop(one, None)
+
+    def revoke(self, partitions: Collection[int]) -> None:
+        """Forget the messages of partitions that another member gets."""
+        with self._lock:
+            for one in partitions:
+                self._taken.pop(one, None)
+                self._waiting.drop(one)
+            for receipt, record in list(self._in_progress.items()):
+                if record.place.partition in partitions:
+                    del self._in_progress[receipt]
+                    self._busy.discard(record.group)
+
+    def paused(self) -> set[int]:
+        """Return the partitions that are not read on: they have too many unfinished messages, or too much waits."""
+        with self._lock:
+            full = self._waiting.size_bytes >= MAX_WAITING_BYTES
+            return {part for part, taken in self._taken.items() if full or taken.span >= MAX_SPAN}
+
+    def uncommitted(self) -> dict[int, int]:
+        """Return the offset of the first unfinished message of each partition for which a smaller one is committed."""
+        with self._lock:
+            resume = {part: taken.resume_at for part, taken in self._taken.items()}
+            return {
+                part: offset
+                for part, offset in resume.items()
+                if offset is not None and offset > self._committed.get(part, -1)
+            }
+
+    def note_committed(self, offsets: Mapping[int, int]) -> None:
+        with self._lock:
+            self._committed |= {part: offset for part, offset in offsets.items() if part in self._taken}
+
+    # -- the messages
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, raw: Any) -> None:
+        """Let a message of the consumer wait."""
+        with self._lock:
+            if (taken := self._taken.get(raw.partition())) is not None:
+                place = RecordPlace(raw.partition(), raw.offset(), self._epochs[raw.partition()])
+                taken.take(place.offset)
+                headers = tuple(raw.headers() or ())
+                record = Record(place, raw.key(), raw.value() or b"null", headers, raw.timestamp()[1])
+                self._waiting.add(record, 0.0)
+
+    def take(self, limit: int) -> list[Message]:
+        """Return up to `limit` messages that may be delivered now. They are in progress from now on."""
+        with self._lock:
+            return [
+                self._deliver(record) for record in self._waiting.take(limit, time.monotonic(), self._busy)
+            ]
+
+    def poll_s(self, timeout_s: float) -> float:
+        """Return the seconds to wait for new messages, at most `timeout_s`: 0 after a wait for a busy group."""
+        with self._lock:
+            due_s = self._waiting.due_s(self._busy) - time.monotonic()
+            timeout_s = max(0.0, min(timeout_s, due_s))
+            if not self._busy or not len(self._waiting):
+                return timeout_s
+            # These messages may go on sooner than a new one comes.
+            self._freed.wait(min(timeout_s, BUSY_SLICE_S))
+            return 0.0
+
+    def _deliver(self, record: Record) -> Message:
+        place = record.place
+        receipt = f"{place.epoch}/{place.partition}/{place.offset}"
+        self._in_progress[receipt] = record
+        if record.group:
+            self._busy.add(record.group)
+        attributes = {name: value.decode("utf-8", "replace") for name, value in record.headers}
+        # A topic that was made anew has the same offsets again.
+        message_id = f"{place.partition}/{place.offset}/{record.sent_ms}"
+        return Message(
+            message_id,
+            receipt,
+            record.body,
+            record.deliveries,
+            attributes,
+            record.sent_ms / 1000,
+            record.group,
+        )
+
+    def record_of(self, message: Message) -> Record | None:
+        """Return the record of a message in progress; None if another member has its partition."""
+        with self._lock:
+            return self._in_progress.get(message.receipt)
+
+    def finish(self, message: Message) -> bool:
+        """End a message for good. Return False if another member has its partition, and receives the message again."""
+        with self._lock:
+            if (record := self._end(message)) is None:
+                return False
+            self._taken[record.place.partition].finish(record.place.offset)
+            return True
+
+    def again(self, message: Message, delay_s: float, *, failed: bool) -> None:
+        """Let a message in progress wait again. It counts as another delivery only if it has failed."""
+        with self._lock:
+            if (record := self._end(message)) is not None:
+                self._waiting.add(record.again() if failed else record, time.monotonic() + delay_s)
+
+    def _end(self, message: Message) -> Record | None:
+        record = self._in_progress.pop(message.receipt, None)
+        if record is None:
+            return None
+        self._busy.discard(record.group)
+        self._freed.notify_all()
+        place = record.place
+        ours = place.partition in self._taken and self._epochs.get(place.partition) == place.epoch
+        return record if ours else None
