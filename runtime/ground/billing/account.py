@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ....errors import BudgetExhausted
@@ -45,6 +45,36 @@ class Spender(Protocol):
         """
 
 
+class UnwrittenUsage:
+    """The usage of one function that is not stored yet, by owner: a deploy may change the owner before all of it is stored.
+
+    The usage before a function's first revision is live has no owner.
+    """
+
+    def __init__(self) -> None:
+        self._owed: dict[str | None, Usage] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._owed)
+
+    def add(self, owner: str | None, used: Usage) -> None:
+        """Add usage. It may be negative, or could not be stored."""
+        owed = self._owed.pop(owner, Usage()) + used
+        if owed != Usage():
+            self._owed[owner] = owed
+
+    def written(self, owner: str, used: Usage) -> None:
+        """Record that the part `used` is being stored."""
+        self.add(owner, Usage() - used)
+
+    def take_unowned(self) -> Usage:
+        """Forget the usage without an owner, and return it."""
+        return self._owed.pop(None, Usage())
+
+    def by_owner(self) -> dict[str, Usage]:
+        return {owner: used for owner, used in self._owed.items() if owner is not None}
+
+
 class Account:
     """The usage of one function: since the gateway started, today, and not yet stored.
 
@@ -64,8 +94,7 @@ class Account:
         self.owner: str | None = None
         """The owner of the live revision; None before the first revision is live, and after the function was deleted.
         """
-        # By owner, because a deploy may change the owner before all usage is stored.
-        self._unwritten: dict[str | None, Usage] = {}
+        self.unwritten = UnwrittenUsage()
         self._counted = counted
         self.state = BudgetState.WITHIN
         self.share = 0.0
@@ -93,7 +122,7 @@ class Account:
         if not self._spenders and self.owner is None:
             # The first deploy of the function has failed. So there is no function to which this usage belongs.
             self.settle()
-            self._unwritten.pop(None, None)
+            self.unwritten.take_unowned()
 
     def note_removed(self) -> None:
         """Record that the function was deleted. The next function of this name may have another owner."""
@@ -106,7 +135,7 @@ class Account:
         As long as this returns False, a new function of the same name continues this account, with the used part of the
         budget.
         """
-        return not self._spenders and self._ended_on < day and not self._unwritten
+        return not self._spenders and self._ended_on < day and not self.unwritten
 
     # -- what is used
 
@@ -136,7 +165,7 @@ class Account:
 
     def _add(self, used: Usage) -> None:
         self.total, self.today = self.total + used, self.today + used
-        self._owe(self.owner, used)
+        self.unwritten.add(self.owner, used)
 
     def measured(self, holding: Holding) -> None:
         """Use `holding`, which was measured now, as what the function holds.
@@ -151,30 +180,10 @@ class Account:
             self._add(priced(owed, holding, self._prices) - priced(owed, before, self._prices))
         self.check()
 
-    def unwritten(self) -> Mapping[str, Usage]:
-        """Return the usage that is not yet stored, by owner.
-
-        While there are revisions, the present owner has an entry even without usage. Until a function's first revision
-        is live, its usage has no owner and is left out.
-        """
-        present = {self.owner: Usage()} if self._spenders else {}
-        return {owner: used for owner, used in (present | self._unwritten).items() if owner is not None}
-
-    def written(self, owner: str, used: Usage) -> None:
-        """Record that the part `used` of `unwritten` is being stored."""
-        if self._unwritten.get(owner) is used:
-            del self._unwritten[owner]
-        else:
-            self._owe(owner, Usage() - used)
-
-    def not_written(self, owner: str, used: Usage) -> None:
-        """Record that `used` could not be stored."""
-        self._owe(owner, used)
-
-    def _owe(self, owner: str | None, used: Usage) -> None:
-        owed = self._unwritten.pop(owner, Usage()) + used
-        if owed != Usage():
-            self._unwritten[owner] = owed
+    def to_write(self) -> dict[str, Usage]:
+        """Return the usage that is not yet stored, by owner. While there are revisions, the present owner has an entry even without usage."""
+        present = {self.owner: Usage()} if self._spenders and self.owner is not None else {}
+        return present | self.unwritten.by_owner()
 
     # -- the budget
 
@@ -208,7 +217,7 @@ class Account:
         self.settle()
         before, self.owner = self.owner, owner
         if before is None:
-            self._owe(owner, self._unwritten.pop(None, Usage()))
+            self.unwritten.add(owner, self.unwritten.take_unowned())
         self._budget = budget
         self.check()
 

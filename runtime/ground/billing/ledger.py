@@ -66,7 +66,7 @@ class Ledger:
 
     async def knows(self, function: str) -> bool:
         """Return True if the function is deployed, or if usage of it is known. Raise GatewayError."""
-        if (account := self._accounts.get(function)) is not None and account.unwritten():
+        if (account := self._accounts.get(function)) is not None and account.to_write():
             return True
         return await asyncio.to_thread(self._store.knows, function)
 
@@ -106,7 +106,7 @@ class Ledger:
             # Take the usage out of the accounts before it is stored. If this method is cancelled, the thread still
             # stores it, and no usage may be stored twice.
             for record in records:
-                self._accounts[record.function].written(record.owner, record.usage)
+                self._accounts[record.function].unwritten.written(record.owner, record.usage)
             loop = asyncio.get_running_loop()
             adding = loop.run_in_executor(None, self._store.add, at, records)
             # A callback, because a caller that is cancelled does not learn how the thread ends.
@@ -119,7 +119,7 @@ class Ledger:
         if not added.cancelled() and added.exception() is not None:
             self._begun_at = at
             for record in records:
-                self._accounts[record.function].not_written(record.owner, record.usage)
+                self._accounts[record.function].unwritten.add(record.owner, record.usage)
 
     def _forget_ended(self) -> None:
         """Forget the accounts of functions that were deleted before today, so that accounts do not accumulate."""
@@ -191,7 +191,7 @@ class Ledger:
         return [
             UsageRecord(function, owner, used, _standing(account))
             for function, account in self._accounts.items()
-            for owner, used in account.unwritten().items()
+            for owner, used in account.to_write().items()
         ]
 
     def _new_colds(self, function: str) -> Usage:

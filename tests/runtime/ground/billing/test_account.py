@@ -57,15 +57,15 @@ async def test_what_was_used_before_a_change_of_owner_is_the_last_owners(clock: 
     account.open(BudgetSpec(), "new")
     clock.at += 4
     account.settle()
-    owed = account.unwritten()
+    owed = account.to_write()
     assert {owner: (used.busy_s, used.cold_starts) for owner, used in owed.items()} == {
         "old": (13, 3),
         "new": (4, 0),
     }
     for owner, used in owed.items():
-        account.written(owner, used)
-    account.not_written("old", owed["old"])
-    assert account.unwritten() == {"old": owed["old"], "new": Usage()}
+        account.unwritten.written(owner, used)
+    account.unwritten.add("old", owed["old"])
+    assert account.to_write() == {"old": owed["old"], "new": Usage()}
 
 
 async def test_what_a_failed_first_deploy_has_used_is_nobodys(clock: Clock):
@@ -73,13 +73,13 @@ async def test_what_a_failed_first_deploy_has_used_is_nobodys(clock: Clock):
     account.attach(failed := Workers(clock, 1))
     clock.at += 3
     account.settle()
-    assert account.unwritten() == {}
+    assert account.to_write() == {}
     clock.at += 2
     account.detach(failed)
     account.attach(live := Workers(clock, 1))
     clock.at += 4
     account.open(BudgetSpec(), "key")
-    assert {owner: used.busy_s for owner, used in account.unwritten().items()} == {"key": 4}
+    assert {owner: used.busy_s for owner, used in account.to_write().items()} == {"key": 4}
     account.detach(live)
 
 
@@ -93,15 +93,15 @@ async def test_what_revisions_have_used_stays_when_they_end(clock: Clock):
     account.detach(old)
     clock.at += 5
     account.settle()
-    assert account.total.busy_s == account.unwritten()[""].busy_s == 2 * 10 + 15
+    assert account.total.busy_s == account.to_write()[""].busy_s == 2 * 10 + 15
     assert account.today.busy_s == 135
     account.detach(new)
     account.detach(new)
     clock.at += 100
     account.settle()
     assert account.total.busy_s == 35
-    account.written("", account.unwritten()[""])
-    assert account.unwritten() == {}
+    account.unwritten.written("", account.to_write()[""])
+    assert account.to_write() == {}
 
 
 async def test_what_was_used_before_the_first_measurement_is_priced_then(clock: Clock):
@@ -183,7 +183,7 @@ async def test_the_last_minute_of_a_day_does_not_count_against_the_next(clock: C
     account.open(BudgetSpec(seconds_per_day=30), "key")
     clock.at = DAY + 86400.25
     account.settle()
-    assert account.total.busy_s == account.unwritten()["key"].busy_s == 50.25
+    assert account.total.busy_s == account.to_write()["key"].busy_s == 50.25
     assert account.spent.seconds == 0
     clock.at += 20
     account.check()
@@ -214,5 +214,5 @@ async def test_a_function_of_the_same_name_uses_nothing_on_the_account_of_the_de
     account.attach(after := Workers(clock, 1))
     clock.at += 7
     account.open(BudgetSpec(), "new")
-    assert {owner: used.busy_s for owner, used in account.unwritten().items()} == {"old": 20, "new": 7}
+    assert {owner: used.busy_s for owner, used in account.to_write().items()} == {"old": 20, "new": 7}
     account.detach(after)

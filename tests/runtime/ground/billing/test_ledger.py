@@ -276,7 +276,7 @@ async def test_usage_that_a_cancelled_write_could_not_store_is_stored_by_the_nex
     goes_on.set()
     monkeypatch.setattr(UsageStore, "add", add)
     async with asyncio.timeout(10):
-        while not account.unwritten().get("", Usage()).busy_s:
+        while not account.to_write().get("", Usage()).busy_s:
             await asyncio.sleep(0.01)
     await ledger.write()
     assert [used.busy_s for _, used in await ledger.read(UsageQuery(UsageKey.FUNCTION, 0.0, 1e11))] == [5.0]
