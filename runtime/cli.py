@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -193,6 +194,8 @@ def _announce(gateway: GatewaySettings, text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
+    # httpx imports its own command line with rich and pygments, which takes 48 ms. None means that it is not installed.
+    sys.modules.setdefault("httpx._main", cast("ModuleType", None))
     words = sys.argv[1:] if arguments is None else arguments
     return exit_codes.exit_code_of(
         lambda: cli.main(words, prog_name=PROGRAM, standalone_mode=False), as_json="--json" in words

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 import httpx
 
-from ....addresses import is_loopback
-from ....errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
-from ...ground.access.control_socket import ControlAddress
+from ....errors import GatewayError, PilotflameError
 from ...ground.telemetry.timeline import parse_server_timing
-from .address import CA_VARIABLE, DEFAULT_URL, trusted_authorities
-from .gateway_start import wait_for_gateway
+from .address import DEFAULT_URL
+from .connection import (
+    ANSWER_S,
+    CONNECT_TIMEOUT_S,
+    NO_TIMEOUT,
+    TIMEOUT,
+    GatewayConnection,
+    json_of,
+    parse_events,
+    split_lines,
+)
+
+if TYPE_CHECKING:
+    from ...ground.access.control_socket import ControlAddress
 
 JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"
-CONNECT_TIMEOUT_S = 5.0
-ANSWER_S = 30.0
-TIMEOUT = httpx.Timeout(ANSWER_S, connect=CONNECT_TIMEOUT_S)
-# For requests of shell completion, during which the shell is blocked.
-COMPLETION_TIMEOUT = httpx.Timeout(1.0)
-# For requests that only the gateway ends, for example an invocation, which ends at its deadline.
-NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy takes long: it imports the handler, and with `install` it also installs requirements.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
 OnProgress = Callable[[str, dict[str, Any]], None]
@@ -80,30 +83,19 @@ class Client:
 
         When such a wait begins, the client calls `on_wait` with a line for the user.
         """
-        if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-            remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
-            raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
-        self.url = url.rstrip("/")
-        self.on_loopback = is_loopback(_host(self.url))
-        self._on_wait = on_wait if self.on_loopback and control is None else None
-        # Without TLS and proxies, no certificate is checked. To read the well-known authorities takes 36 ms.
-        plain = self.on_loopback and not self.url.startswith("https:")
-        # A proxy that the environment names cannot reach a gateway on this machine. So ignore the proxy on loopback.
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=timeout,
-            trust_env=not self.on_loopback,
-            verify=not plain and (trusted_authorities() or True),
-            headers=({"Authorization": f"Bearer {api_key}"} if api_key else {})
-            | (control.headers if control else {}),
-            transport=httpx.HTTPTransport(uds=str(control.path)) if control else None,
+        self._connection = GatewayConnection(
+            url, api_key=api_key, control=control, timeout=timeout, on_wait=on_wait
         )
+
+    @property
+    def on_loopback(self) -> bool:
+        return self._connection.on_loopback
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._http.close()
+        self._connection.close()
 
     @contextmanager
     def call(
@@ -113,7 +105,9 @@ class Client:
         headers = {"Content-Type": content_type}
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
-        with self._stream("POST", _path("invoke", name), content=body, headers=headers) as response:
+        with self._connection.stream(
+            "POST", _path("invoke", name), content=body, headers=headers
+        ) as response:
             yield InvokeReply(response)
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
@@ -123,10 +117,10 @@ class Client:
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
-        response = self._request(
+        response = self._connection.request(
             "POST", _path(*jobs_of(name)), content=json.dumps(request).encode(), headers=headers
         )
-        job, replayed = _json_of(response), response.headers.get("Idempotent-Replayed") == "true"
+        job, replayed = json_of(response), response.headers.get("Idempotent-Replayed") == "true"
         return {"id": job["id"], "status": job["status"], "replayed": replayed}
 
     def follow(self, name: str, job_id: str, *, after: int = 0) -> Iterator[tuple[str, Any]]:
@@ -136,7 +130,9 @@ class Client:
         Raise GatewayError if the stream breaks off before the end.
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
-        with self._stream("GET", _path(*jobs_of(name), job_id, "events"), headers=headers) as response:
+        with self._connection.stream(
+            "GET", _path(*jobs_of(name), job_id, "events"), headers=headers
+        ) as response:
             for event, data in parse_events(response.iter_bytes()):
                 yield event, json.loads(data)
                 if event in ("completed", "error"):
@@ -177,7 +173,7 @@ class Client:
         self, on_progress: OnProgress, *, headers: Mapping[str, str] | None = None, **request: Any
     ) -> dict[str, Any]:
         headers = {"Accept": EVENT_STREAM_TYPE, **(headers or {})}
-        with self._stream(
+        with self._connection.stream(
             "POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, headers=headers, **request
         ) as response:
             for name, data in parse_events(response.iter_bytes()):
@@ -193,7 +189,7 @@ class Client:
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
         """Change the live revision of a function, and return the function's status. `how` ends the route's path."""
         path = _path("v1", "functions", name, how)
-        return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
+        return json_of(self._connection.request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 
     def logs(self, name: str, *, lines: int = 100, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield the last lines of a function's log. `query` is as in `gateway_log`."""
@@ -217,12 +213,14 @@ class Client:
             if value is not None
         }
         timeout = NO_TIMEOUT if query.get("follow") else TIMEOUT
-        with self._stream("GET", path, params=params, timeout=timeout) as response:
+        with self._connection.stream("GET", path, params=params, timeout=timeout) as response:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 
     def prefetch(self, name: str) -> dict[str, Any]:
         """Bring a function's image and weights to the gateway's machine. Return facts about them."""
-        return _json_of(self._request("POST", _path("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT))
+        return json_of(
+            self._connection.request("POST", _path("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT)
+        )
 
     def warm(self, name: str, *, wait_s: int, **query: Any) -> dict[str, int]:
         """Start workers of a function, and wait up to `wait_s` until they are ready. Return their number by state."""
@@ -231,138 +229,28 @@ class Client:
             httpx.Timeout(ANSWER_S + wait_s, connect=CONNECT_TIMEOUT_S),
         )
         path = _path("v2", name, "warmup")
-        return dict(_json_of(self._request("POST", path, params=params, timeout=timeout))["workers"])
+        return dict(
+            json_of(self._connection.request("POST", path, params=params, timeout=timeout))["workers"]
+        )
 
     # -- requests to any route; `path` holds the segments of the route's path
 
     def get(self, *path: str, **params: Any) -> dict[str, Any]:
-        return _json_of(self._request("GET", _path(*path), params=params))
+        return json_of(self._connection.request("GET", _path(*path), params=params))
 
     def post(self, *path: str, body: Any = None, **params: Any) -> dict[str, Any]:
-        return _json_of(self._request("POST", _path(*path), json=body, params=params))
+        return json_of(self._connection.request("POST", _path(*path), json=body, params=params))
 
     def put(self, *path: str, body: Any) -> dict[str, Any]:
-        return _json_of(self._request("PUT", _path(*path), json=body))
+        return json_of(self._connection.request("PUT", _path(*path), json=body))
 
     def delete(self, *path: str) -> None:
-        self._request("DELETE", _path(*path))
-
-    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
-        with self._translated_errors():
-            response = self._connected(lambda: self._http.request(method, path, **request))
-        _check(response)
-        return response
-
-    @contextmanager
-    def _stream(
-        self, method: str, path: str, *, timeout: httpx.Timeout = NO_TIMEOUT, **request: Any
-    ) -> Iterator[httpx.Response]:
-        with self._translated_errors(), ExitStack() as stack:
-            response = self._connected(
-                lambda: stack.enter_context(self._http.stream(method, path, timeout=timeout, **request))
-            )
-            _check(response)
-            yield response
-
-    def _connected(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Send a request and return its response. If nothing listens, wait for a starting gateway and send again."""
-        try:
-            return send()
-        except httpx.ConnectError:
-            if (on_wait := self._on_wait) is None:
-                raise
-        address = self._http.base_url
-        port = address.port or (443 if address.scheme == "https" else 80)
-        wait_for_gateway(address.host, port, lambda: on_wait(f"waiting for a gateway to start at {self.url}"))
-        return send()
-
-    @contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        """Turn errors of httpx that the block raises into errors of pilotflame."""
-        try:
-            yield
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            remedy = "Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL."
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                remedy = f"Let {CA_VARIABLE} name the PEM file of the authority that signed its certificate."
-            raise GatewayUnreachable(f"No gateway answers at {self.url}: {error}.", remedy=remedy) from None
-        except httpx.TimeoutException:
-            slow = f"The gateway at {self.url} did not answer in time."
-            raise GatewayError(slow, remedy="See its log, or try again.") from None
-        except httpx.TransportError as error:
-            broke = f"The connection to the gateway at {self.url} broke: {str(error).rstrip('.')}."
-            raise GatewayError(broke, remedy="Check that it still runs, and call again.") from None
+        self._connection.request("DELETE", _path(*path))
 
 
 def jobs_of(name: str) -> tuple[str, ...]:
     """Return the segments of the path of a function's jobs."""
     return "v1", "functions", name, "jobs"
-
-
-def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of a response, split at line feeds only.
-
-    httpx's `iter_lines` also splits at U+2028, which JSON may contain.
-    """
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r").decode()
-    if rest:
-        yield rest.decode()
-
-
-def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (name, data) of each server-sent event. Drop a last event that is incomplete, without an empty line."""
-    name, data = "message", list[str]()
-    for line in split_lines(chunks):
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if not line:
-            if data:
-                yield name, "\n".join(data)
-            name, data = "message", []
-        elif field == "event":
-            name = value
-        elif field == "data":
-            data.append(value)
-
-
-def _check(response: httpx.Response) -> None:
-    """Raise the error in the body of `response`, unless its status is a success."""
-    if response.is_success:
-        return
-    response.read()
-    try:
-        wire = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        raise _not_a_gateway(response) from None
-    raise PilotflameError.from_wire(wire)
-
-
-def _json_of(response: httpx.Response) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = response.json()
-    except ValueError:
-        raise _not_a_gateway(response) from None
-    return found
-
-
-def _not_a_gateway(response: httpx.Response) -> GatewayError:
-    text, status = " ".join(response.text.split())[:200], response.status_code
-    wrong = f"{response.request.url} answered {status}, and not as a gateway does: {text!r}."
-    return GatewayError(wrong, remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.")
-
-
-def _host(url: str) -> str:
-    try:
-        parsed, why = httpx.URL(url), "it must begin with http:// or https:// and name a host"
-    except httpx.InvalidURL as error:
-        parsed, why = httpx.URL(), str(error)
-    if parsed.scheme in ("http", "https") and parsed.host:
-        return parsed.host
-    raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
 
 
 def _path(*segments: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...ground.telemetry.gateway_log import CONTROL, printable
+from ...ground.telemetry.log_files import CONTROL, printable
 from ...ground.telemetry.timeline import COLD_START_PHASES
 
 if TYPE_CHECKING:

@@ -92,7 +92,8 @@ class Moment(click.ParamType[float]):
 
 def complete_functions(context: click.Context, _parameter: click.Parameter, beginning: str) -> list[str]:
     """Return the names of the gateway's functions for shell completion, or no names if no gateway answers."""
-    from .client import COMPLETION_TIMEOUT, Client  # noqa: PLC0415
+    from .client import Client  # noqa: PLC0415
+    from .connection import COMPLETION_TIMEOUT  # noqa: PLC0415
 
     url = context.params.get("url") or os.environ.get(URL_VARIABLE, DEFAULT_URL)
     key = context.params.get("api_key") or os.environ.get(KEY_VARIABLE, "")

@@ -19,8 +19,8 @@ from ....snapshot.format.manifest import MANIFEST_NAME, Manifest
 from ....snapshot.format.signature import SIGNER, SnapshotSignature, check_signature
 from ....snapshot.sources.folder import FolderSource
 from ....snapshot.sources.locate import is_remote, open_source, split_file, weights_file
+from ....snapshot.sources.schemes import SCHEMES
 from ....snapshot.sources.source import Source
-from ....snapshot.sources.variables import WEB
 from . import display
 
 MANIFEST_SUFFIX = ".json"
@@ -46,8 +46,14 @@ def public_key(text: str) -> str:
 
 
 def of_caller() -> dict[str, str]:
-    """Return this process's variables for sources on the web. For a function, its secrets hold such variables."""
-    return WEB.own(os.environ)
+    """Return the variables of this process that a gateway takes from a function's secrets only, such as a token for web servers."""
+    families = tuple(
+        one
+        for scheme in SCHEMES.values()
+        if not scheme.identity.of_process
+        for one in scheme.identity.families
+    )
+    return {name: value for name, value in os.environ.items() if name.startswith(families)}
 
 
 def open_place(url: str) -> tuple[Source, str | None]:

@@ -11,14 +11,13 @@ import contextlib
 import functools
 import logging
 import queue
-import re
 import sys
 import time
 from collections.abc import Iterator
 from logging.handlers import QueueHandler, QueueListener
 from typing import Literal, TextIO
 
-from .log_files import GATEWAY, LogLine
+from .log_files import GATEWAY, LogLine, printable
 from .logs import OWN_SOURCES, LogChannel, Logs
 
 Format = Literal["text", "json"]
@@ -27,16 +26,6 @@ Level = Literal["debug", "info", "warning", "error"]
 LOGGERS = (__name__.partition(".")[0], "asyncio", "aiohttp.server", "aiohttp.web")
 MAX_WAITING = 10_000
 STOP_TIMEOUT_S = 2.0
-# All control characters but the tab and the line feed. Some terminals obey those above 0x7f, too.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """Return a text of one or more lines whose other control characters are escaped, as in `\\x1b`.
-
-    Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
-    """
-    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class MessageFormatter(logging.Formatter):

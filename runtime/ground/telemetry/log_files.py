@@ -47,6 +47,16 @@ PRUNE_EVERY_S = 3600.0
 SETTLE_TIMEOUT_S = 5.0
 _FUNCTIONS = "functions/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+# All control characters but the tab and the line feed. Some terminals obey those above 0x7f, too.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return a text of one or more lines whose other control characters are escaped, as in `\\x1b`.
+
+    Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
+    """
+    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class LogLevel(StrEnum):

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
-from pilotflame.runtime.command.client.client import Client, parse_events, split_lines
+from pilotflame.runtime.command.client.client import Client
+from pilotflame.runtime.command.client.connection import parse_events, split_lines
 from pilotflame.runtime.node.packaging.code import pack
 
 

@@ -24,7 +24,7 @@ from pilotflame.runtime.command.client.display import (
     snapshots,
     style,
 )
-from pilotflame.runtime.ground.telemetry.gateway_log import CONTROL, printable
+from pilotflame.runtime.ground.telemetry.log_files import CONTROL, printable
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def test_a_gateway_that_does_not_see_the_folder_is_sent_what_it_lacks(
     url, key, state = distant
     sent: list[int] = []
     with Client(url, api_key=key) as client:
-        client._http.event_hooks["request"].append(lambda request: sent.append(len(request.content)))
+        client._connection._http.event_hooks["request"].append(
+            lambda request: sent.append(len(request.content))
+        )
 
         def largest(deploy: FolderDeploy) -> int:
             sent.clear()
