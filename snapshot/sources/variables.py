@@ -21,7 +21,9 @@ class SourceIdentity:
     families: tuple[str, ...]
     """The prefixes of the variables."""
     of_process: bool = True
-    """True if a function without variables of its own may use those of this process, its profiles and its machine's identity."""
+    """True if a function without variables of its own may use those of this process, its profiles and its machine's identity.
+    That is safe only if the variables, and not the URL, name the server that gets the credentials.
+    """
 
     def own(self, secrets: Mapping[str, str] | None) -> dict[str, str]:
         """Return a function's own variables."""

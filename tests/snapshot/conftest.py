@@ -14,21 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.sources import variables
 from safetensors.torch import save_file
 
-FAMILIES = (
-    "MLFLOW_",
-    "DOCKER_",
-    "REGISTRY_AUTH",
-    "AWS_",
-    "AZURE_",
-    "BOTO_",
-    "GOOGLE_",
-    "HF_",
-    "HUGGING",
-    "PILOTFLAME_",
-    "CLOUDSDK_",
-)
+FAMILIES = (*variables.FAMILIES, "DOCKER_", "REGISTRY_AUTH", "BOTO_", "HUGGING", "PILOTFLAME_", "CLOUDSDK_")
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
 """What the URLs of each scheme reach: a server of any scheme leads no reader to a disk, a network or an identity that is not its own.
 
-A new scheme needs an entry in HOSTILE: how a function names its own server, and all that this server may answer.
+A new scheme needs an entry in `hostile_of`: how a function names its own server, and all that this server may answer.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -177,8 +179,38 @@ def test_no_server_gets_an_identity_that_is_not_its_own(name: str, monkeypatch: 
                 server.to = target if redirects else ""
                 server.body = b"" if redirects else json.dumps(hostile.answer(target)).encode()
                 read_all_of(hostile.url, hostile.secrets, ANY)
-        assert [head for head in (*server.seen, *other.seen) if THEIRS in head] == []
-        assert [head for head in other.seen if OWN in head] == []
+        assert [head for head in (*server.seen, *other.seen) if THEIRS in plain(head)] == []
+        assert [head for head in other.seen if OWN in plain(head)] == []
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_server_that_a_url_names_gets_no_identity_of_the_gateway(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function has no secrets, so a source may use the gateway's identity, for the servers that the gateway names."""
+    with serving() as server, serving("127.0.0.2") as other:
+        for one in SCHEMES:
+            for variable, value in hostile_of(one, other.url).theirs.items():
+                monkeypatch.setenv(variable, value)
+        for variable in (
+            "AWS_ENDPOINT_URL_S3",
+            "GOOGLE_BASE_URL",
+            "AZURE_STORAGE_ENDPOINT",
+            "HF_ENDPOINT",
+            "MLFLOW_TRACKING_URI",
+        ):
+            monkeypatch.setenv(variable, other.url)
+        monkeypatch.setenv("PILOTFLAME_OCI_PLAIN_HTTP", server.url.removeprefix("http://"))
+        read_all_of(hostile_of(name, server.url).url, {}, ANY)
+        assert [head for head in server.seen if THEIRS in plain(head)] == []
+        # The URLs of other schemes name no server.
+        assert server.seen or name not in ("http", "oci")
+
+
+def plain(head: str) -> str:
+    """Return the head of a request with the logins in it decoded."""
+    logins = re.findall(r"Basic ([\w+/=]+)", head)
+    return head + " ".join(base64.b64decode(one).decode("utf-8", "replace") for one in logins)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
