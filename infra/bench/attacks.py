@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -214,8 +215,13 @@ FAILING = (
 
 @attack("1,000 failed calls of 1 MB, and 90 of 19 MB, on each family of routes", handler="fails")
 def failures(stage: Stage) -> str:
+    return kept_after_failures(stage, FAILING)
+
+
+def kept_after_failures(stage: Stage, paths: Sequence[str]) -> str:
+    """Have calls on each path fail, and return how much memory the gateway keeps."""
     before_mb, kept = stage.held()[0], dict[str, float]()
-    for path in FAILING:
+    for path in paths:
         for size, count in ((1_000_000, 1000), (19_000_000, 90)):
             statuses = callers.fail(stage.server.url, path, stage.keys["caller"], size, count)
             if statuses & {400, 401, 403, 404}:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import brotli
 import grpc
 from attack_stage import Breach, Stage, attack, code
+from attacks import kept_after_failures
 from grpc_frames import connection, unfinished_call
 from hostile import callers
 from live import free_port
@@ -206,6 +207,50 @@ def archive(headers: Mapping[str, str], members: int) -> bytes:
             member.pax_headers = dict(headers)
             tar.addfile(member, io.BytesIO())
     return found.getvalue()
+
+
+@attack(
+    "WebSockets: messages in pieces of one byte, and messages that an app does not read",
+    handler="sockets",
+    settings={"asgi": "handler:app"},
+)
+def web_sockets(stage: Stage) -> str:
+    begin, piece, whole = (bytes((kind, 0x81, 0, 0, 0, 0)) + b"x" for kind in (0x01, 0x00, 0x81))
+    sends = [
+        functools.partial(web_socket, stage, path, first, repeated * 4096)
+        for path in ("/asgi/evil/", "/asgi/evil/deaf")
+        for first, repeated in ((begin, piece), (b"", whole))
+    ]
+    return repeat(stage, itertools.cycle(sends), senders=4)
+
+
+def web_socket(stage: Stage, path: str, first: bytes, repeated: bytes) -> int:
+    """Open a WebSocket, and send frames until it is closed. Return the status of the handshake."""
+    address = urlsplit(stage.server.url)
+    head = (
+        f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n"
+        f"Authorization: Bearer {stage.keys['caller']}\r\n\r\n"
+    )
+    with socket.create_connection((address.hostname or "", address.port or 80), timeout=5) as sock:
+        try:
+            sock.sendall(head.encode())
+            status = int(sock.recv(4096).split()[1])
+            sock.sendall(first)
+            while status == 101 and stage.on:
+                sock.sendall(repeated)
+        except OSError:
+            return 0
+    return status
+
+
+@attack(
+    "1,000 failed calls of 1 MB, and 90 of 19 MB, of a web app",
+    handler="sockets",
+    settings={"asgi": "handler:app"},
+)
+def app_failures(stage: Stage) -> str:
+    return kept_after_failures(stage, ("/asgi/evil/",))
 
 
 @attack(f"metrics and the list of {FUNCTIONS} functions, again and again", functions=FUNCTIONS)
