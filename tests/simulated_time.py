@@ -10,7 +10,7 @@ from unittest import mock
 
 # Timers are late by this time, as on a real machine: a wake-up is never before the time that it was set to.
 LATE_S = 1e-6
-# The simulated wall clock is ahead of the simulated monotonic clock by this time: it begins within a day.
+# The simulated wall clock is ahead of the simulated monotonic clock by this time: it begins at 22:13:20 UTC.
 EPOCH_S = 1_700_000_000.0
 T = TypeVar("T")
 

@@ -73,8 +73,9 @@ def test_the_figures_are_within_their_limits() -> None:
     assert found.arrows <= 110
     assert found.loose_modules == ["runtime.cli", "runtime.main"]
     assert found.package_cycles == []
-    assert found.repeated_classes == {}
-    assert len(found.small_modules) <= 12
+    assert found.repeated_classes == {}, "the name of a class occurs once in the tree"
+    small = f"put a small module into the module that imports it: {found.small_modules}"
+    assert len(found.small_modules) <= 12, small
     assert found.function_lines_median <= 7
     assert found.function_lines_p90 <= 20
 
@@ -155,6 +156,50 @@ def test_every_file_can_be_imported_first() -> None:
     assert len(loaded) == len(modules())
     assert figures().load_cycles == []
     assert figures().import_cycles == []
+
+
+# The private names of libraries that the product uses, each with the reason. The list only shrinks.
+PRIVATE_NAMES = {
+    # torch
+    "_disable_dynamo": "no public name excludes a method of a mode from compilation, with the frames that it calls",
+    "_dynamo": "no public name says whether torch's compiler is imported",
+    "_python_dispatch": "TorchDispatchMode has no public module",
+    "_make_subclass": "nn.Parameter calls it, and it fits a subclass whose __new__ has other arguments",
+    "_parameters": "named_parameters returns no owners, and nn.Module.__setattr__ takes longer than making a view",
+    "_buffers": "as _parameters",
+    "_non_persistent_buffers_set": "no public name says which buffers a state has",
+    # numpy
+    "_rand": "the generator behind numpy.random's functions has no public name",
+    "_bit_generator": "RandomState has no public name for it",
+    "_seed_seq": "BitGenerator.seed_seq is missing before numpy 1.25",
+    # transformers: the table of models; its public names import a model's module
+    "_model_mapping": "the public names of an AutoModel import the module of a model",
+    # botocore
+    "_manager": "no setting names the class of its connections, by which addresses are checked",
+    # tensorizer
+    "_metadata": "the public names return tensors, and not where their bytes are",
+    # multiprocessing
+    "_config": "it keeps the folder of its files there, and has no other way to change it",
+    "_handle": "a Connection returns its descriptor only if it is open",
+    # httpx
+    "_main": "httpx imports its own command line, which takes 48 ms",
+}
+
+
+def test_the_private_names_of_libraries_are_listed() -> None:
+    found = set[str]()
+    for path in modules().values():
+        text = path.read_text(encoding="utf-8")
+        found |= set(re.findall(r'getattr\([^"\n]*"(_[a-z]\w*)"', text)) | set(
+            re.findall(r'"[a-z]+\.(_[a-z]+)"', text)
+        )
+        for line in text.splitlines():
+            if "# noqa: SLF001" in line:
+                found |= set(re.findall(r"(?<!self)\.(_[a-z]\w*)", line))
+            elif re.match(r" *(from|import) [a-z]", line):
+                found |= set(re.findall(r"\.(_[a-z]\w*)", line))
+    # An object of a class reads what another object of this class keeps.
+    assert found - {"_found", "_snapshots"} == PRIVATE_NAMES.keys()
 
 
 def test_no_file_is_loaded_under_two_names() -> None:

@@ -122,7 +122,7 @@ class ApiPlugin:
         A large output is read in a thread.
 
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
-        reads `extra` as `context.extra`.
+        reads `extra` as `context.extra`. Pass `BARE` if the event is the input itself, also if it has a member `input`.
         """
         output = await self._json_of(request, function, event, number, extra)
         return await parsed(request, output, read)

@@ -195,7 +195,7 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
 def load_json(body: bytes | str) -> Any:
     """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON, and the error of `check_json`.
 
-    Call this for a body of any size within `large_bodies.parsed`.
+    Call this for a body of any size within `parsed_bodies.parsed`.
     """
     check_json(body)
     try:
@@ -216,7 +216,7 @@ def load_output(payload: bytes) -> Any:
 
 def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M:
     """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid, with `wrong` and `remedy`
-    if the output does not fit `kind`, and also if it has too many values. Call this for an output of any size within `large_bodies.parsed`.
+    if the output does not fit `kind`, and also if it has too many values. Call this for an output of any size within `parsed_bodies.parsed`.
     """
     if why := excess(payload):
         raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")

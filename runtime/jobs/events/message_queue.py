@@ -15,6 +15,7 @@ class Message:
     """One delivery of a message. `receipt` identifies the delivery in later requests to the queue."""
 
     id: str
+    """The job of a message has this id as its idempotency key. Another message has another id, also after the first was deleted."""
     receipt: str
     body: bytes
     received: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ _LAST_LINES = 20
 MAX_OUTPUT_CHARS = 2000
 
 
-def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str | None:
+def find_engine(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the URL of the engine's socket: DOCKER_HOST, or the socket of docker or podman that exists."""
     if url := environ.get("DOCKER_HOST"):
         return url

@@ -65,7 +65,8 @@ class Cap(NamedTuple):
     starts: float = math.inf
     """At most this number of further workers start."""
     until_s: float = math.inf
-    """When the cap changes although no event occurs. Used only if the cap refuses a start, or may park a worker."""
+    """When the cap changes although no event occurs. Used only if the cap refuses a start, or may park a worker. For a cap
+    that begins later, yield a proposal of KEEP until then, as `load.proposals` does."""
 
 
 class Aim(IntEnum):
