@@ -4,8 +4,9 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
 
     Revision            accepts invocations, and tells its watcher what may change the number of workers
       EqualCalls        has the calls for which equal calls wait
-      Dispatcher        has the queue and its timers; the only part that changes an invocation's state
-        Deadlines       has a timer for each invocation
+      Dispatcher        has the queue; the only part that changes an invocation's state
+        TimeLimits      finds invocations whose time is over, and workers whose handler call does not end
+          Deadlines     has a timer for each invocation
         Durations       learns how long starts and calls take
         LateWorkers     asks back the invocations that wait at workers whose calls are late
       Replicas          lists the workers; only the pool (`reconciling`) changes the list

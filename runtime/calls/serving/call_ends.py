@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ....errors import OutOfMemory, RevisionReplaced, ShuttingDown, WorkerDied
+from ....errors import OutOfMemory, RevisionReplaced, RevisionRetired, ShuttingDown, WorkerDied
 from ...ground.settings.function_settings import FunctionSettings
 from ..link.child import EndCause
+from ..link.worker_spec import WorkerSpec
 
 # A repeatable invocation may be sent again after this time.
 RETRY_S = 2.0
@@ -40,6 +41,11 @@ def shutting_down(drain_s: float) -> CallEnd:
         return ShuttingDown(message, remedy=_remedy(repeatable), details=_details(repeatable))
 
     return error
+
+
+def retired(spec: WorkerSpec) -> RevisionRetired:
+    """Return the error of an invocation that its revision does not run any more."""
+    return RevisionRetired(f"Revision {spec.revision} was stopped before this invocation ran.")
 
 
 def death(settings: FunctionSettings, cause: EndCause, attempt: int, *, harmless: bool) -> WorkerDied:

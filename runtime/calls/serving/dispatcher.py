@@ -9,16 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from ....errors import (
-    CallEnded,
-    DeadlineExceeded,
-    FunctionStopped,
-    PilotflameError,
-    RevisionRetired,
-)
+from ....errors import CallEnded, FunctionStopped, PilotflameError, RevisionRetired
 from ...ground.access.fair_share import SharedRoom
 from ...ground.settings.function_settings import FunctionSettings
-from ...ground.settings.scale_spec import ReachedLimit, ScaleSpec
+from ...ground.settings.scale_spec import ScaleSpec
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.timeline import WorkerTiming
 from ..batching.assignment import LATE_S, assign
@@ -26,15 +20,14 @@ from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue
 from ..link.child import EndCause
 from ..link.worker_spec import WorkerSpec
-from . import deadlines
-from .call_ends import CallEnd, death
-from .deadlines import EARLY_S, Deadlines
+from .call_ends import CallEnd, death, retired
 from .durations import Durations
 from .invocation import Invocation, Output
 from .late_workers import LateWorkers
 from .latency_curve_store import LatencyCurveStore
 from .replica import Replica
 from .replicas import Replicas
+from .time_limits import TimeLimits, limit_s
 
 # The largest number of attempts of an idempotent invocation whose workers die.
 MAX_ATTEMPTS = 3
@@ -55,13 +48,18 @@ class Policy:
     owner: str = ""
     """The id of the API key with which the function was deployed; "" if no key was needed."""
 
+    @property
+    def slots(self) -> int:
+        """The number of invocations, or batches, that a starting worker will run at a time."""
+        return max(1, self.scale.concurrency // self.max_batch)
+
 
 class Dispatcher:
     """Sends the invocations of one revision to its workers, and ends each of them."""
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, curves: LatencyCurveStore,
-        look: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None, room: SharedRoom | None = None,
+        look: Callable[[], None], on_ended: Callable[[InvocationEnd], None], room: SharedRoom,
     ) -> None:  # fmt: skip
         """The dispatcher calls `look` when another number of workers may be needed: after a cancellation or a time limit, and
         when invocations wait and a worker is late.
@@ -75,63 +73,40 @@ class Dispatcher:
         )  # fmt: skip
         self._spec, self._policy, self._replicas = spec, policy, replicas
         self._look, self._on_ended = look, on_ended
-        self.durations = Durations(self.queue, replicas, curves)
-        self._size_slots()
-        self._loop = asyncio.get_running_loop()
-        self._deadlines = Deadlines(self._loop, self._on_due)
-        self._batch_timer: asyncio.TimerHandle | None = None
-        self.late = LateWorkers(
-            self._loop,
-            replicas,
-            self.queue,
-            lambda: self.durations.curve,
-            lambda: self.durations.activation_s,
-            look,
-        )
-        self.given_up = 0
-        """The number of invocations that have failed because their time was over before a worker had started."""
-        # Set by `close`: returns the error of the invocations that no worker will run.
-        self._closed: Callable[[], PilotflameError] | None = None
-        # The limit, shared with other functions, that keeps workers from starting; None without such a limit.
-        self._limit: ReachedLimit | None = None
-        self._refusal: Refusal | None = None
-        self._fails_queued = True
+        self.durations = Durations(self.queue, replicas, curves, policy.slots)
         self.aside: dict[Invocation, Invocation] = {}
         """Accepted invocations outside the queue, each with the invocation for whose output it waits."""
-
-    def note_limit(self, reached: ReachedLimit | None) -> None:
-        """Store the limit that now keeps workers from starting, or None if there is no such limit any more."""
-        self._limit = reached
+        self.limits = TimeLimits(spec.function, settings, replicas, self.aside, self.cancel, look)
+        self._deadlines = self.limits.deadlines
+        self._loop = asyncio.get_running_loop()
+        self._batch_timer: asyncio.TimerHandle | None = None
+        self.late = LateWorkers(self._loop, replicas, self.queue, self.durations, look)
+        # Set by `close`: returns the error of the invocations that no worker will run.
+        self._closed: Callable[[], PilotflameError] | None = None
+        self._refusal: Refusal | None = None
+        self._fails_queued = True
 
     def configure(self, policy: Policy) -> None:
-        self._policy = policy
-        self._size_slots()
-        settings = policy.settings
+        self._policy, settings = policy, policy.settings
+        self.limits.settings, self.durations.at_once = settings, policy.slots
         self.queue.configure(max_queue=settings.max_queue, max_bytes=settings.max_queue_bytes)
         self.limit_batch()
-
-    def _size_slots(self) -> None:
-        self.durations.at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
         """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.
 
-        If `refusal` is None, refuse no more invocations. Unless `queued` is False, invocations that already wait fail
-        with the error.
+        None refuses no more. Unless `queued` is False, invocations that already wait fail with the error.
         """
         self._refusal, self._fails_queued = refusal, queued
-        if queued and (error := self._refused()) is not None:
+        if queued and refusal is not None and (error := refusal()) is not None:
             self.fail_queued(error)
-
-    def _refused(self) -> PilotflameError | None:
-        return None if self._refusal is None else self._refusal()
 
     def close(self, end: CallEnd | None = None) -> None:
         """Stop sending. Fail the waiting invocations, and later the invocations that exiting workers give back.
 
         They fail with an error of `end`, or with RevisionRetired.
         """
-        self._closed = self.retired if end is None else partial(end, True)
+        self._closed = partial(retired, self._spec) if end is None else partial(end, True)
         self.fail_queued(self._closed())
         if self._batch_timer is not None:
             self._batch_timer.cancel()
@@ -146,7 +121,7 @@ class Dispatcher:
         Raise RevisionRetired after `close`, and the error of `bar`. Raise QueueFull or Overloaded if the queue refuses it.
         """
         if self._closed:
-            raise self.retired()
+            raise retired(self._spec)
         now_s = time.monotonic()
         if (
             self._policy.max_batch == 1
@@ -156,7 +131,7 @@ class Dispatcher:
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
             return True
-        if (error := self._refused()) is not None:
+        if self._refusal is not None and (error := self._refusal()) is not None:
             raise error
         self.queue.admit(invocation, now_s, self.durations.slots(now_s))
         self._deadlines.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
@@ -169,14 +144,12 @@ class Dispatcher:
             self._deadlines.cancel(invocation)
             return
         invocation.mark_requeued()
-        if self._closed is not None:
-            self._fail(invocation, self._closed())
-            return
-        if self._fails_queued and (error := self._refused()) is not None:
-            self._fail(invocation, error)
+        refusal = self._closed or (self._refusal if self._fails_queued else None)
+        if refusal is not None and (error := refusal()) is not None:
+            self._end(invocation, error)
             return
         now_s = time.monotonic()
-        self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
+        self._deadlines.set(invocation, limit_s(invocation, now_s), now_s)
         self.queue.requeue(invocation)
 
     # -- invocations that wait for the output of another one
@@ -207,7 +180,7 @@ class Dispatcher:
         pick = partial(self._replicas.pick, now_s, self.durations.each_s)
         for replica, selection in assign(self.queue, pick, self._replicas.ready, now_s):
             for invocation in selection.refused:
-                self._fail(invocation, self.queue.refusal(invocation, now_s, self.durations.slots(now_s)))
+                self._end(invocation, self.queue.refusal(invocation, now_s, self.durations.slots(now_s)))
             if replica is not None and selection.batch:
                 self._send(replica, selection.batch, now_s)
             if selection.wait_until_s is not None:
@@ -219,13 +192,13 @@ class Dispatcher:
             self.late.watch(now_s)
 
     def _send(self, replica: Replica, batch: list[Invocation], now_s: float) -> None:
-        limit_s = self._policy.settings.execution_timeout_s
+        most_s = self._policy.settings.execution_timeout_s
         for invocation in batch:
             invocation.mark_sent(replica.name, len(batch), now_s, replica.activation)
-            if limit_s is not None:
-                invocation.limit_execution(now_s, limit_s)
-            if limit_s is not None or invocation.patient:
-                self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
+            if most_s is not None:
+                invocation.limit_execution(now_s, most_s)
+            if most_s is not None or invocation.patient:
+                self._deadlines.set(invocation, limit_s(invocation, now_s), now_s)
         replica.send(batch, now_s)
         # This runs for every invocation. No worker that takes invocations now is late before LATE_S have passed.
         if self.late.due_s > now_s + LATE_S and replica.load > replica.outstanding.slots:
@@ -235,146 +208,56 @@ class Dispatcher:
                 invocation.on_sent()
 
     def cancel(self, invocation: Invocation, error: PilotflameError | None = None) -> None:
-        """Remove an invocation from the queue, or cancel it at its worker.
+        """Remove an invocation from the queue, or cancel it at its worker, where it may still run for a while.
 
         The invocation fails with `error`. If that is None, its caller has disconnected, and `on_ended` is not called.
         """
+        self.aside.pop(invocation, None)
         if error is not None:
-            self._fail(invocation, error)
+            self._end(invocation, error)
         else:
-            self.aside.pop(invocation, None)
             self._deadlines.cancel(invocation)
             invocation.end(None)
-        self._remove(invocation)
-
-    def _remove(self, invocation: Invocation) -> None:
-        """Remove an ended invocation from the queue, or cancel it at its worker, where it may still run for a while."""
         queued = self.queue.remove(invocation)
-        replica = None if queued else self._replica_of(invocation)
+        replica = None if queued else self._replicas.named(invocation.worker)
         if replica is not None and replica.cancel(invocation):
-            self._check_stuck(invocation, replica, time.monotonic())
+            self.limits.check_stuck(invocation, replica, time.monotonic())
         self._look()
-
-    def _replica_of(self, invocation: Invocation) -> Replica | None:
-        return next((one for one in self._replicas if one.name == invocation.worker), None)
 
     def fail_queued(self, error: PilotflameError) -> None:
         """Fail all waiting invocations with `error`, because no worker will run them."""
         for invocation in [*self.queue, *self.aside]:
             self.queue.remove(invocation)
-            self._fail(invocation, error)
+            self.aside.pop(invocation, None)
+            self._end(invocation, error)
 
     def end_started(self, replica: Replica, end: CallEnd) -> int:
         """Fail the invocations that a worker has begun, because the gateway ends the worker. Return their number."""
         calls = [replica.outstanding.calls[channel] for channel in replica.outstanding.running()]
         waited_for = [invocation for invocation in calls if not invocation.ended]
         for invocation in waited_for:
-            self._fail(invocation, end(self._policy.settings.idempotent))
+            self._end(invocation, end(self._policy.settings.idempotent))
             replica.cancel(invocation)
         return len(waited_for)
 
-    def _fail(self, invocation: Invocation, error: PilotflameError) -> None:
-        self._deadlines.cancel(invocation)
-        self._end(invocation, error)
-
     def _end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:
         """End an invocation, unless it has ended before. All outputs and errors of invocations pass through here."""
-        self.aside.pop(invocation, None)
+        self._deadlines.cancel(invocation)
         if invocation.ended:
             return
-        timeline, error = invocation.timeline, outcome if isinstance(outcome, PilotflameError) else None
-        if not timeline.completed_s:
-            timeline.mark_responded(time.monotonic())
+        output, error = (outcome, None) if isinstance(outcome, Output) else (None, outcome)
+        if not invocation.timeline.completed_s:
+            invocation.timeline.mark_responded(time.monotonic())
         invocation.end(outcome)
         repeatable = isinstance(error, CallEnded) and error.repeatable
         if invocation.patient and (repeatable or isinstance(error, (RevisionRetired, FunctionStopped))):
             # The job of the invocation goes back to the queue of jobs, and this attempt does not count.
             return
-        output = outcome if isinstance(outcome, Output) else None
-        self._on_ended(
-            InvocationEnd(
-                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error,
-                invocation.worker, invocation.trace, invocation, output,
-            )
+        end = InvocationEnd(
+            self._spec.function, self._spec.revision, invocation.id, invocation.source, invocation.timeline, error,
+            invocation.worker, invocation.trace, invocation, output,
         )  # fmt: skip
-
-    def retired(self) -> RevisionRetired:
-        """Return the error of an invocation that this revision does not run any more."""
-        return RevisionRetired(f"Revision {self._spec.revision} was stopped before this invocation ran.")
-
-    # -- time limits
-
-    def _on_due(self, invocation: Invocation) -> None:
-        now_s = time.monotonic()
-        waited_s = now_s - invocation.timeline.received_s
-        cold = not (self.aside.get(invocation, invocation).worker or self._replicas.ready)
-        if (replica := self._replica_of(invocation)) is not None:
-            self._on_due_at_worker(invocation, replica, now_s)
-        elif now_s >= invocation.deadline_s - EARLY_S:
-            self.given_up += cold
-            self._fail(invocation, self._late(invocation, waited_s, self._limit))
-            self._remove(invocation)
-        elif cold and now_s >= invocation.hold_until_s - EARLY_S:
-            self.given_up += 1
-            self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s, self._limit))
-            self._remove(invocation)
-        else:
-            # If its worker has died, `recover` has not decided about it yet, and only its deadline limits it.
-            died = bool(invocation.worker)
-            until_s = invocation.deadline_s if died else deadlines.limit_s(invocation, now_s)
-            self._deadlines.set(invocation, until_s, now_s)
-
-    def _late(
-        self, invocation: Invocation, waited_s: float, reached: ReachedLimit | None = None
-    ) -> DeadlineExceeded:
-        """Return the error of an invocation whose deadline has passed. `reached` is the limit that made it wait."""
-        allowed_s = self._policy.settings.timeout_s
-        by_caller = not invocation.patient and invocation.timeout_s < allowed_s
-        return deadlines.deadline_exceeded(waited_s, reached, allowed_s=allowed_s if by_caller else None)
-
-    def _on_due_at_worker(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
-        limit_s, started_s = self._policy.settings.execution_timeout_s, replica.started_s(invocation)
-        invocation.limit_execution(now_s if started_s is None else started_s, limit_s)
-        if invocation.ended:
-            self._check_stuck(invocation, replica, now_s)
-        elif now_s >= invocation.deadline_s - EARLY_S:
-            waited_s = now_s - invocation.timeline.received_s
-            self._fail(invocation, self._late(invocation, waited_s))
-            self._remove(invocation)
-        elif limit_s is None or now_s < invocation.execution_deadline_s - EARLY_S:
-            self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
-        elif invocation.batch_size > 1:
-            # Any invocation of the batch may be the cause. Replace the worker, so that each invocation runs again
-            # outside a batch. Until the other calls of the worker have ended, only its deadline limits this invocation.
-            replica.replace(invocation)
-            self._deadlines.set(invocation, invocation.deadline_s, now_s)
-            self._look()
-        else:
-            self._fail(invocation, deadlines.execution_timeout(limit_s))
-            self._remove(invocation)
-
-    def _check_stuck(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
-        """Replace the worker if the handler call of an ended invocation is stuck. Otherwise check again when it may be
-        stuck.
-
-        A handler call may outlive its caller and the caller's deadline. It is stuck if it takes longer than the
-        function allows plus `cancel_grace_s`. If other callers of its batch still wait, their limits apply first.
-        """
-        settings, started_s = self._policy.settings, replica.started_s(invocation)
-        limit_s = settings.execution_timeout_s or max(settings.timeout_s, invocation.execution_s or 0.0)
-        # The time of an open connection counts from its last message.
-        began_s = now_s if started_s is None else max(started_s, invocation.active_s)
-        stuck_s = began_s + limit_s + settings.cancel_grace_s
-        if now_s < stuck_s - EARLY_S:
-            self._deadlines.set(invocation, stuck_s, now_s)
-        elif not replica.awaited(invocation):
-            replica.replace(invocation)
-            self._look()
-
-    def restart_execution(self, invocations: list[Invocation]) -> None:
-        """Restart the time limits for the rest of a batch, because each handler call has the whole limits."""
-        for invocation in invocations:
-            self._on_due(invocation)
+        self._on_ended(end)
 
     # -- from the workers
 
@@ -383,14 +266,12 @@ class Dispatcher:
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
         """End an invocation with its outcome, and learn from its duration and cost."""
-        timeline = invocation.timeline
-        timeline.mark_completed(now_s, timing)
+        invocation.timeline.mark_completed(now_s, timing)
         if replica.outstanding.batching:
             if timing[3]:
                 self.queue.charge(invocation, timing[3])
         else:
             self.durations.note_call(replica, invocation, now_s)
-        self._deadlines.cancel(invocation)
         self._end(invocation, outcome)
         if batch is not None:
             self.durations.note_batch(batch)
@@ -421,5 +302,5 @@ class Dispatcher:
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
             invocation.mark_repeated()
             return True
-        self._fail(invocation, death(self._policy.settings, cause, invocation.attempt, harmless=harmless))
+        self._end(invocation, death(self._policy.settings, cause, invocation.attempt, harmless=harmless))
         return False

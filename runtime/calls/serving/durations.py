@@ -27,7 +27,9 @@ KEPT = 31
 class Durations:
     """The latency curve of a revision, and the mean time of an activation."""
 
-    def __init__(self, queue: Queue[Invocation], replicas: Replicas, curves: LatencyCurveStore) -> None:
+    def __init__(
+        self, queue: Queue[Invocation], replicas: Replicas, curves: LatencyCurveStore, at_once: int
+    ) -> None:
         self._queue, self._replicas, self._curves = queue, replicas, curves
         self._device = ""
         # The latest observed times in the handler.
@@ -38,7 +40,7 @@ class Durations:
         """The median of the latest times in the handler; 0 until one was observed."""
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
-        self.at_once = 1
+        self.at_once = at_once
         """The number of invocations, or batches, that a starting worker will run at a time."""
 
     @property

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..batching.assignment import late_after_s
-from ..batching.latency_curve import LatencyCurve
 from ..batching.queue import Queue
 from .deadlines import EARLY_S
+from .durations import Durations
 from .invocation import Invocation
 from .replica import Replica
 from .replicas import Replicas
@@ -23,12 +23,12 @@ class LateWorkers:
     """Has one timer, which is set only while an invocation waits, in the queue or at a worker without a free slot."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, replicas: Replicas, queue: Queue[Invocation],
-        curve: Callable[[], LatencyCurve], activation_s: Callable[[], float], look: Callable[[], None],
+        self, loop: asyncio.AbstractEventLoop, replicas: Replicas, queue: Queue[Invocation], durations: Durations,
+        look: Callable[[], None],
     ) -> None:  # fmt: skip
         """`look` is called when invocations wait in the queue, and the start of another worker pays."""
         self._loop, self._replicas, self._queue = loop, replicas, queue
-        self._curve, self._activation_s, self._look = curve, activation_s, look
+        self._durations, self._look = durations, look
         self._timer: asyncio.TimerHandle | None = None
         self.due_s = math.inf
         """When the timer fires; infinity if it is not set."""
@@ -69,7 +69,7 @@ class LateWorkers:
         # The end of the running calls is unknown. So the start pays once the calls are late by as much as the start takes:
         # then no caller waits more than twice as long as if that end had been known. On a busy machine, calls are late more
         # often, and starts take longer, too.
-        return late_after_s(replica, self._curve()) + self._activation_s()
+        return late_after_s(replica, self._durations.curve) + self._durations.activation_s
 
     def _times(self) -> Iterator[float]:
         """Yield when each worker for which an invocation waits is late, and when the start of another worker pays."""
@@ -78,7 +78,7 @@ class LateWorkers:
             if len(self._queue):
                 yield start_s + self._pays_after_s(replica)
             if replica.load > replica.outstanding.slots:
-                yield start_s + late_after_s(replica, self._curve())
+                yield start_s + late_after_s(replica, self._durations.curve)
 
     def _judge(self, due_s: float) -> None:
         now_s = time.monotonic()
@@ -88,7 +88,7 @@ class LateWorkers:
             return
         self._timer, self.due_s, self._judged_s = None, math.inf, now_s
         for replica in self._busy():
-            if replica.outstanding.newest_start_s + late_after_s(replica, self._curve()) <= now_s:
+            if replica.outstanding.newest_start_s + late_after_s(replica, self._durations.curve) <= now_s:
                 replica.ask_back()
         if len(self._queue) and self.stuck():
             self._look()

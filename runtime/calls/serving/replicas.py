@@ -84,6 +84,10 @@ class Replicas:
         """Return the sum over starting workers of the seconds since each began to start, at most `most_s` for each."""
         return sum(min(most_s, now_s - asked_s) for asked_s in self.asked_s)
 
+    def named(self, name: str) -> Replica | None:
+        """Return the worker of this name; None if it has ended."""
+        return next((replica for replica in self._present if replica.name == name), None)
+
     def has(self, workers: int) -> bool:
         """Return True if this number of workers is ready or starting."""
         return len(self.ready) + self.starting >= workers

@@ -19,6 +19,7 @@ from ...ground.telemetry.logs import RevisionLog
 from ...ground.telemetry.timeline import WorkerTiming
 from ..batching.outstanding import BatchEnd
 from ..link.worker_spec import WorkerSpec
+from .call_ends import retired
 from .dispatcher import Dispatcher, Policy
 from .equal_calls import EqualCalls
 from .invocation import Invocation, Output
@@ -56,8 +57,7 @@ class Revision(CallEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, watcher: CallWatcher, curves: LatencyCurveStore,
         log: RevisionLog, load: LoadSeries, arrivals: Arrivals, on_called: Callable[[float], None],
-        on_ended: Callable[[InvocationEnd], None], on_begun: Sequence[Callable[[str, Invocation], None]] = (),
-        room: SharedRoom | None = None,
+        on_ended: Callable[[InvocationEnd], None], on_begun: Sequence[Callable[[str, Invocation], None]], room: SharedRoom,
     ) -> None:  # fmt: skip
         """The revision calls `on_called` with the arrival time of an invocation, at most once every CALL_NOTICE_S. It
         calls `on_ended` when an invocation has ended with an output or an error, and each of `on_begun` before an
@@ -99,7 +99,7 @@ class Revision(CallEvents):
         If an invocation with the same `key` runs, let this one wait for its output, and return True.
         """
         if self.retiring:
-            raise self.dispatcher.retired()
+            raise retired(self.spec)
         if key is None:
             self._submit(invocation)
         elif self._equal.wait(key, invocation):
@@ -168,7 +168,7 @@ class Revision(CallEvents):
     @property
     def slow(self) -> tuple[int, int]:
         """Two numbers: of invocations that waited, or could not wait, for the start of a worker; of all invocations."""
-        lost = self._refused + self.dispatcher.given_up
+        lost = self._refused + self.dispatcher.limits.given_up
         return self._waited + lost, self.arrived + lost
 
     # -- events of the replicas
@@ -213,7 +213,7 @@ class Revision(CallEvents):
         self._watcher.look()
 
     def on_split(self, invocations: list[Invocation]) -> None:
-        self.dispatcher.restart_execution(invocations)
+        self.dispatcher.limits.restart(invocations)
 
     def on_resized(self, replica: Replica) -> None:
         self.dispatcher.limit_batch()

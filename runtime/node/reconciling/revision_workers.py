@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from ....errors import ActivationTimeout
 from ...calls.link.worker_spec import WorkerSpec
-from ...calls.serving.deadlines import activation_timeout
+from ...calls.serving.call_ends import retired
 from ...calls.serving.dispatcher import Policy
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.latency_curve_store import LatencyCurveStore
 from ...calls.serving.replicas import ReplicaList
 from ...calls.serving.revision import Revision
+from ...calls.serving.time_limits import activation_timeout
 from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import RevisionLog
@@ -145,7 +146,7 @@ class RevisionWorkers:
     def note_limit(self, reached: ReachedLimit | None, missing: int) -> None:
         if reached is not None:
             self.carry_out.note_refused(reached.name, reached.most, missing, self.observed.seen)
-        self.revision.dispatcher.note_limit(reached)
+        self.revision.dispatcher.limits.reached = reached
 
     def renew_standby(self) -> bool:
         return self.carry_out.renew_standby()
@@ -174,7 +175,7 @@ class RevisionWorkers:
     async def wait_ready(self, workers: int, timeout_s: float) -> None:
         """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
         if self.phase is Phase.RETIRING:
-            raise self.revision.dispatcher.retired()
+            raise retired(self.spec)
         if len(self.replicas.ready) >= workers:
             return
         if (error := self.bar.crash_loop()) is not None:
@@ -228,7 +229,7 @@ class RevisionWorkers:
         if timeout_s is not None:
             self.drain.limit(timeout_s)
         self.revision.retire()
-        self.starts.refuse(self.revision.dispatcher.retired())
+        self.starts.refuse(retired(self.spec))
         self.function.ladder.release(self)
         self.look()
         await self.drain.wait()

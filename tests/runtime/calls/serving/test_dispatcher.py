@@ -14,6 +14,7 @@ from live import Gate, failure, gone, until
 from pilotflame.errors import ActivationTimeout, FunctionStopped, OutOfMemory, PilotflameError, WorkerDied
 from pilotflame.runtime.calls.batching.latency_curve import Point
 from pilotflame.runtime.calls.batching.outstanding import BatchEnd, Outstanding
+from pilotflame.runtime.calls.batching.queue import MAX_WAITING_BYTES
 from pilotflame.runtime.calls.link.child import EndCause
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.calls.serving import replica
@@ -23,6 +24,7 @@ from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 from pilotflame.runtime.calls.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.calls.serving.replica import ReplicaState
 from pilotflame.runtime.calls.serving.replicas import ReplicaList
+from pilotflame.runtime.ground.access.fair_share import SharedRoom
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
 from pilotflame.runtime.ground.telemetry.invocation_end import InvocationEnd
@@ -75,8 +77,9 @@ class Scene:
     def start(self) -> None:
         spec = WorkerSpec(function="f", revision="r1-1", code=Path("/"))
         self.dispatcher = Dispatcher(
-            spec, self.policy, self.replicas, self.curves, lambda: None, self.ended.append
-        )
+            spec, self.policy, self.replicas, self.curves, lambda: None, self.ended.append,
+            SharedRoom(MAX_WAITING_BYTES),
+        )  # fmt: skip
 
     def submit(self, name: str, **fields: Any) -> Invocation:
         now_s = time.monotonic()
@@ -167,15 +170,15 @@ async def test_a_call_of_a_dead_worker_is_not_checked_again_and_again_until_it_i
     call = scene.submit("call")
     call.limit_execution(time.monotonic() - 1.0, 0.5)
     scene.replicas.remove(worker)  # type: ignore[arg-type]
-    find = scene.dispatcher._replica_of
+    find = scene.replicas.named
 
-    def counted(one: Invocation) -> replica.Replica | None:
+    def counted(name: str) -> replica.Replica | None:
         nonlocal checks
         checks += 1
-        return find(one)
+        return find(name)
 
-    monkeypatch.setattr(scene.dispatcher, "_replica_of", counted)
-    scene.dispatcher.restart_execution([call])
+    monkeypatch.setattr(scene.replicas, "named", counted)
+    scene.dispatcher.limits.restart([call])
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert checks == 1

@@ -21,6 +21,7 @@ import orjson
 from hypothesis import example, given
 from pilotflame.errors import Cancelled, DeadlineExceeded, Overloaded, PilotflameError
 from pilotflame.runtime.calls.batching.outstanding import BatchEnd
+from pilotflame.runtime.calls.batching.queue import MAX_WAITING_BYTES
 from pilotflame.runtime.calls.link.child import EndCause
 from pilotflame.runtime.calls.link.frames import Frame, FrameKind, Timing
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
@@ -29,6 +30,7 @@ from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 from pilotflame.runtime.calls.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.calls.serving.replica import Replica, ReplicaState
 from pilotflame.runtime.calls.serving.replicas import ReplicaList
+from pilotflame.runtime.ground.access.fair_share import SharedRoom
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
 from pilotflame.runtime.ground.telemetry.timeline import Activation, WorkerTiming
@@ -164,7 +166,10 @@ class Revision:
         self._make = make
         spec = WorkerSpec(function="f", revision="r1-1", code=Path("/"))
         curves = LatencyCurveStore(Path("/nonexistent"))
-        self.dispatcher = Dispatcher(spec, policy, self.replicas, curves, self.scale)
+        room = SharedRoom(MAX_WAITING_BYTES)
+        self.dispatcher = Dispatcher(
+            spec, policy, self.replicas, curves, self.scale, lambda _end: None, room
+        )  # fmt: skip
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         return error
@@ -192,7 +197,7 @@ class Revision:
         self.scale()
 
     def on_split(self, invocations: list[Invocation]) -> None:
-        self.dispatcher.restart_execution(invocations)
+        self.dispatcher.limits.restart(invocations)
 
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_resized(self, replica: Replica) -> None: ...
