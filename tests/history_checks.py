@@ -97,7 +97,7 @@ class Checks:
         return decide(now_s, arriving)
 
     def _on_lost(self, one: RevisionWorkers, on_lost: Real, replica: Replica, *calls: Any) -> None:
-        self._dead_starts[one.key] += not replica.activation.ready_s and not replica.reported_failure
+        self._dead_starts[one.key] += not replica.activation.ready_s and not replica.start.failed
         on_lost(replica, *calls)
 
     def _on_death(self, one: RevisionWorkers, note_death: Real, *arguments: Any) -> None:
@@ -112,7 +112,7 @@ class Checks:
 
     def _on_stop(self, one: RevisionWorkers, stop: Real, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
-            self._note(one, f"stop {replica.name} ({replica.state}, {replica.load} calls)")
+            self._note(one, f"stop {replica.name} ({replica.state}, {replica.outstanding.load} calls)")
         stop(replicas)
 
     def _on_park(self, one: RevisionWorkers, park: Real, replicas: Sequence[Replica], **named: bool) -> None:

@@ -73,10 +73,6 @@ class Outstanding(Generic[T]):
         self._started_late: dict[int, float] = {}
 
     @property
-    def batches(self) -> int:
-        return len(self._batches)
-
-    @property
     def load(self) -> int:
         """The number of items, or of batches if `batching`."""
         return len(self._batches) if self.batching else len(self.calls)
@@ -91,8 +87,7 @@ class Outstanding(Generic[T]):
         self.slots = slots
         for batch in self._batches[:slots]:
             self._start(batch, now_s)
-        while self._waiting and len(self.calls) - len(self._waiting) < slots:
-            self._start_next(now_s)
+        self._fill_slots(now_s)
 
     def add(self, item: T, now_s: float) -> int:
         """Add an item that is in no batch, and return its channel."""
@@ -115,7 +110,7 @@ class Outstanding(Generic[T]):
         """Add items that run together in one batch, and return their channels in the same order."""
         channels = [self._add(item, now_s) for item in items]
         batch = _SentBatch(set(channels), len(channels))
-        if self.batches < self.slots:
+        if len(self._batches) < self.slots:
             self._start(batch, now_s)
         self._batches.append(batch)
         self._batch_of.update(dict.fromkeys(channels, batch))
@@ -128,7 +123,8 @@ class Outstanding(Generic[T]):
         """
         item = self.calls.pop(channel, None)
         if self._waiting:
-            self._free_slot(channel, now_s)
+            self._waiting.pop(channel, None)
+            self._fill_slots(now_s)
         if self._started_late:
             self._started_late.pop(channel, None)
         if item is not None:
@@ -151,22 +147,18 @@ class Outstanding(Generic[T]):
         if not batch.started_s:
             batch.started_s = batch.called_s = self.newest_start_s = now_s
 
-    def _free_slot(self, channel: int, now_s: float) -> None:
-        """Let the oldest waiting item start, unless the item that was removed had been waiting itself."""
-        if channel in self._waiting:
+    def _fill_slots(self, now_s: float) -> None:
+        """Let the oldest waiting items without a batch start in free slots."""
+        while self._waiting and len(self.calls) - len(self._waiting) < self.slots:
+            channel = next(iter(self._waiting))
             del self._waiting[channel]
-        elif len(self.calls) - len(self._waiting) < self.slots:
-            self._start_next(now_s)
+            self._started_late[channel] = self.newest_start_s = now_s
 
-    def _start_next(self, now_s: float) -> None:
-        channel = next(iter(self._waiting))
-        del self._waiting[channel]
-        self._started_late[channel] = self.newest_start_s = now_s
-
-    def note_call(self, channel: int, now_s: float) -> None:
-        """The worker starts another handler call for the batch of `channel`."""
+    def split(self, channel: int, now_s: float) -> list[T]:
+        """The worker starts another handler call for the batch of `channel`. Return the items that have not ended."""
         if (batch := self._batch_of.get(channel)) is not None:
             batch.called_s = now_s
+        return list(self.batch_of(channel).values())
 
     def running(self) -> set[int]:
         """Return the channels that the worker may have started: the channels of the oldest items or batches."""
@@ -174,23 +166,28 @@ class Outstanding(Generic[T]):
             return self.calls.keys() - self._waiting.keys()
         return {channel for batch in self._batches[: self.slots] for channel in batch.channels}
 
-    def started_s(self, channel: int) -> float | None:
-        """Return when the present handler call for an item started; None while the item waits for a slot."""
+    def started_s(self, item: T) -> float | None:
+        """Return when the present handler call for an item started; None if the item waits for a slot, or has ended."""
+        if (channel := self.channel_of(item)) is None or channel in self._waiting:
+            return None
         if (batch := self._batch_of.get(channel)) is not None:
             return batch.called_s or None
-        if channel in self._waiting or channel not in self.calls:
-            return None
-        return self._started_late.get(channel, self.calls[channel].sent_s)
+        return self._started_late.get(channel, item.sent_s)
 
-    def batch_of(self, channel: int) -> set[int]:
-        """Return the channels of the batch of `channel` that have not ended, `channel` included."""
-        return set(self._batch_of[channel].channels) if channel in self._batch_of else {channel}
+    def batch_of(self, channel: int) -> dict[int, T]:
+        """Return the items of the batch of `channel` that have not ended, by channel."""
+        batch = self._batch_of.get(channel)
+        channels = batch.channels if batch is not None else {channel} & self.calls.keys()
+        return {one: self.calls[one] for one in channels}
 
     def channel_of(self, item: T) -> int | None:
         return next((channel for channel, sent in self.calls.items() if sent is item), None)
 
-    def clear(self, now_s: float) -> None:
-        """Forget all items, because their worker is dead."""
+    def clear(self, now_s: float) -> tuple[list[T], list[T]]:
+        """Forget all items, because their worker is dead. Return the items that it has not started, and the others."""
+        running = self.running()
+        unstarted = [item for channel, item in self.calls.items() if channel not in running]
+        started = [item for channel, item in self.calls.items() if channel in running]
         if self.calls:
             self.busy_s += now_s - self._busy_since_s
             self._added_s -= len(self.calls) * now_s
@@ -199,6 +196,7 @@ class Outstanding(Generic[T]):
         self._batch_of.clear()
         self._waiting.clear()
         self._started_late.clear()
+        return unstarted, started
 
     def total_busy_s(self, now_s: float) -> float:
         """Return the total number of seconds in which the worker had at least one item."""

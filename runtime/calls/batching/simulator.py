@@ -230,8 +230,8 @@ class Simulator:
         return Slots(self._run.slots, free_s)
 
     def _pick(self) -> SimulatedWorker | None:
-        worker = min(self._workers, key=lambda worker: worker.outstanding.batches)
-        return worker if worker.outstanding.batches < worker.outstanding.slots else None
+        worker = min(self._workers, key=lambda worker: worker.outstanding.load)
+        return worker if worker.outstanding.load < worker.outstanding.slots else None
 
     def _dispatch(self, now_s: float) -> None:
         for worker, selection in assign(self.queue, self._pick, self._workers, now_s):

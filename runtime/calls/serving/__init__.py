@@ -10,7 +10,8 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
         Durations       learns how long starts and calls take
         LateWorkers     asks back the invocations that wait at workers whose calls are late
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
-        Replica         has the link of one worker, and knows which invocations the worker has not ended
+        Replica         has the link and the state of one worker
+          SentCalls     has the invocations that the worker has not ended
     ResponseCache       has the stored answers of all functions; a call that it answers is not submitted
 
 `reconciling` decides how many workers there are, and starts and ends them; only a worker whose call does not end is replaced here

@@ -1,12 +1,21 @@
-"""Makes the errors of invocations that the gateway ends, and of invocations whose worker has died."""
+"""Makes the errors of invocations that the gateway ends, that are late, or whose worker has died."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ....errors import OutOfMemory, RevisionReplaced, RevisionRetired, ShuttingDown, WorkerDied
+from ....errors import (
+    ActivationTimeout,
+    DeadlineExceeded,
+    OutOfMemory,
+    RevisionReplaced,
+    RevisionRetired,
+    ShuttingDown,
+    WorkerDied,
+)
 from ...ground.settings.function_settings import FunctionSettings
+from ...ground.settings.scale_spec import ReachedLimit
 from ..link.child import EndCause
 from ..link.worker_spec import WorkerSpec
 
@@ -68,3 +77,69 @@ def _remedy(repeatable: bool) -> str:
 
 def _details(repeatable: bool) -> dict[str, float]:
     return {"retry_after_s": RETRY_S} if repeatable else {}
+
+
+class _Taken(NamedTuple):
+    """The parts of the error message for a caller that gets no worker because of a limit."""
+
+    text: str
+    remedy: str
+
+
+def _all_taken(reached: ReachedLimit) -> _Taken:
+    workers = "1 worker" if reached.most == 1 else f"{reached.most} workers"
+    if reached.name == "max_workers":
+        return _Taken(
+            f"The gateway may run {workers} (max_workers), and all are taken.",
+            "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions.",
+        )
+    if reached.name == "gpus":
+        return _Taken(
+            f"The node's GPUs ({reached.most}) have no room for another worker, and none of theirs was idle.",
+            "Try again later, lower resources.gpu_memory_mb or scale.max of functions, or add GPUs.",
+        )
+    return _Taken(
+        f"The functions of its owner may have {workers} together, and all are taken.",
+        "Try again later, lower scale.max of the owner's other functions, or deploy with a key that allows more workers.",
+    )
+
+
+def deadline_exceeded(
+    waited_s: float, reached: ReachedLimit | None = None, *, allowed_s: float | None = None
+) -> DeadlineExceeded:
+    """Return the error of a late invocation. `reached` is the limit of workers, if it made the invocation wait.
+
+    `allowed_s` is the function's time limit, if the caller has set a shorter time limit.
+    """
+    if reached is not None:
+        text, remedy = _all_taken(reached)
+        message = f"The invocation waited {waited_s:.1f} s for a worker. {text}"
+        return DeadlineExceeded(message, remedy=remedy, details={reached.name: reached.most})
+    if allowed_s is not None:
+        message = f"The invocation did not end within the caller's own time limit ({waited_s:.1f} s)."
+        remedy = (
+            f"Send a longer X-Request-Timeout, or other header of it: the function allows {allowed_s:g} s."
+        )
+        return DeadlineExceeded(message, remedy=remedy)
+    message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
+    return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
+
+
+def execution_timeout(limit_s: float) -> DeadlineExceeded:
+    message = f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s."
+    return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
+
+
+def activation_timeout(
+    function: str, waited_s: float, reached: ReachedLimit | None = None
+) -> ActivationTimeout:
+    """Return the error of an invocation that got no worker within its hold time.
+
+    `reached` has the same meaning as in `deadline_exceeded`.
+    """
+    message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
+    if reached is not None:
+        text, remedy = _all_taken(reached)
+        return ActivationTimeout(f"{message} {text}", remedy=remedy, details={reached.name: reached.most})
+    remedy = "Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout."
+    return ActivationTimeout(message, remedy=remedy)

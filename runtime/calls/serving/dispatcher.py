@@ -199,9 +199,9 @@ class Dispatcher:
                 invocation.limit_execution(now_s, most_s)
             if most_s is not None or invocation.patient:
                 self._deadlines.set(invocation, limit_s(invocation, now_s), now_s)
-        replica.send(batch, now_s)
+        replica.calls.send(batch, now_s)
         # This runs for every invocation. No worker that takes invocations now is late before LATE_S have passed.
-        if self.late.due_s > now_s + LATE_S and replica.load > replica.outstanding.slots:
+        if self.late.due_s > now_s + LATE_S and replica.outstanding.load > replica.outstanding.slots:
             self.late.watch(now_s)
         for invocation in batch:
             if invocation.on_sent is not None:
@@ -220,7 +220,7 @@ class Dispatcher:
             invocation.end(None)
         queued = self.queue.remove(invocation)
         replica = None if queued else self._replicas.named(invocation.worker)
-        if replica is not None and replica.cancel(invocation):
+        if replica is not None and replica.calls.cancel(invocation):
             self.limits.check_stuck(invocation, replica, time.monotonic())
         self._look()
 
@@ -237,7 +237,7 @@ class Dispatcher:
         waited_for = [invocation for invocation in calls if not invocation.ended]
         for invocation in waited_for:
             self._end(invocation, end(self._policy.settings.idempotent))
-            replica.cancel(invocation)
+            replica.calls.cancel(invocation)
         return len(waited_for)
 
     def _end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:

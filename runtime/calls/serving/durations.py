@@ -88,16 +88,16 @@ class Durations:
     def note_ready(self, replica: Replica) -> None:
         """Load the curve that a new ready worker has measured, or the stored curve of its device."""
         curve = self._queue.curve
-        if replica.measured:
-            curve.load(replica.measured)
+        if replica.start.measured:
+            curve.load(replica.start.measured)
         else:
             # An activation in which the curve is measured takes longer. So the mean counts only activations without a
             # measurement.
             took_s = replica.activation.ready_s - replica.activation.asked_s
             self.activation_s += (SMOOTHING if self.activation_s else 1.0) * (took_s - self.activation_s)
-            if replica.device != self._device:
-                curve.load(self._curves.of_device(replica.device))
-        self._device = replica.device
+            if replica.start.device != self._device:
+                curve.load(self._curves.of_device(replica.start.device))
+        self._device = replica.start.device
 
     def note_call(self, replica: Replica, invocation: Invocation, now_s: float) -> None:
         """Learn from an invocation that has ended without a batch, if its turn has come."""

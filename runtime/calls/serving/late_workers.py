@@ -63,7 +63,7 @@ class LateWorkers:
             self._timer.cancel()
 
     def _busy(self) -> Iterator[Replica]:
-        return (one for one in self._replicas.ready if one.load >= one.outstanding.slots)
+        return (one for one in self._replicas.ready if one.outstanding.load >= one.outstanding.slots)
 
     def _pays_after_s(self, replica: Replica) -> float:
         # The end of the running calls is unknown. So the start pays once the calls are late by as much as the start takes:
@@ -77,7 +77,7 @@ class LateWorkers:
             start_s = replica.outstanding.newest_start_s
             if len(self._queue):
                 yield start_s + self._pays_after_s(replica)
-            if replica.load > replica.outstanding.slots:
+            if replica.outstanding.load > replica.outstanding.slots:
                 yield start_s + late_after_s(replica, self._durations.curve)
 
     def _judge(self, due_s: float) -> None:
@@ -89,7 +89,7 @@ class LateWorkers:
         self._timer, self.due_s, self._judged_s = None, math.inf, now_s
         for replica in self._busy():
             if replica.outstanding.newest_start_s + late_after_s(replica, self._durations.curve) <= now_s:
-                replica.ask_back()
+                replica.calls.ask_back()
         if len(self._queue) and self.stuck():
             self._look()
         self.watch(now_s)

@@ -85,7 +85,7 @@ class Revision(CallEvents):
         """Accept no more invocations, and let open connections connect to the next revision."""
         self.retiring = True
         for replica in self.replicas:
-            replica.tell_leaving()
+            replica.calls.tell_leaving()
 
     def configure(self, policy: Policy) -> None:
         self.policy, self.streaming = policy, policy.streaming

@@ -1,15 +1,15 @@
-"""Ends invocations that exceed a time limit, replaces workers whose handler call does not end, and makes the errors for it."""
+"""Ends invocations that exceed a time limit, and replaces workers whose handler call does not end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
-from ....errors import ActivationTimeout, DeadlineExceeded, PilotflameError
+from ....errors import DeadlineExceeded, PilotflameError
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.settings.scale_spec import ReachedLimit
+from .call_ends import activation_timeout, deadline_exceeded, execution_timeout
 from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation
 from .replica import Replica
@@ -63,7 +63,7 @@ class TimeLimits:
         return deadline_exceeded(waited_s, reached, allowed_s=allowed_s if by_caller else None)
 
     def _check_at_worker(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
-        most_s, started_s = self.settings.execution_timeout_s, replica.started_s(invocation)
+        most_s, started_s = self.settings.execution_timeout_s, replica.outstanding.started_s(invocation)
         invocation.limit_execution(now_s if started_s is None else started_s, most_s)
         if invocation.ended:
             self.check_stuck(invocation, replica, now_s)
@@ -87,14 +87,14 @@ class TimeLimits:
         A handler call may outlive its caller and the caller's deadline. It is stuck if it takes longer than the
         function allows plus `cancel_grace_s`. If other callers of its batch still wait, their limits apply first.
         """
-        settings, started_s = self.settings, replica.started_s(invocation)
+        settings, started_s = self.settings, replica.outstanding.started_s(invocation)
         most_s = settings.execution_timeout_s or max(settings.timeout_s, invocation.execution_s or 0.0)
         # The time of an open connection counts from its last message.
         began_s = now_s if started_s is None else max(started_s, invocation.active_s)
         stuck_s = began_s + most_s + settings.cancel_grace_s
         if now_s < stuck_s - EARLY_S:
             self.deadlines.set(invocation, stuck_s, now_s)
-        elif not replica.awaited(invocation):
+        elif not replica.calls.awaited(invocation):
             replica.replace(invocation)
             self._look()
 
@@ -110,69 +110,3 @@ def limit_s(invocation: Invocation, now_s: float) -> float:
         return min(invocation.deadline_s, invocation.execution_deadline_s)
     holding = invocation.hold_until_s > now_s + EARLY_S
     return min(invocation.deadline_s, invocation.hold_until_s) if holding else invocation.deadline_s
-
-
-class _Taken(NamedTuple):
-    """The parts of the error message for a caller that gets no worker because of a limit."""
-
-    text: str
-    remedy: str
-
-
-def _all_taken(reached: ReachedLimit) -> _Taken:
-    workers = "1 worker" if reached.most == 1 else f"{reached.most} workers"
-    if reached.name == "max_workers":
-        return _Taken(
-            f"The gateway may run {workers} (max_workers), and all are taken.",
-            "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions.",
-        )
-    if reached.name == "gpus":
-        return _Taken(
-            f"The node's GPUs ({reached.most}) have no room for another worker, and none of theirs was idle.",
-            "Try again later, lower resources.gpu_memory_mb or scale.max of functions, or add GPUs.",
-        )
-    return _Taken(
-        f"The functions of its owner may have {workers} together, and all are taken.",
-        "Try again later, lower scale.max of the owner's other functions, or deploy with a key that allows more workers.",
-    )
-
-
-def deadline_exceeded(
-    waited_s: float, reached: ReachedLimit | None = None, *, allowed_s: float | None = None
-) -> DeadlineExceeded:
-    """Return the error of a late invocation. `reached` is the limit of workers, if it made the invocation wait.
-
-    `allowed_s` is the function's time limit, if the caller has set a shorter time limit.
-    """
-    if reached is not None:
-        text, remedy = _all_taken(reached)
-        message = f"The invocation waited {waited_s:.1f} s for a worker. {text}"
-        return DeadlineExceeded(message, remedy=remedy, details={reached.name: reached.most})
-    if allowed_s is not None:
-        message = f"The invocation did not end within the caller's own time limit ({waited_s:.1f} s)."
-        remedy = (
-            f"Send a longer X-Request-Timeout, or other header of it: the function allows {allowed_s:g} s."
-        )
-        return DeadlineExceeded(message, remedy=remedy)
-    message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
-    return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
-
-
-def execution_timeout(limit_s: float) -> DeadlineExceeded:
-    message = f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s."
-    return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
-
-
-def activation_timeout(
-    function: str, waited_s: float, reached: ReachedLimit | None = None
-) -> ActivationTimeout:
-    """Return the error of an invocation that got no worker within its hold time.
-
-    `reached` has the same meaning as in `deadline_exceeded`.
-    """
-    message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
-    if reached is not None:
-        text, remedy = _all_taken(reached)
-        return ActivationTimeout(f"{message} {text}", remedy=remedy, details={reached.name: reached.most})
-    remedy = "Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout."
-    return ActivationTimeout(message, remedy=remedy)

@@ -109,7 +109,8 @@ class CarryOut:
     def _stop(self, workers: int, seen: Seen) -> None:
         """Drain workers: first parked workers, then idle workers (the longest idle first), then the least busy."""
         one = self._one
-        busy = sorted((each for each in one.replicas.ready if each.load), key=lambda each: each.load)
+        busy = [each for each in one.replicas.ready if each.outstanding.calls]
+        busy.sort(key=lambda each: each.outstanding.load)
         one.pool.stop([*one.replicas.parked, *one.replicas.idle, *busy][:workers])
         if one.phase is not Phase.PROVEN:
             retired = "retired" if one.phase is Phase.RETIRING else "idle"

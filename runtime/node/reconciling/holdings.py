@@ -78,4 +78,4 @@ class Holdings:
         Without a place, return 1 if the worker uses a device, else 0.
         """
         placed = self._one.node.gpus.share(replica)
-        return float(replica.uses_device) if placed is None else placed
+        return float(replica.start.uses_device) if placed is None else placed

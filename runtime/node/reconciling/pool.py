@@ -92,7 +92,7 @@ class Pool:
         """Return the usage so far of the zygote and of all workers, including dead workers."""
         busy_s, ready_s = self.worked_s(now_s)
         held_s = self._past_held_s + sum(now_s - replica.activation.asked_s for replica in self.replicas)
-        parked_s = self._past_parked_s + sum(replica.parked_s(now_s) for replica in self.replicas)
+        parked_s = self._past_parked_s + sum(replica.parking.total_s(now_s) for replica in self.replicas)
         occupied_s, zygote_s, local_s = (
             self._rung.seconds(rung, now_s) for rung in (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
         )
@@ -198,7 +198,7 @@ class Pool:
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured the latency curve, later workers do not measure it again."""
         self.zygote.note_works()
-        self._measure = self._measure and not replica.measured
+        self._measure = self._measure and not replica.start.measured
 
     # -- parking
 
@@ -242,7 +242,7 @@ class Pool:
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
         self._past_held_s += time.monotonic() - replica.activation.asked_s
-        self._past_parked_s += replica.parked_s(time.monotonic())
+        self._past_parked_s += replica.parking.total_s(time.monotonic())
         self._note_rung()
 
     def note_gone(self) -> None:

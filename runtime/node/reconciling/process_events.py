@@ -69,7 +69,7 @@ class ProcessEvents(PoolEvents):
         self.starts.note_ready()
         self.starts.note_workers(self._one.replicas)
         self._one.function.ladder.note_ready(
-            self._one, usual=not replica.measured, devices=self._one.holdings.devices(replica)
+            self._one, usual=not replica.start.measured, devices=self._one.holdings.devices(replica)
         )
         self._on_activation("ready")
         # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
@@ -100,9 +100,9 @@ class ProcessEvents(PoolEvents):
         self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
     ) -> None:
         """Let other functions use the GPU memory that a parked worker has given back."""
-        parks, kept = replica.parks, await self._one.node.gpus.kept(place, replica.child, reserved)
+        parks, kept = replica.parking.count, await self._one.node.gpus.kept(place, replica.child, reserved)
         # Meanwhile the worker may have been woken, and parked again.
-        if parks == replica.parks:
+        if parks == replica.parking.count:
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)
 
     def on_need(self, replica: Replica, name: str) -> None:
@@ -200,7 +200,7 @@ class ProcessEvents(PoolEvents):
 
 def _died_in_start(replica: Replica) -> bool:
     """Return True if a worker ended before it was ready, without a report of a failure and without being cancelled."""
-    return not (replica.activation.ready_s or replica.reported_failure or replica.left)
+    return not (replica.activation.ready_s or replica.start.failed or replica.left)
 
 
 def _truncated(weights: list[Weights]) -> str:
@@ -231,7 +231,7 @@ def describe_end(
     words = logs.last_words(replica.name, LAST_WORDS)
     said = f"; its last words: {words}" if words else "; it printed nothing"
     # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision.
-    expected = replica.reported_failure or (replica.left and (retiring or replica.relieved))
+    expected = replica.start.failed or (replica.left and (retiring or replica.relieved))
     ids = [invocation.id for invocation in started]
     ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
     return WorkerEnd(

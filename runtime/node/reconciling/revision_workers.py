@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from ....errors import ActivationTimeout
 from ...calls.link.worker_spec import WorkerSpec
-from ...calls.serving.call_ends import retired
+from ...calls.serving.call_ends import activation_timeout, retired
 from ...calls.serving.dispatcher import Policy
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.latency_curve_store import LatencyCurveStore
 from ...calls.serving.replicas import ReplicaList
 from ...calls.serving.revision import Revision
-from ...calls.serving.time_limits import activation_timeout
 from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import RevisionLog

@@ -45,7 +45,7 @@ def carry_out(
     """Return how many were sent with each step, and until when to wait."""
 
     def pick() -> SimulatedWorker | None:
-        return next((one for one in workers if one.outstanding.batches < one.outstanding.slots), None)
+        return next((one for one in workers if one.outstanding.load < one.outstanding.slots), None)
 
     steps = []
     for worker, selection in assign(queue, pick, workers, now_s):
@@ -68,7 +68,7 @@ def test_only_the_worker_that_is_free_first_gets_a_full_batch_ahead() -> None:
     ((sent, until_s),) = carry_out(queue, workers, 0.0)
     assert (sent, until_s) == (0, 0.1 - AHEAD_S)
     assert carry_out(queue, workers, 0.1 - AHEAD_S) == [(4, None), (0, 0.5 - AHEAD_S)]
-    assert [worker.outstanding.batches for worker in workers] == [1, 2]
+    assert [worker.outstanding.load for worker in workers] == [1, 2]
 
 
 def test_less_than_a_full_batch_waits_for_more() -> None:

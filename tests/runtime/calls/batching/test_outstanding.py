@@ -35,7 +35,7 @@ def test_batches_run_in_order_in_so_many_slots(slots: int, steps: list[tuple[int
                 assert ended.cost == 2.0 * ended.size
                 assert ended.seconds >= 0
         assert outstanding.running() == {channel for batch in sent[:slots] for channel in batch}
-        assert outstanding.batches == len(sent)
+        assert outstanding.load == len(sent)
         assert len(outstanding.calls) == sum(map(len, sent))
     assert outstanding.remove(10**6, now_s) == (None, None)
 
@@ -72,10 +72,10 @@ def test_single_items_run_in_slots_and_busy_time_is_counted() -> None:
 
 
 def test_when_each_started() -> None:
-    outstanding = Outstanding[Call](batching=True)
-    (first,), (second,) = outstanding.add_batch([Call()], 10.0), outstanding.add_batch([Call()], 11.0)
+    outstanding, first, second = Outstanding[Call](batching=True), Call(), Call()
+    (channel,), _ = outstanding.add_batch([first], 10.0), outstanding.add_batch([second], 11.0)
     assert (outstanding.started_s(first), outstanding.started_s(second)) == (10.0, None)
-    outstanding.remove(first, 14.0)
+    outstanding.remove(channel, 14.0)
     assert (outstanding.started_s(first), outstanding.started_s(second)) == (None, 14.0)
 
 
@@ -103,7 +103,7 @@ def test_a_single_item_starts_when_it_has_a_slot(slots: int, steps: list[int]) -
         waiting = [channel for channel, start_s in started.items() if start_s is None]
         for channel in waiting[: slots - (len(started) - len(waiting))]:
             started[channel] = now_s
-        assert {channel: outstanding.started_s(channel) for channel in started} == started
+        assert {channel: outstanding.started_s(outstanding.calls[channel]) for channel in started} == started
         if len(started) - len(waiting) == slots:
             assert outstanding.newest_start_s >= max(at_s for at_s in started.values() if at_s is not None)
         assert outstanding.running() == {
@@ -114,10 +114,11 @@ def test_a_single_item_starts_when_it_has_a_slot(slots: int, steps: list[int]) -
 def test_a_batch_starts_in_a_slot_that_is_new_and_starts_anew_with_each_call() -> None:
     outstanding = Outstanding[Call](batching=True)
     outstanding.add_batch([Call()], 1.0)
-    second, _ = outstanding.add_batch([Call(), Call()], 2.0)
+    second, third = Call(), Call()
+    channel, _ = outstanding.add_batch([second, third], 2.0)
     outstanding.resize(2, 3.0)
     assert outstanding.started_s(second) == 3.0
-    outstanding.note_call(second, 4.0)
+    assert outstanding.split(channel, 4.0) == [second, third]
     assert outstanding.started_s(second) == 4.0
 
 

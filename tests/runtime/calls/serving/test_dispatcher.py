@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +49,11 @@ class Scripted:
     def __init__(
         self, *, free: bool = True, device: str = "", measured: tuple[Point, ...] = (), took_s: float = 1.0
     ) -> None:
-        self.name, self.credit, self.load = "w0", int(free), 0
-        self.device, self.measured = device, list(measured)
+        self.name, self.credit, self.calls = "w0", int(free), self
+        self.start = SimpleNamespace(device=device, measured=list(measured))
         self.activation = Activation(10.0, 10.0, 10.0 + took_s)
-        self.outstanding: Outstanding[Invocation] = Outstanding(batching=True)
+        # With enough slots, so that none of its calls is late.
+        self.outstanding: Outstanding[Invocation] = Outstanding(9, batching=True)
         self.sent: list[Invocation] = []
 
     def send(self, batch: list[Invocation], now_s: float) -> None:

@@ -57,7 +57,7 @@ class Watched:
         workers, now_s = self.workers, self.node.loop.time()
         replicas, queued = workers.replicas, len(workers.revision.dispatcher.queue)
         late = [one for one in replicas.ready if self.is_late(one, now_s)]
-        kept = [one for one in late if one.load > one.outstanding.slots and not is_locked(one)]
+        kept = [one for one in late if one.outstanding.load > one.outstanding.slots and not is_locked(one)]
         # An idle worker may wait for a batch to grow.
         assert self.batch > 1 or not (queued and replicas.idle), (
             "a call waits in the queue while a worker is idle"
@@ -79,7 +79,7 @@ class Watched:
         return False
 
     def is_late(self, one: Replica, now_s: float) -> bool:
-        if one.load < one.outstanding.slots:
+        if one.outstanding.load < one.outstanding.slots:
             return False
         curve = self.workers.revision.dispatcher.queue.curve
         return one.outstanding.newest_start_s + late_after_s(one, curve) < now_s

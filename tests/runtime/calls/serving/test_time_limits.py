@@ -179,7 +179,9 @@ class Revision:
         states = (ReplicaState.READY, ReplicaState.RESTORING)
         if not any(replica.state in states for replica in self.replicas):
             self.workers.append(self._make(f"w{len(self.workers)}"))
-            self.replicas.add(Replica(self.workers[-1], Activation(time.monotonic()), self, self, {}))  # type: ignore[arg-type]
+            activation = Activation(time.monotonic())
+            made = Replica(self.workers[-1], activation, self, self, {}, measure=False, weights_s=None)  # type: ignore[arg-type]
+            self.replicas.add(made)
 
     def on_ready(self, replica: Replica) -> None:
         self.dispatcher.dispatch()
