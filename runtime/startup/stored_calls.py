@@ -82,7 +82,7 @@ async def _connect(
     stack: contextlib.AsyncExitStack,
 ) -> None:
     """Connect jobs, event sources, pre-warming and alerts to the events of functions."""
-    events, alerts = functions.events, FunctionAlerts(jobs.store, functions.tasks, jobs.check_webhook)
+    events, alerts = functions.events, FunctionAlerts(jobs.store, functions.tasks, jobs.addresses.check)
     await alerts.start()
     stack.callback(prewarming.close)
     stack.callback(alerts.close)

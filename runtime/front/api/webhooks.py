@@ -89,7 +89,7 @@ class WebhooksApi:
     async def secret(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
         self.functions.get(function)
-        signing = {"function": function, "secret": self.jobs.webhook_secret(function)}
+        signing = {"function": function, "secret": self.jobs.key.of(function).secret}
         return json_response(signing, no_store=True)
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 from ....errors import GatewayError, JobStoreFailed, UnknownFunction
 from ...calls.serving.live_function import LiveFunction
@@ -36,40 +35,74 @@ EXPIRY_RETRY_S = 5.0
 """The pause after the store failed, before jobs are expired again."""
 
 
+class Expiry:
+    """Expires the jobs of a store that have waited or have been kept for long enough, each at its time."""
+
+    def __init__(self, store: JobStore, keep_s: float) -> None:
+        """Ended jobs are kept for `keep_s`."""
+        self._store, self._keep_s = store, keep_s
+        self._next_s = 0.0
+        self._earlier = asyncio.Event()
+        self._task: asyncio.Task[None]
+
+    def start(self, tasks: BackgroundTasks) -> None:
+        self._task = tasks.keep(self._run, name="jobs_expiry")
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    def expect(self, job: Job) -> None:
+        """Look when a job may expire that was stored."""
+        self._expect(job.expires_s or job.created_s + min(job.ttl_s, self._keep_s))
+
+    def expect_ended(self) -> None:
+        """Look when jobs expire that end now."""
+        self._expect(time.time() + self._keep_s)
+
+    def _expect(self, at_s: float) -> None:
+        if at_s < self._next_s:
+            self._next_s = at_s
+            self._earlier.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._earlier.clear()
+            self._next_s = time.time() + MAX_SLEEP_S
+            try:
+                while (due_s := await self._store.next_expiry(time.time())) <= time.time():
+                    await self._store.expire()
+            except JobStoreFailed:
+                due_s = time.time() + EXPIRY_RETRY_S
+            self._next_s = min(self._next_s, due_s)
+            await wait(self._earlier, self._next_s - time.time())
+
+
 class Jobs:
     """All jobs of a gateway. Every id and state that its methods return is durably on disk."""
 
     def __init__(
-        self,
-        state: Path,
-        key: SigningKey,
-        live: Callable[[str], LiveFunction],
-        tasks: BackgroundTasks,
-        settings: GatewaySettings,
-        on_written: Callable[[bool], None] = lambda _failed: None,
-        bodies: WebhookBodies = MappingProxyType({}),
-    ) -> None:
+        self, state: Path, key: SigningKey, live: Callable[[str], LiveFunction], tasks: BackgroundTasks,
+        settings: GatewaySettings, on_written: Callable[[bool], None], bodies: WebhookBodies,
+    ) -> None:  # fmt: skip
         """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see
         `Database`. `bodies` makes the bodies of webhooks whose form is not pilotflame's own.
         """
         self._database = Database(state / DATABASE_FILE, SCRIPTS, on_written)
-        self._tasks = tasks
-        self._live = live
-        self._keep_s = settings.keep_result_s
-        self._addresses = AddressPolicy.parse(settings.webhook_networks)
-        self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit, bodies=bodies)
+        self._tasks, self._live = tasks, live
+        self.addresses = AddressPolicy.parse(settings.webhook_networks)
+        """The addresses to which webhooks may be sent."""
+        keep_s = settings.keep_result_s
+        self.store = JobStore(self._database, keep_s=keep_s, on_commit=self._on_commit, bodies=bodies)
+        self._expiry = Expiry(self.store, keep_s)
         self._stored = StoredBytes(0)
         self._dispatcher = JobDispatcher(
             self.store, live, tasks, full=lambda owner: self._stored.refusal(owner, 0) is not None
         )
         self._most_stored, self._state = settings.max_stored_bytes, state
         self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._key = key
-        self._sender = WebhookSender(self.store, key, self._addresses, on_attempt=self._attempted)
+        self.key = key
+        self._sender = WebhookSender(self.store, key, self.addresses, on_attempt=self._attempted)
         self._webhook_attempts: Counter[tuple[str, ...]] = Counter()
-        self._expiry: asyncio.Task[None]
-        self._next_expiry_s = 0.0
-        self._earlier_expiry = asyncio.Event()
 
     # -- startup and shutdown
 
@@ -87,7 +120,7 @@ class Jobs:
         recovered = await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
-        self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
+        self._expiry.start(self._tasks)
         return recovered
 
     def _default_most(self) -> int:
@@ -102,7 +135,7 @@ class Jobs:
         """Wait until the results of all attempts are stored, and close. Close the functions first."""
         self.stop()
         await self._dispatcher.join(CLOSE_TIMEOUT_S)
-        self._expiry.cancel()
+        self._expiry.close()
         await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self._database.close)
         await asyncio.to_thread(self.store.close)
@@ -114,9 +147,9 @@ class Jobs:
         webhook is not allowed.
         """
         if new.webhook is not None:
-            self.check_webhook(new.webhook.url)
+            self.addresses.check(new.webhook.url)
         job, replayed = await self.store.submit(new)
-        self._expect_expiry(job.created_s + min(job.ttl_s, self._keep_s))
+        self._expiry.expect(job)
         return job, replayed
 
     async def run(self, new: NewJob, wait_s: float) -> tuple[Job, bool]:
@@ -130,7 +163,7 @@ class Jobs:
             # Shield the attempt: it goes on if the caller is cancelled.
             stored = await asyncio.shield(attempt.stored)
             if stored is not None:
-                self._expect_expiry(stored.expires_s or stored.created_s + min(stored.ttl_s, self._keep_s))
+                self._expiry.expect(stored)
                 if stored.state.final:
                     return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
@@ -211,24 +244,6 @@ class Jobs:
             self._live(function)
             self._webhook_attempts[function, outcome] += 1
 
-    def check_webhook(self, url: str) -> None:
-        """Raise WebhookRefused if webhooks may not be sent to this URL."""
-        self._addresses.check(url)
-
-    def webhook_secret(self, function: str) -> str:
-        """Return the secret with which receivers verify a function's deliveries."""
-        return self._key.of(function).secret
-
-    def owner_secret(self, owner: str) -> str:
-        """Return the secret with which an owner's receivers verify the deliveries of all the owner's jobs."""
-        return self._key.of_owner(owner).secret
-
-    def seal(self, purpose: str, job: Job) -> str:
-        """Return a signature of the job, as proof of the permission `purpose`. Only this gateway can make the
-        signature.
-        """
-        return self._key.seal(purpose, f"{job.function}:{job.id}")
-
     async def readings(self) -> list[Reading]:
         """Return the metrics of jobs and webhooks. If the store cannot be read, return only the metric that says so."""
         up = "1 if the jobs database can be read, else 0."
@@ -264,8 +279,7 @@ class Jobs:
         for function in sorted(transaction.queued):
             self._dispatcher.wake(function)
         if transaction.queued or transaction.changed:
-            # Jobs that end in this transaction expire then.
-            self._expect_expiry(time.time() + self._keep_s)
+            self._expiry.expect_ended()
         for function, job_id in transaction.cancelled:
             self._dispatcher.cancel(function, job_id)
         for job_id in transaction.changed:
@@ -274,20 +288,3 @@ class Jobs:
         if transaction.notified:
             self._sender.wake()
         self._stored.add(transaction.stored)
-
-    def _expect_expiry(self, at_s: float) -> None:
-        if at_s < self._next_expiry_s:
-            self._next_expiry_s = at_s
-            self._earlier_expiry.set()
-
-    async def _expire(self) -> None:
-        while True:
-            self._earlier_expiry.clear()
-            self._next_expiry_s = time.time() + MAX_SLEEP_S
-            try:
-                while (due_s := await self.store.next_expiry(time.time())) <= time.time():
-                    await self.store.expire()
-            except JobStoreFailed:
-                due_s = time.time() + EXPIRY_RETRY_S
-            self._next_expiry_s = min(self._next_expiry_s, due_s)
-            await wait(self._earlier_expiry, self._next_expiry_s - time.time())

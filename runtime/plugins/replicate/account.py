@@ -92,7 +92,7 @@ class AccountApi:
         if hdrs.ORIGIN in request.headers:
             message = "A web page does not get the secret of webhooks."
             raise Forbidden(message, remedy="Ask for it from the server that receives them.")
-        found = WebhookSecret(key=self._backend.jobs.owner_secret(caller_of(request).owner))
+        found = WebhookSecret(key=self._backend.jobs.key.of_owner(caller_of(request).owner).secret)
         return json_response(found, no_store=True)
 
     async def train(self, _request: web.Request) -> NoReturn:

@@ -59,7 +59,7 @@ class StreamApi:
         return await send_job(request, self._jobs, job, _encoder())
 
     def _signature(self, job: Job) -> str:
-        return self._jobs.seal("stream", job)
+        return self._jobs.key.seal("stream", f"{job.function}:{job.id}")
 
 
 def _encoder() -> JobEncoder:
