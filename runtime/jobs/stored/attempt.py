@@ -53,30 +53,92 @@ STORE_RETRY_S = 5.0
 """The pause before a failed call of the store is repeated."""
 
 
+class JobReports:
+    """The reports of a running attempt: its progress, its metrics and the lines that it prints.
+
+    A report of progress or lines may be lost. If the store is broken, this is reported when the result is stored.
+    """
+
+    def __init__(self, job: Job, invocation: Invocation, store: JobStore, tasks: asyncio.TaskGroup) -> None:
+        self._invocation, self._store, self._tasks = invocation, store, tasks
+        invocation.on_progress, invocation.on_metrics = self._store_progress, self._keep_metrics
+        invocation.capture = Capture(MAX_LOG_CHARS, self._tell_lines)
+        self._tells_lines = job.webhook is not None and "logs" in job.webhook.events
+        self._fence, self._told = 0, ""
+        self._progress: bytes | None = None
+        self.metrics: bytes | None = None
+        """The latest report of metrics, which is stored with the result."""
+        self._progress_writer: asyncio.Task[None] | None = None
+        self._teller: asyncio.Task[None] | None = None
+
+    @property
+    def lines(self) -> str:
+        """The lines that this job has printed, without lines of other invocations of the worker."""
+        return self._invocation.capture.text() if self._invocation.capture is not None else ""
+
+    def begin(self, fence: int) -> None:
+        """Store what was reported so far, because the start of the attempt is now stored with this fence."""
+        self._fence = fence
+        self._store_progress()
+        self._tell_lines()
+
+    def release(self) -> None:
+        """Forget the callbacks, through which the invocation refers to this object, at the attempt's end.
+
+        Otherwise the input and the output would stay in memory until the garbage collector runs, which may be long.
+        """
+        self._invocation.on_progress = self._invocation.on_metrics = self._invocation.capture = None
+
+    def _store_progress(self, progress: bytes | None = None) -> None:
+        """Store the latest report. While a report is being written, only the latest of the new reports is kept."""
+        self._progress = progress or self._progress
+        idle = self._progress_writer is None or self._progress_writer.done()
+        if self._fence and self._progress is not None and idle:
+            self._progress_writer = self._tasks.create_task(self._write_progress())
+
+    def _keep_metrics(self, metrics: bytes) -> None:
+        self.metrics = metrics
+
+    async def _write_progress(self) -> None:
+        with contextlib.suppress(Exception):
+            while (progress := self._progress) is not None:
+                self._progress = None
+                await self._store.set_progress(self._invocation.id, self._fence, progress)
+
+    def _tell_lines(self) -> None:
+        """Send the printed lines to the webhook, at most once in LOGS_EVERY_S."""
+        idle = self._teller is None or self._teller.done()
+        if self._tells_lines and self._fence and idle and not self._invocation.output.done():
+            self._teller = self._tasks.create_task(self._send_lines())
+
+    async def _send_lines(self) -> None:
+        with contextlib.suppress(Exception):
+            while await self.send_new_lines():
+                await asyncio.wait([self._invocation.output], timeout=LOGS_EVERY_S)
+
+    async def send_new_lines(self) -> bool:
+        """Send the printed lines. Return False if nothing was printed since the last call, or the attempt has ended."""
+        lines = self.lines
+        if not self._tells_lines or lines == self._told:
+            return False
+        self._told = lines
+        return await self._store.tell_logs(self._invocation.id, self._fence, lines)
+
+
 class JobAttempt:
     """Follows the invocation of a job at a revision, and stores its progress and result."""
 
     def __init__(
-        self,
-        job: Job,
-        live: LiveFunction,
-        store: JobStore,
-        tasks: asyncio.TaskGroup,
-        closing: asyncio.Event,
-        unstored: NewJob | None = None,
-    ) -> None:
+        self, job: Job, live: LiveFunction, store: JobStore, tasks: asyncio.TaskGroup, closing: asyncio.Event,
+        unstored: NewJob | None,
+    ) -> None:  # fmt: skip
         """Create the invocation; the caller submits it to the revision of `live`.
 
         With `unstored`, the job is not stored yet; see `stored`.
         Once `closing` is set, a failed write to the store is not repeated: the next start recovers the job.
         """
-        self._tasks = tasks
-        self.job = job
-        self._revision = revision = live.revision
-        self._log_channel = live.logs
-        self._store = store
-        self._closing = closing
-        self._unstored = unstored
+        self.job, self._revision, self._log_channel = job, live.revision, live.logs
+        self._store, self._closing, self._unstored = store, closing, unstored
         self.awaited = unstored is not None
         """True if the invocation was submitted before the job was stored, for a caller who waits."""
         self.stored: asyncio.Future[Job | None] = asyncio.get_running_loop().create_future()
@@ -86,27 +148,19 @@ class JobAttempt:
         """
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
-        self._fence = 0
-        self._stored_bytes = 0
-        self._progress: bytes | None = None
-        self._metrics: bytes | None = None
-        self._progress_writer: asyncio.Task[None] | None = None
-        self._tells_logs = job.webhook is not None and "logs" in job.webhook.events
-        self._told_logs = ""
-        self._logs_teller: asyncio.Task[None] | None = None
+        self._fence = self._stored_bytes = 0
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
             job.id, job.input,
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
-            streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
+            streaming=live.revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
-            on_progress=self._store_progress, on_metrics=self._keep_metrics, tenant=job.owner, priority=LAST if job.priority else NORMAL,
-            source=job.source,
-            capture=Capture(MAX_LOG_CHARS, self._tell_logs),
+            tenant=job.owner, priority=LAST if job.priority else NORMAL, source=job.source,
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
+        self.reports = JobReports(job, self.invocation, store, tasks)
 
     def cancel(self, error: PilotflameError | None = None) -> None:
         """Cancel the invocation, which fails with `error` if there is one. This does not change the job in the store."""
@@ -115,13 +169,6 @@ class JobAttempt:
     def log(self, text: str) -> None:
         """Write a line about the job to the function's log."""
         self._log_channel.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
-
-    def release(self) -> None:
-        """Forget the callbacks, through which the invocation refers to this attempt, at the attempt's end.
-
-        Otherwise the input and the output would stay in memory until the garbage collector runs, which may be long.
-        """
-        self.invocation.on_progress = self.invocation.on_metrics = self.invocation.capture = None
 
     async def run(self) -> None:
         """Store the start, output and end of the attempt. Raise JobStoreFailed if this fails while the gateway ends."""
@@ -150,7 +197,7 @@ class JobAttempt:
         try:
             await asyncio.wait([output], timeout=UNSTORED_S)
             if (outcome := self._ended()) is not None:
-                outcome = replace(outcome, metrics=self._metrics)
+                outcome = replace(outcome, metrics=self.reports.metrics)
                 self.stored.set_result(await self._store.record(new, self._as_sent(), outcome))
             elif output.done() and not self.invocation.worker:
                 self.stored.set_result(None)
@@ -174,7 +221,7 @@ class JobAttempt:
             return None
         error = output.exception()
         if error is None:
-            return _completed(output.result(), self._logs())
+            return _completed(output.result(), self.reports.lines)
         return self._failure(error, error.to_wire()) if isinstance(error, PilotflameError) else None
 
     def _as_sent(self) -> Job:
@@ -188,7 +235,7 @@ class JobAttempt:
         new = replace(new, wanted_id=self.job.id)
         if self.invocation.worker:
             self._fence = await self._store.start(new, self.invocation.worker) or 0
-            self._store_progress()
+            self.reports.begin(self._fence)
         else:
             await self._store.admit(new)
         self.stored.set_result(self.job)
@@ -203,7 +250,9 @@ class JobAttempt:
                 return
         except OutputInvalid as too_large:
             self.cancel(too_large)
-            await self._finish(JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self._logs()))
+            await self._finish(
+                JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self.reports.lines)
+            )
             return
         # `wait` is used because, unlike `await output`, it does not raise the exception of the future.
         await asyncio.wait([output])
@@ -214,48 +263,6 @@ class JobAttempt:
         else:
             await self._complete(output.result())
 
-    # -- progress
-
-    def _store_progress(self, progress: bytes | None = None) -> None:
-        """Store the latest report. While a report is being written, only the latest of the new reports is kept."""
-        self._progress = progress or self._progress
-        idle = self._progress_writer is None or self._progress_writer.done()
-        if self._fence and self._progress is not None and idle:
-            self._progress_writer = self._tasks.create_task(self._write_progress())
-
-    def _keep_metrics(self, metrics: bytes) -> None:
-        """Keep the latest report of metrics, which is stored with the result."""
-        self._metrics = metrics
-
-    async def _write_progress(self) -> None:
-        # A progress report may be lost. If the store is broken, this is reported when the result is stored.
-        with contextlib.suppress(Exception):
-            while (progress := self._progress) is not None:
-                self._progress = None
-                await self._store.set_progress(self.job.id, self._fence, progress)
-
-    # -- logs
-
-    def _tell_logs(self) -> None:
-        """Send the printed lines to the webhook, at most once in LOGS_EVERY_S."""
-        idle = self._logs_teller is None or self._logs_teller.done()
-        if self._tells_logs and self._fence and idle and not self.invocation.output.done():
-            self._logs_teller = self._tasks.create_task(self._send_logs())
-
-    async def _send_logs(self) -> None:
-        # A report may be lost. If the store is broken, this is reported when the result is stored.
-        with contextlib.suppress(Exception):
-            while await self._send_new_logs():
-                await asyncio.wait([self.invocation.output], timeout=LOGS_EVERY_S)
-
-    async def _send_new_logs(self) -> bool:
-        """Send the printed lines. Return False if nothing was printed since the last call, or the attempt has ended."""
-        logs = self._logs()
-        if not self._tells_logs or logs == self._told_logs:
-            return False
-        self._told_logs = logs
-        return await self._store.tell_logs(self.job.id, self._fence, logs)
-
     # -- what is stored
 
     async def _take(self) -> bool:
@@ -263,8 +270,7 @@ class JobAttempt:
         if not self._fence:
             fence = await self._retried(self._store.take, self.job.id, self.invocation.worker)
             self._fence = fence or 0
-            self._store_progress()
-            self._tell_logs()
+            self.reports.begin(self._fence)
         return bool(self._fence)
 
     async def _store_pieces(self) -> bool:
@@ -291,7 +297,7 @@ class JobAttempt:
     async def _complete(self, output: Output) -> None:
         if self.invocation.stream is not None:
             output = Output(await self._retried(self._aggregate), JSON_TYPE)
-        await self._finish(_completed(output, self._logs()))
+        await self._finish(_completed(output, self.reports.lines))
 
     async def _aggregate(self) -> bytes:
         """Return all pieces as one JSON list. It is empty if the output is too large or the handler wants no list."""
@@ -322,26 +328,26 @@ class JobAttempt:
         if isinstance(error, Cancelled):
             return JobOutcome(JobState.CANCELLED, error=wire)
         if isinstance(error, DeadlineExceeded):
-            return JobOutcome(JobState.TIMED_OUT, error=wire, logs=self._logs())
+            return JobOutcome(JobState.TIMED_OUT, error=wire, logs=self.reports.lines)
         if (
             isinstance(error, (RevisionRetired, GatewayError, WorkerDied, CallEnded))
             or not self.invocation.worker
         ):
             return None
-        return JobOutcome(JobState.FAILED, error=wire, logs=self._logs())
+        return JobOutcome(JobState.FAILED, error=wire, logs=self.reports.lines)
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
         # attempt that does not count. An attempt that counts is started first, which increments `attempts`.
         if (self._fence or counted) and await self._take():
-            failure = JobOutcome(JobState.FAILED, error=error, logs=self._logs())
+            failure = JobOutcome(JobState.FAILED, error=error, logs=self.reports.lines)
             requeue = partial(self._store.requeue, failure=failure, delay_s=delay_s, counted=counted)
             await self._retried(requeue, self.job.id, self._fence)
 
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
-            outcome = replace(outcome, metrics=self._metrics)
-            await self._retried(self._send_new_logs)
+            outcome = replace(outcome, metrics=self.reports.metrics)
+            await self._retried(self.reports.send_new_lines)
             await self._retried(self._store.finish, self.job.id, self._fence, outcome)
 
     async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -358,10 +364,6 @@ class JobAttempt:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STORE_RETRY_S):
                     await self._closing.wait()
-
-    def _logs(self) -> str:
-        """Return the lines that this job has printed, without lines of other invocations of the worker."""
-        return self.invocation.capture.text() if self.invocation.capture is not None else ""
 
 
 def _completed(output: Output, logs: str) -> JobOutcome:

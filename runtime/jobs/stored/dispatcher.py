@@ -226,7 +226,7 @@ class JobDispatcher:
         except Exception as error:  # noqa: BLE001
             attempt.log(f"could not be given up: {type(error).__name__}: {error}")
         finally:
-            attempt.release()
+            attempt.reports.release()
             del jobs.attempts[job_id]
             self._input_bytes -= len(attempt.job.input)
             jobs.ended.add(job_id)
