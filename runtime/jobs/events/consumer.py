@@ -24,7 +24,7 @@ import orjson
 
 from ....errors import BusFailed, PilotflameError
 from ....foreign_json import excess
-from ....snapshot.sources.access import ANY, Access
+from ....snapshot.sources.access import Access
 from ...ground.settings.event_source import EventSource
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.background import BackgroundTasks
@@ -47,39 +47,14 @@ MAX_BACKOFF_S = 900
 """The longest time for which a message whose job failed is hidden before its next delivery."""
 
 
-class Consumer:
-    """The consumer of one event source of one function. `log` writes a line to the function's log."""
+class ReceivedMessages:
+    """The messages in progress, each with its latest delivery, and their visibility timeouts."""
 
-    def __init__(
-        self,
-        settings: FunctionSettings,
-        source: EventSource,
-        jobs: Jobs,
-        queue: MessageQueue,
-        sink: Sink | None,
-        log: Callable[[str], None],
-        on_backlog: Callable[[int], None] = lambda _messages: None,
-        access: Access = ANY,
-    ) -> None:
-        """`access` is the rule with which `queue` and `sink` were opened. The consumer calls `on_backlog` with the number of messages that run or that it is about to receive."""
-        self.source, self.access = source, access
-        self._settings = settings
-        self._jobs = jobs
-        self._queue = queue
-        self._sink = sink
-        self._log = log
-        self._on_backlog = on_backlog
-        self._backlog: int | None = None
-        self._look_at_s = 0.0
-        self.ended: Counter[str] = Counter()
-        """The number of messages by outcome: completed, or left to the queue."""
-        self._messages: dict[str, Message] = {}
+    def __init__(self, queue: MessageQueue, lease_s: float, log: Callable[[str], None]) -> None:
+        """`lease_s` is the visibility timeout."""
+        self._queue, self._lease_s, self._log = queue, lease_s, log
+        self.latest: dict[str, Message] = {}
         """By message id, the latest delivery of each message that is in progress."""
-        self._news: dict[str, asyncio.Event] = {}
-        """By message id, an event that is set when the message's job changes or the consumer stops."""
-        self._running: set[asyncio.Task[bool]] = set()
-        self._last: dict[str, asyncio.Task[bool]] = {}
-        """By message group, the task of the latest message. The task is removed if a message of the group fails."""
         self._left: set[str] = set()
         """The ids of messages that are given back to the queue, whose tasks are about to end."""
         self._again: dict[str, Message] = {}
@@ -87,9 +62,90 @@ class Consumer:
         delivery has ended.
         """
         self._changed = asyncio.Event()
-        """Set when a message was added to or removed from `_messages`."""
+        """Set when a message was added to or removed from `latest`."""
         self._visibility = asyncio.Lock()
         """Held while visibility timeouts are changed."""
+
+    def add(self, message: Message) -> bool:
+        """Add a delivery. Return True if a new task must run it."""
+        if message.id in self._left:
+            self._again[message.id] = message
+            return False
+        running = message.id in self.latest
+        # If the timeout of a message was not renewed in time, the queue delivers it again. Then only the
+        # receipt of the latest delivery can be used to renew the timeout and to delete the message.
+        self.latest[message.id] = message
+        if not running:
+            self._changed.set()
+        return not running
+
+    def remove(self, message_id: str) -> Message | None:
+        """Remove a message whose task ends. Return a new delivery that has come since the message was given back."""
+        del self.latest[message_id]
+        self._left.discard(message_id)
+        self._changed.set()
+        return self._again.pop(message_id, None)
+
+    async def wait_change(self) -> None:
+        """Wait until a message is added or removed."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def extend(self) -> None:
+        """Renew the visibility timeouts of messages in progress, so that no other consumer receives them."""
+        while True:
+            while not self.latest:
+                await self.wait_change()
+            await asyncio.sleep(self._lease_s / EXTENSIONS)
+            try:
+                async with self._visibility:
+                    kept = [one for one in self.latest.values() if one.id not in self._left]
+                    failed = await self._queue.extend(kept)
+            except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
+                self._log(f"messages in flight could not be extended: {_text_of(error)}")
+            else:
+                for message_id in set(failed) & set(self.latest):
+                    self._log(f"message {message_id} could not be extended: it may be delivered again")
+
+    async def give_back(self, message: Message, delay_s: int) -> None:
+        """Let the queue deliver a message again after `delay_s`. Its task ends next."""
+        # From now on, a delivery counts as new: the queue may deliver the message again before it confirms the release.
+        self._left.add(message.id)
+        await self.release([self.latest[message.id]], delay_s)
+
+    async def release(self, messages: list[Message], delay_s: int) -> None:
+        try:
+            # The lock waits for a running renewal, which would hide the messages again if it ended after the release.
+            # BusFailed is ignored: the messages become visible when their timeout ends.
+            async with self._visibility:
+                with contextlib.suppress(BusFailed):
+                    await self._queue.release(messages, delay_s)
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
+            self._log(f"messages could not be released: {_text_of(error)}")
+
+
+class Consumer:
+    """The consumer of one event source of one function. `log` writes a line to the function's log."""
+
+    def __init__(
+        self, settings: FunctionSettings, source: EventSource, jobs: Jobs, queue: MessageQueue, sink: Sink | None,
+        log: Callable[[str], None], on_backlog: Callable[[int], None], access: Access,
+    ) -> None:  # fmt: skip
+        """`access` is the rule with which `queue` and `sink` were opened. The consumer calls `on_backlog` with the number of messages that run or that it is about to receive."""
+        self.source, self.access = source, access
+        self._settings, self._jobs = settings, jobs
+        self._queue, self._sink = queue, sink
+        self._log, self._on_backlog = log, on_backlog
+        self._backlog: int | None = None
+        self._look_at_s = 0.0
+        self.ended: Counter[str] = Counter()
+        """The number of messages by outcome: completed, or left to the queue."""
+        self._messages = ReceivedMessages(queue, source.lease_s, log)
+        self._news: dict[str, asyncio.Event] = {}
+        """By message id, an event that is set when the message's job changes or the consumer stops."""
+        self._running: set[asyncio.Task[bool]] = set()
+        self._last: dict[str, asyncio.Task[bool]] = {}
+        """By message group, the task of the latest message. The task is removed if a message of the group fails."""
         self._stopping = False
         self._state: Literal["connecting", "connected", "failing"] = "connecting"
         self._lag_s: float | None = None
@@ -102,7 +158,7 @@ class Consumer:
     def status(self) -> SourceStatus:
         """Return whether the queue can be reached, and how many messages were run."""
         return SourceStatus(
-            queue=self.source.address, state=self._state, in_flight=len(self._messages), lag_s=self._lag_s,
+            queue=self.source.address, state=self._state, in_flight=len(self._messages.latest), lag_s=self._lag_s,
             completed=self.ended["completed"], left=self.ended["left"], backlog=self._backlog,
             last_error=self._last_error, last_error_at=self._last_error_at,
         )  # fmt: skip
@@ -110,7 +166,7 @@ class Consumer:
     def start(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
         self._polling = tasks.keep(self._poll, name="source")
-        self._extending = tasks.keep(self._extend, name="source_visibility")
+        self._extending = tasks.keep(self._messages.extend, name="source_visibility")
 
     def update(self, settings: FunctionSettings) -> None:
         """Use the settings of a new revision for messages that are received from now on."""
@@ -129,8 +185,8 @@ class Consumer:
             await asyncio.wait(self._running, timeout=deadline_s)
         for task in (*self._running, self._extending):
             task.cancel()
-        if self._messages:
-            await self._release(list(self._messages.values()), 0)
+        if self._messages.latest:
+            await self._messages.release(list(self._messages.latest.values()), 0)
         try:
             await self._queue.close()
             if self._sink is not None:
@@ -144,8 +200,7 @@ class Consumer:
         retry_s = RETRY_S
         while True:
             while (room := self._room()) <= 0:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._messages.wait_change()
             try:
                 # The first request does not wait for messages, so that the status soon shows whether the queue answers.
                 messages = await self._queue.receive(room, wait=self._state == "connected")
@@ -181,7 +236,7 @@ class Consumer:
             self._look_at_s = now_s + BACKLOG_RETRY_S
             self._log(f"the number of waiting messages is not known: {error}")
             return
-        self._on_backlog(len(self._messages) + min(self._backlog, max(0, self._room())))
+        self._on_backlog(len(self._messages.latest) + min(self._backlog, max(0, self._room())))
 
     def _note_failure(self, text: str) -> None:
         # An error that repeats is logged only once.
@@ -191,50 +246,15 @@ class Consumer:
 
     def _room(self) -> int:
         most = self.source.concurrency or self._settings.scale.max * self._settings.concurrency
-        return most - len(self._messages)
+        return most - len(self._messages.latest)
 
     def _accept(self, message: Message) -> None:
-        if message.id in self._left:
-            self._again[message.id] = message
-            return
-        running = message.id in self._messages
-        # If the timeout of a message was not renewed in time, the queue delivers it again. Then only the
-        # receipt of the latest delivery can be used to renew the timeout and to delete the message.
-        self._messages[message.id] = message
-        if not running:
-            self._changed.set()
+        if self._messages.add(message):
             task = self._tasks.create_task(self._run(message, self._last.get(message.group)))
             if message.group:
                 self._last[message.group] = task
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-
-    async def _extend(self) -> None:
-        """Renew the visibility timeouts of messages in progress, so that no other consumer receives them."""
-        while True:
-            while not self._messages:
-                self._changed.clear()
-                await self._changed.wait()
-            await asyncio.sleep(self.source.lease_s / EXTENSIONS)
-            try:
-                async with self._visibility:
-                    kept = [one for one in self._messages.values() if one.id not in self._left]
-                    failed = await self._queue.extend(kept)
-            except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
-                self._log(f"messages in flight could not be extended: {_text_of(error)}")
-            else:
-                for message_id in set(failed) & set(self._messages):
-                    self._log(f"message {message_id} could not be extended: it may be delivered again")
-
-    async def _release(self, messages: list[Message], delay_s: int) -> None:
-        try:
-            # The lock waits for a running renewal, which would hide the messages again if it ended after the release.
-            # BusFailed is ignored: the messages become visible when their timeout ends.
-            async with self._visibility:
-                with contextlib.suppress(BusFailed):
-                    await self._queue.release(messages, delay_s)
-        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
-            self._log(f"messages could not be released: {_text_of(error)}")
 
     # -- one message
 
@@ -242,7 +262,7 @@ class Consumer:
         """Run a message. Return True if it was deleted. `before` is the task of the previous message in its group."""
         try:
             if before is not None and not await self._may_follow(before):
-                await self._give_back(message, 0)
+                await self._messages.give_back(message, 0)
                 return False
             return await self._run_job(message)
         except TimeoutError:
@@ -252,13 +272,10 @@ class Consumer:
         except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
-            del self._messages[message.id]
             self._news.pop(message.id, None)
-            self._left.discard(message.id)
             if self._last.get(message.group) is asyncio.current_task():
                 del self._last[message.group]
-            self._changed.set()
-            if (again := self._again.pop(message.id, None)) is not None:
+            if (again := self._messages.remove(message.id)) is not None:
                 self._accept(again)
         return False
 
@@ -267,13 +284,13 @@ class Consumer:
         if job.state is JobState.COMPLETED:
             if self._sink is not None:
                 await self._sink.put(message, job)
-            await self._queue.delete(self._messages[message.id])
+            await self._queue.delete(self._messages.latest[message.id])
             self.ended["completed"] += 1
             return True
         if self._stopping and job.state is JobState.CANCELLED:
             # The job did not run, so the message may be delivered to another consumer immediately.
             self._end_group(message)
-            await self._give_back(message, 0)
+            await self._messages.give_back(message, 0)
         else:
             why = f" ({job.error.get('message', '')})" if job.error else ""
             await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
@@ -294,12 +311,7 @@ class Consumer:
         self._log(f"message {message.id}: {why}")
         self.ended["left"] += 1
         backoff_s = min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
-        await self._give_back(message, backoff_s)
-
-    async def _give_back(self, message: Message, delay_s: int) -> None:
-        # From now on, a delivery counts as new: the queue may deliver the message again before it confirms the release.
-        self._left.add(message.id)
-        await self._release([self._messages[message.id]], delay_s)
+        await self._messages.give_back(message, backoff_s)
 
     async def _ended_job(self, message: Message) -> Job:
         """Submit the message's job, wait until it is final and return it.

@@ -22,6 +22,7 @@ from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.jobs.events.consumer import Consumer
 from pilotflame.runtime.jobs.events.message_queue import Message
 from pilotflame.runtime.plugins.sqs.settings import SqsSource
+from pilotflame.snapshot.sources.access import ANY
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -523,7 +524,9 @@ async def test_a_queue_that_does_not_tell_its_length_is_read_nevertheless() -> N
     source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/lengthless")
     settings = FunctionSettings(name="lengthless", concurrency=20)
     async with asyncio.timeout(20), BackgroundTasks() as tasks:
-        consumer = Consumer(settings, source, cast("Any", None), queue, None, logged.append, backlogs.append)
+        consumer = Consumer(
+            settings, source, cast("Any", None), queue, None, logged.append, backlogs.append, ANY
+        )  # fmt: skip
         consumer.start(tasks)
         await queue.asked.wait()
         assert (consumer.status().state, consumer.status().backlog, backlogs) == ("connected", None, [])
@@ -560,11 +563,13 @@ async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
     source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
     async with asyncio.timeout(20), BackgroundTasks() as tasks:
         # Jobs are missing, so submitting fails too.
-        consumer = Consumer(settings, source, cast("Any", None), broken, broken, logged.append)
+        consumer = Consumer(
+            settings, source, cast("Any", None), broken, broken, logged.append, lambda _backlog: None, ANY
+        )  # fmt: skip
         consumer.start(tasks)
         await broken.asked.wait()
         # Each line is logged by another task of this group.
-        while consumer._messages or len(logged) < 3:
+        while consumer._messages.latest or len(logged) < 3:
             await asyncio.sleep(0)
         await consumer.close(1.0)
     assert any(text.startswith("message one: Unexpected error (AttributeError)") for text in logged)
