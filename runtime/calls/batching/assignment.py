@@ -120,7 +120,7 @@ def assign(
 
 def _next_free(queue: Queue[T], ready: Iterable[W], now_s: float) -> tuple[W | None, float]:
     """Return the worker that is expected to be free first, and when. Unless a full batch waits, the worker is None."""
-    if queue.max_batch == 1 or len(queue) < queue.max_batch:
+    if queue.forecast.max_batch == 1 or len(queue) < queue.forecast.max_batch:
         return None, now_s
     full = [worker for worker in ready if worker.outstanding.load == worker.outstanding.slots]
     expected = [worker.outstanding.expected_at(now_s, queue.curve) for worker in full]

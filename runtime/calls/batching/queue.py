@@ -39,9 +39,7 @@ class Item(Waiting, Protocol):
     max_batch: int
     """The size of the largest batch it may run in; 0 for no limit."""
     first: bool
-    """True after a reservation has put it before the items of all priorities."""
-
-    def mark_first(self) -> None: ...
+    """True after a reservation has put it before the items of all priorities. The queue sets it."""
 
 
 T = TypeVar("T", bound=Item)
@@ -64,6 +62,46 @@ class Selection(Generic[T]):
     wait_until_s: float | None = None
 
 
+class Forecast:
+    """When the batches of a queue end, as earlier batches, their responses and later arrivals have shown."""
+
+    def __init__(self, curve: LatencyCurve, max_batch: int) -> None:
+        self.curve, self.max_batch = curve, max_batch
+        self.arrivals = ArrivalPattern()
+        self.response_s = 0.0
+        """The mean number of seconds from the end of a batch until all its callers have their responses."""
+
+    def finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
+        """Return when an item with `ahead` items before it is expected to end."""
+        # First a slot becomes free, then the full batches before the item run, and then its own batch. This uses the
+        # medians: with the 95th percentiles, many items that can end in time would be refused.
+        rounds, own = divmod(ahead, self.max_batch * slots.count)
+        start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
+        return start_s + self.curve.typical(min(self.max_batch, own + 1))
+
+    def drained_s(self, waiting: int, now_s: float, slots: Slots) -> float:
+        """Return when the batches of `waiting` items are expected to have ended."""
+        rounds = math.ceil(waiting / (self.max_batch * slots.count))
+        return max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
+
+    def wait_until(self, now_s: float, queued: int, earliest_deadline_s: float) -> float:
+        """Return the time until which the next batch waits for more items; `now_s` means not to wait."""
+        # The slack of the most urgent item, if its batch grows to twice the present size during the wait.
+        run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self.response_s
+        slack_s = earliest_deadline_s - now_s - run_s
+        return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self.arrivals)
+
+    def observe_batch(self, now_s: float, items: int, cost: float, seconds: float) -> None:
+        """Learn from a batch of `items` items that ended at `now_s`, after it ran for `seconds`."""
+        self.curve.observe(items, cost, seconds)
+        if self.max_batch > 1:
+            self.arrivals.observe_end(now_s, items, saving(self.curve))
+
+    def observe_response(self, seconds: float) -> None:
+        """Learn that all callers of a batch had their responses `seconds` after the batch ended."""
+        self.response_s += SMOOTHING * (seconds - self.response_s)
+
+
 class Queue(Generic[T]):
     """The invocations that wait for a worker of one revision."""
 
@@ -75,19 +113,16 @@ class Queue(Generic[T]):
         bodies that wait in all queues which share it.
         """
         self._room = room or SharedRoom(MAX_WAITING_BYTES)
-        self.curve = curve or LatencyCurve()
-        self.max_batch = max_batch
+        self.forecast = Forecast(curve or LatencyCurve(), max_batch)
+        self.curve = self.forecast.curve
         self.admitted = self.emptied = 0
         """The number of items that were admitted, and the number of times that the queue became empty."""
         self._max_queue, self._max_bytes = max_queue, max_bytes
         self._name = name
         self._waiting: FairQueue[T] = FairQueue()
-        self._arrivals = ArrivalPattern()
         self._reservations = Reservations()
         # The number of waiting items that a reservation has put first, and the total size of all waiting bodies.
         self._first = self._bytes = 0
-        # The mean number of seconds from the end of a batch until all its callers have their responses.
-        self._response_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -102,12 +137,8 @@ class Queue(Generic[T]):
         """Return how many items of the same tenant are served before a waiting item; None if it does not wait."""
         return self._waiting.own_ahead(item)
 
-    def configure(
-        self, *, max_batch: int | None = None, max_queue: int | None = None, max_bytes: int | None = None
-    ) -> None:
-        self.max_batch = max_batch or self.max_batch
-        self._max_queue = max_queue or self._max_queue
-        self._max_bytes = max_bytes or self._max_bytes
+    def configure(self, *, max_queue: int, max_bytes: int) -> None:
+        self._max_queue, self._max_bytes = max_queue, max_bytes
 
     # -- arrivals
 
@@ -124,15 +155,16 @@ class Queue(Generic[T]):
             message = f"{self._room.total >> 20} MiB of bodies wait in the queues of all functions."
             remedy = "Try again later, or send the addresses of objects instead."
             raise QueueFull(message, remedy=remedy, details={"retry_after_s": self._retry_s(now_s, slots)})
-        if self.max_batch > 1:
-            self._arrivals.observe_arrival(now_s)
+        if self.forecast.max_batch > 1:
+            self.forecast.arrivals.observe_arrival(now_s)
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
         if busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots):
-            item.mark_first()
+            item.first = True
         self.admitted += 1
-        self._add(item)
+        self.requeue(item)
 
-    def _add(self, item: T) -> None:
+    def requeue(self, item: T) -> None:
+        """Add an item that was admitted. Its deadline and the limits are not checked."""
         self._waiting.add(item, first=item.first)
         self._bytes += len(item.body)
         self._room.add(item.tenant, len(item.body))
@@ -163,25 +195,12 @@ class Queue(Generic[T]):
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
         """Return True if a reservation puts the item first. Raise Overloaded if the item would end too late."""
         reserved = self._reservations.use(item.tenant, item.body, now_s, item.timeout_s)
-        if reserved and self._finish_s(self._first, now_s, slots) <= item.deadline_s:
+        if reserved and self.forecast.finish_s(self._first, now_s, slots) <= item.deadline_s:
             return True
         ahead = self._waiting.ahead(item.tenant, item.priority)
-        if self._finish_s(ahead, now_s, slots) > item.deadline_s:
+        if self.forecast.finish_s(ahead, now_s, slots) > item.deadline_s:
             raise self.refusal(item, now_s, slots)
         return False
-
-    def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
-        """Return when an item with `ahead` items before it is expected to end."""
-        # First a slot becomes free, then the full batches before the item run, and then its own batch. This uses the
-        # medians: with the 95th percentiles, many items that can end in time would be refused.
-        rounds, own = divmod(ahead, self.max_batch * slots.count)
-        start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
-        return start_s + self.curve.typical(min(self.max_batch, own + 1))
-
-    def _drained_s(self, waiting: int, now_s: float, slots: Slots) -> float:
-        """Return when the batches of `waiting` items are expected to have ended."""
-        rounds = math.ceil(waiting / (self.max_batch * slots.count))
-        return max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
 
     def refusal(self, item: T, now_s: float, slots: Slots) -> Overloaded:
         """Return the error for an item that would miss its deadline, and add a reservation for its retry."""
@@ -198,11 +217,7 @@ class Queue(Generic[T]):
     def _retry_s(self, now_s: float, slots: Slots) -> float:
         """Return the seconds until all waiting items and open reservations are expected to have run."""
         waiting = len(self._waiting) + self._reservations.pending(now_s)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._drained_s(waiting, now_s, slots) - now_s))
-
-    def requeue(self, item: T) -> None:
-        """Add an item again that was sent to a worker. Its deadline and the limits are not checked."""
-        self._add(item)
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, self.forecast.drained_s(waiting, now_s, slots) - now_s))
 
     def remove(self, item: T) -> bool:
         """Remove an item. Return False if it is not in the queue."""
@@ -217,30 +232,25 @@ class Queue(Generic[T]):
         """Return the batch for a slot that is free at `start_s`, or the time until which to wait for more items."""
         if not len(self._waiting):
             return Selection()
-        if self.max_batch > 1 and (until_s := self._wait_until(start_s)) > start_s:
-            return Selection(wait_until_s=until_s)
+        if self.forecast.max_batch > 1:
+            earliest_s = self._waiting.earliest_deadline_s()
+            if (until_s := self.forecast.wait_until(start_s, len(self._waiting), earliest_s)) > start_s:
+                return Selection(wait_until_s=until_s)
         batch, refused = self._form(start_s)
         return Selection(batch, refused + self._remove_late(start_s))
 
-    def _wait_until(self, now_s: float) -> float:
-        queued = len(self._waiting)
-        # The slack of the most urgent item, if its batch grows to twice the present size during the wait.
-        run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self._response_s
-        slack_s = self._waiting.earliest_deadline_s() - now_s - run_s
-        return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)
-
     def _form(self, start_s: float) -> tuple[list[T], list[T]]:
         """Remove and return the next batch, and the items before it that would miss their deadlines."""
-        most, batch, late = self.max_batch, list[T](), list[T]()
+        most, batch, late = self.forecast.max_batch, list[T](), list[T]()
         while len(batch) < most and (item := self._waiting.pop(self.curve.mean_cost)) is not None:
             self._note_removed(item)
             if item.max_batch and len(batch) >= item.max_batch:
-                self._add(item)
-                self._refund(item)
+                self.requeue(item)
+                self.charge(item, 0.0)
                 break
             if self._late(item, start_s, len(self._waiting) + len(batch) + 1):
                 late.append(item)
-                self._refund(item)
+                self.charge(item, 0.0)
                 continue
             most = min(most, item.max_batch or most)
             batch.append(item)
@@ -255,10 +265,6 @@ class Queue(Generic[T]):
             removed += late
         return removed
 
-    def _refund(self, item: T) -> None:
-        """Undo the charge for an item that was removed from the queue and is not run now."""
-        self.charge(item, 0.0)
-
     def _late(self, item: T, start_s: float, batch: int) -> bool:
         """Return True if an item should be dropped early, as in Nexus (SOSP '19).
 
@@ -267,22 +273,10 @@ class Queue(Generic[T]):
         """
         if batch == 1 or item.patient or item.first:
             return False
-        run_s = self.curve.bound(min(batch, self.max_batch)) + self._response_s
+        run_s = self.curve.bound(min(batch, self.forecast.max_batch)) + self.forecast.response_s
         return start_s + run_s > item.deadline_s
 
-    # -- results
-
-    def observe_batch(self, now_s: float, items: int, cost: float, seconds: float) -> None:
-        """Learn from a batch of `items` items that ended at `now_s`, after it ran for `seconds`."""
-        self.curve.observe(items, cost, seconds)
-        if self.max_batch > 1:
-            self._arrivals.observe_end(now_s, items, saving(self.curve))
-
-    def observe_response(self, seconds: float) -> None:
-        """Learn that all callers of a batch had their responses `seconds` after the batch ended."""
-        self._response_s += SMOOTHING * (seconds - self._response_s)
-
     def charge(self, item: T, cost: float) -> None:
-        """Correct the charge of the item's tenant from the mean cost to `cost`, the real cost of the item."""
+        """Correct the charge of the item's tenant from the mean cost to `cost`, the real cost of the item; 0 if it did not run."""
         priority = FIRST if item.first else item.priority
         self._waiting.charge(item.tenant, priority, cost - self.curve.mean_cost)

@@ -62,9 +62,6 @@ class SimulatedAttempt:
         self.call, self.tenant, self.body, self.tries = call, call.tenant, call.body, call.tries
         self.timeout_s, self.deadline_s = call.timeout_s, call.at_s + call.timeout_s
 
-    def mark_first(self) -> None:
-        self.first = True
-
     def end(self, outcome: CallOutcome, now_s: float, retry_after_s: float | None = None) -> None:
         self.outcome, self.ended_s, self.retry_after_s = outcome, now_s, retry_after_s
 
@@ -268,5 +265,5 @@ class Simulator:
                 self._end(attempt, now_s, CallOutcome.ON_TIME)
             _, ended = worker.outstanding.remove(channel, now_s)
             if ended is not None and ended.seconds:
-                self.queue.observe_batch(now_s, *ended)
+                self.queue.forecast.observe_batch(now_s, *ended)
         self._dispatch(now_s)

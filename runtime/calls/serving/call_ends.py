@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ....errors import (
     ActivationTimeout,
@@ -79,26 +79,20 @@ def _details(repeatable: bool) -> dict[str, float]:
     return {"retry_after_s": RETRY_S} if repeatable else {}
 
 
-class _Taken(NamedTuple):
-    """The parts of the error message for a caller that gets no worker because of a limit."""
-
-    text: str
-    remedy: str
-
-
-def _all_taken(reached: ReachedLimit) -> _Taken:
+def _all_taken(reached: ReachedLimit) -> tuple[str, str]:
+    """Return the text and the remedy for a caller that gets no worker because of a limit."""
     workers = "1 worker" if reached.most == 1 else f"{reached.most} workers"
     if reached.name == "max_workers":
-        return _Taken(
+        return (
             f"The gateway may run {workers} (max_workers), and all are taken.",
             "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions.",
         )
     if reached.name == "gpus":
-        return _Taken(
+        return (
             f"The node's GPUs ({reached.most}) have no room for another worker, and none of theirs was idle.",
             "Try again later, lower resources.gpu_memory_mb or scale.max of functions, or add GPUs.",
         )
-    return _Taken(
+    return (
         f"The functions of its owner may have {workers} together, and all are taken.",
         "Try again later, lower scale.max of the owner's other functions, or deploy with a key that allows more workers.",
     )

@@ -285,7 +285,7 @@ class Dispatcher:
     def limit_batch(self) -> None:
         """Limit batches to the size that fits into the memory of every ready worker: any of them may get a batch."""
         limits = [replica.batch_limit for replica in self._replicas.ready if replica.batch_limit is not None]
-        self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
+        self.queue.forecast.max_batch = max(1, min([self._policy.max_batch, *limits]))
 
     def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: EndCause) -> None:
         """Queue the unstarted invocations of a dead worker again. Repeat or fail its started invocations."""

@@ -72,7 +72,7 @@ class Durations:
 
     def work_s(self, waiting: int) -> float | None:
         """Return the seconds that one worker would take for this number of waiting invocations; None if that is unknown."""
-        curve, most = self.curve, self._queue.max_batch
+        curve, most = self.curve, self._queue.forecast.max_batch
         if not curve.points:
             return None
         slots = [replica.outstanding.slots for replica in self._replicas.ready]
@@ -114,12 +114,12 @@ class Durations:
         if batch.seconds <= 0:
             return
         now_s = time.monotonic()
-        self._queue.observe_batch(now_s, *batch)
+        self._queue.forecast.observe_batch(now_s, *batch)
         # At the end of this iteration of the event loop, the responses of the whole batch have been sent.
-        if self._queue.max_batch > 1:
+        if self._queue.forecast.max_batch > 1:
             asyncio.get_running_loop().call_soon(self._note_responses, now_s)
 
     def _note_responses(self, ended_s: float) -> None:
         """Learn the time from the end of a batch to its last response."""
         # Twice: receiving the responses probably takes the callers as long as the loop took to send them.
-        self._queue.observe_response(2 * (time.monotonic() - ended_s))
+        self._queue.forecast.observe_response(2 * (time.monotonic() - ended_s))

@@ -242,10 +242,6 @@ class Invocation:
         """The hold time counts from `now_s`, because the invocation could not be sent before."""
         self.hold_until_s = now_s + self.hold_s
 
-    def mark_first(self) -> None:
-        """The caller had a reservation: it is served before the invocations of all priorities."""
-        self.first = True
-
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
         self.worker, self.batch_size = worker, batch_size
         waited = activation.ready_s > self.timeline.received_s

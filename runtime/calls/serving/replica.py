@@ -122,10 +122,6 @@ class WorkerStart:
         made_s = now_s - context["ago_s"]
         self._activation.mark_context(Transfer(made_s, made_s + context["took_s"]))
 
-    def note_failed(self) -> None:
-        self.failed = True
-        self.stop_timer()
-
     def stop_timer(self) -> None:
         """The worker is ready, or it ends: the time of the start is not limited any more."""
         self._timer.cancel()
@@ -152,7 +148,6 @@ class Parking:
         """The worker has parked, or does not have to any more."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def end(self, now_s: float) -> None:
         """The worker wakes or ends, if it was parked. If it has not begun to park yet, it does not park, and sends no PARKED."""
@@ -313,7 +308,8 @@ class Replica:
         elif kind == FrameKind.NEED:
             self._worker_events.on_need(self, str(head["name"]))
         elif kind == FrameKind.FAILED:
-            self.start.note_failed()
+            self.start.failed = True
+            self.start.stop_timer()
             self.child.kill_after(EXIT_TIMEOUT_S)
             self.state = ReplicaState.DRAINING
             self._worker_events.on_start_failed(PilotflameError.from_wire(head))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pilotflame.errors import Overloaded, QueueFull
 from pilotflame.runtime.calls.batching.latency_curve import LatencyCurve, Point
-from pilotflame.runtime.calls.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Queue, Slots
+from pilotflame.runtime.calls.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Forecast, Queue, Slots
 from pilotflame.runtime.ground.access.fair_share import SharedRoom
 
 BUSY_S = 0.01
@@ -27,9 +27,6 @@ class Item:
     max_batch: int = 0
     timeout_s: float = math.inf
     first: bool = False
-
-    def mark_first(self) -> None:
-        self.first = True
 
 
 def curve() -> LatencyCurve:
@@ -111,7 +108,7 @@ class Machine(RuleBasedStateMachine):
             for item in found.batch:
                 self.queue.charge(item, 1.0)
             self.now_s += 0.02
-            self.queue.observe_batch(self.now_s, len(found.batch), float(len(found.batch)), 0.02)
+            self.queue.forecast.observe_batch(self.now_s, len(found.batch), float(len(found.batch)), 0.02)
 
     @rule(seconds=st.floats(0, 0.3))
     def wait(self, seconds: float) -> None:
@@ -318,11 +315,11 @@ def test_an_item_whose_deadline_is_near_does_not_wait_for_a_larger_batch() -> No
     for rest_s in (9.0, 0.024):
         queue = queue_of(max_batch=2)
         for end_s in (100.0, 101.0, 102.0):
-            queue.observe_batch(end_s, 2, 2.0, 0.022)
+            queue.forecast.observe_batch(end_s, 2, 2.0, 0.022)
             for _ in range(2):
                 queue.admit(Item(), end_s + 0.005, Slots(1, end_s))
             queue.next_batch(end_s + 0.5)
-        queue.observe_batch(103.0, 2, 2.0, 0.022)
+        queue.forecast.observe_batch(103.0, 2, 2.0, 0.022)
         queue.admit(Item(deadline_s=103.001 + rest_s), 103.001, Slots(1, 103.0))
         starts_s.append(queue.next_batch(103.001).wait_until_s)
     assert starts_s[0] == pytest.approx(103.005, abs=0.002)
@@ -335,11 +332,11 @@ CURVE = LatencyCurve(Point(n, 0.02 + n * 0.001, 0.03 + n * 0.001) for n in (1, 2
 
 
 def finish_s(ahead: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    return Queue[Item]("f", max_batch=max_batch, max_queue=1, curve=curve)._finish_s(ahead, now_s, slots)
+    return Forecast(curve, max_batch).finish_s(ahead, now_s, slots)
 
 
 def drained_s(waiting: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    return Queue[Item]("f", max_batch=max_batch, max_queue=1, curve=curve)._drained_s(waiting, now_s, slots)
+    return Forecast(curve, max_batch).drained_s(waiting, now_s, slots)
 
 
 batches, slots_of = st.integers(1, 8), st.builds(Slots, st.integers(1, 8), st.floats(9, 11))

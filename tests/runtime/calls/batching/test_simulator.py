@@ -7,12 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.calls.batching.latency_curve import LatencyCurve
-from pilotflame.runtime.calls.batching.queue import Queue
+from pilotflame.runtime.calls.batching.queue import Forecast, Queue
 from pilotflame.runtime.calls.batching.simulator import (
     CallOutcome,
     DurationModel,
@@ -46,11 +47,19 @@ GPU, MID, CPU = affine(0.020, 0.0005), affine(0.010, 0.003), affine(0.004, 0.010
 CURVES = pytest.mark.parametrize("durations", [GPU, MID, CPU], ids=["gpu", "mid", "cpu"])
 
 
-class Greedy(Queue[SimulatedAttempt]):
-    """A queue that runs waiting calls at once: it never learns that waiting could pay."""
+class GreedyForecast(Forecast):
+    """A forecast that never learns that waiting could pay."""
 
-    def _wait_until(self, now_s: float) -> float:
+    def wait_until(self, now_s: float, queued: int, earliest_deadline_s: float) -> float:
         return now_s
+
+
+class Greedy(Queue[SimulatedAttempt]):
+    """A queue that runs waiting calls at once."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.forecast = GreedyForecast(self.curve, self.forecast.max_batch)
 
 
 def capacity(durations: DurationModel) -> float:

@@ -271,7 +271,7 @@ async def test_a_worker_that_has_not_started_is_expected_to_run_as_many_batches_
 async def test_the_time_to_respond_to_a_batch_is_learned(monkeypatch: pytest.MonkeyPatch):
     scene = Scene(worker := Scripted(), max_batch=2)
     seen: list[float] = []
-    monkeypatch.setattr(scene.dispatcher.queue, "observe_response", seen.append)
+    monkeypatch.setattr(scene.dispatcher.queue.forecast, "observe_response", seen.append)
     invocation = scene.submit("one")
     now_s = time.monotonic()
     timing = (0.0, 0.01, 1, 1.0)
