@@ -38,13 +38,8 @@ class Sources:
         """The consumers call `on_backlog` with a function and the number of its messages that run or that are about to
         be received. `plugins` are the kinds of sources that are on; None for all.
         """
-        self._plugins = plugins
-        self._jobs = jobs
-        self._tasks = tasks
-        self._log = log
-        self._drain_s = drain_s
-        self._on_backlog = on_backlog
-        self._identity = identity
+        self._plugins, self._identity, self._jobs, self._tasks = plugins, identity, jobs, tasks
+        self._log, self._on_backlog, self._drain_s = log, on_backlog, drain_s
         self._consumers: dict[str, list[Consumer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False

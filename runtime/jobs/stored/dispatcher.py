@@ -48,16 +48,10 @@ class JobDispatcher:
     """
 
     def __init__(
-        self,
-        store: JobStore,
-        live: Callable[[str], LiveFunction],
-        tasks: BackgroundTasks,
-        full: Callable[[str], bool] = lambda _owner: False,
-    ) -> None:
+        self, store: JobStore, live: Callable[[str], LiveFunction], tasks: BackgroundTasks, full: Callable[[str], bool]
+    ) -> None:  # fmt: skip
         """`full(owner)` returns True while no further result of the owner may be stored. Then the owner's jobs wait."""
-        self._store, self._full = store, full
-        self._live = live
-        self._tasks = tasks
+        self._store, self._live, self._tasks, self._full = store, live, tasks, full
         self._functions: dict[str, _FunctionJobs] = {}
         self._closing = asyncio.Event()
         self._runs: set[asyncio.Task[None]] = set()

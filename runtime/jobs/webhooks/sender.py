@@ -59,21 +59,14 @@ class WebhookSender:
     """Sends due deliveries in tasks of a task group. Call `wake` when a delivery may be due."""
 
     def __init__(
-        self,
-        outbox: Outbox,
-        key: SigningKey,
-        policy: AddressPolicy,
-        schedule: RetrySchedule | None = None,
-        *,
+        self, outbox: Outbox, key: SigningKey, policy: AddressPolicy, schedule: RetrySchedule | None = None, *,
         on_attempt: Callable[[str, str], None] = lambda _function, _outcome: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`key` is the gateway's key, from which the key of each function is derived.
 
         After each attempt, the sender calls `on_attempt` with the function and the outcome.
         """
-        self._outbox = outbox
-        self._key = key
-        self._policy = policy
+        self._outbox, self._key, self._policy = outbox, key, policy
         self._schedule = schedule or RetrySchedule()
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()

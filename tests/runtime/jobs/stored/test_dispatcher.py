@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,14 @@ async def final(store: JobStore, job: Job) -> Job:
     return found
 
 
+def dispatcher_of(
+    store: JobStore, revision: Echo, tasks: BackgroundTasks, full: Collection[str] = ()
+) -> JobDispatcher:
+    """A dispatcher of the jobs of one revision. The owners in `full` have no room for results."""
+    live: Any = SimpleNamespace(revision=revision, logs=LogChannel())
+    return JobDispatcher(store, lambda _name: live, tasks, full.__contains__)
+
+
 async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
     store, echo = SlowStore(database, keep_s=600.0), Echo()
     job, _ = await store.submit(JOB)
@@ -90,7 +99,7 @@ async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
 
     store.meanwhile = until_due
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogChannel()), tasks)
+        dispatcher = dispatcher_of(store, echo, tasks)
         dispatcher.wake("tone")
         assert (await final(store, job)).state is JobState.COMPLETED
         dispatcher.stop()
@@ -114,7 +123,7 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
 
     store.meanwhile = second_read_is_slow
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogChannel()), tasks)
+        dispatcher = dispatcher_of(store, echo, tasks)
         dispatcher.wake("tone")
         await final(store, first)
         second, _ = await store.submit(JOB)
@@ -130,9 +139,7 @@ async def test_a_submitted_job_is_not_read_again(database: Database):
     store = SlowStore(database, keep_s=600.0)
     jobs = [(await store.submit(JOB))[0].id for _ in range(6)]
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(
-            store, lambda _: SimpleNamespace(revision=waiting, logs=LogChannel()), tasks
-        )
+        dispatcher = dispatcher_of(store, waiting, tasks)
         dispatcher.wake("tone")
         async with asyncio.timeout(LIMIT_S):
             while len(waiting.submitted) < 6:
@@ -168,9 +175,7 @@ async def test_accepted_jobs_of_an_owner_without_room_for_results_wait(
     greedy = [(await store.submit(replace(JOB, owner="greedy")))[0] for _ in range(3)]
     other, _ = await store.submit(replace(JOB, owner="other"))
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(
-            store, lambda _: SimpleNamespace(revision=echo, logs=LogChannel()), tasks, full=full.__contains__
-        )
+        dispatcher = dispatcher_of(store, echo, tasks, full)
         dispatcher.wake("tone")
         await final(store, other)
         assert echo.ran == [other.id]
