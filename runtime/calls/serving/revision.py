@@ -38,6 +38,9 @@ class CallWatcher(Protocol):
     def look(self, arriving: int = 0) -> None:
         """The present invocations may need more or fewer workers. `arriving` invocations are not queued yet."""
 
+    def look_soon(self) -> None:
+        """An invocation waits, for which no further worker is needed yet."""
+
     def on_refused(self) -> None:
         """A caller was refused, because it could not wait for the start of a worker."""
 
@@ -45,7 +48,9 @@ class CallWatcher(Protocol):
         """An invocation has ended that had arrived until `Revision.follows_until_s`."""
 
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
-        """A worker got room, and waiting invocations were sent. `waiting` is True if some invocations still wait."""
+        """A worker got room, and waiting invocations were sent. `waiting` is True if more than `Revision.enough_queued`
+        still wait.
+        """
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         """Return the error of an invocation, with the cause added if the worker could not know the cause."""
@@ -72,8 +77,8 @@ class Revision(CallEvents):
         """True if no further invocation is accepted. Accepted invocations still run."""
         self.observe: Callable[[Invocation], None] | None = None
         """Called with each invocation before it is sent or queued."""
-        self.enough = -1.0
-        """While at most this number of invocations run, an arrival causes no look. The watcher sets the number."""
+        self.enough = self.enough_queued = -1.0
+        """While at most these numbers of invocations run and wait, an arrival causes no look. The watcher sets the numbers."""
         self.follows_until_s = -math.inf
         """The watcher gets `on_followed` for each invocation that has arrived until this time. It sets the time."""
         self.peak = 0
@@ -128,13 +133,17 @@ class Revision(CallEvents):
                 self._watcher.on_refused()
             raise
         in_flight = replicas.in_flight
+        queued = 0 if sent else len(self.dispatcher.queue)
         # If there are `max` workers already, a longer queue changes nothing.
-        if in_flight > self.enough or not (sent or replicas.has(self.policy.scale.max)):
+        may_lack = not (sent or replicas.has(self.policy.scale.max))
+        if in_flight > self.enough or (may_lack and queued > self.enough_queued):
             self._watcher.look()
-        else:
-            self.peak = max(self.peak, in_flight)
-            if not sent:
-                self._load.note_queued(arrived_s, len(self.dispatcher.queue))
+            return
+        self.peak = max(self.peak, in_flight)
+        if not sent:
+            self._load.note_queued(arrived_s, queued)
+        if may_lack:
+            self._watcher.look_soon()
 
     def _begin(self, invocation: Invocation) -> None:
         if self.observe is not None:
@@ -198,7 +207,7 @@ class Revision(CallEvents):
         if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
-        self._watcher.on_room(replica, waiting=waiting > 0)
+        self._watcher.on_room(replica, waiting=waiting > max(0.0, self.enough_queued))
 
     def on_returned(self, invocation: Invocation) -> None:
         self.dispatcher.requeue(invocation)

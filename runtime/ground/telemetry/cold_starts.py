@@ -25,7 +25,7 @@ class ColdPhase(TypedDict):
 class ColdStart(TypedDict):
     """An invocation that waited for the start of a worker, with all its phases in their order.
 
-    The phases sum to `total_ms`. `cold_start_ms` is the wait for the worker, without the handler's own time.
+    The phases sum to `total_ms`. `cold_start_ms` is the wait for the worker: the first four phases.
     """
 
     at: float

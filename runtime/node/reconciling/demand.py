@@ -68,7 +68,7 @@ class Demand:
         if (work_s := self._dispatcher.durations.work_s(queued)) is None:
             return None
         started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
-        load = Load(work_s, wake_s, started_s, 0.0, lasting)
+        load = Load(work_s, wake_s, started_s, 0.0, lasting, self._dispatcher.durations.work_s(1) or 0.0)
         if queued and (stuck := self._dispatcher.late.stuck()):
             return load._replace(stuck=stuck)
         return load

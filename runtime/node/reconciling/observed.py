@@ -18,7 +18,7 @@ from ..scaling.claims import RevisionClaim, WorkerTier
 from ..scaling.desired_state import desired
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
-from ..scaling.load import NEAR_LIMIT, sufficient_load
+from ..scaling.load import NEAR_LIMIT, sufficient_load, sufficient_queue
 from ..scaling.revision_state import Phase, RevisionState
 from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
@@ -39,6 +39,8 @@ PREDICTED_S = 1.0
 URGENT = ("refused", "warmup")
 # The drain of a revision has no limit of its own, so it must not depend on the last event alone: this often, it is looked at.
 DRAIN_LOOK_S = 10.0
+# While calls wait for which there are enough workers, the next look comes this time after the last one.
+LOOK_EVERY_S = 0.005
 
 
 class ObservedRevision:
@@ -50,6 +52,8 @@ class ObservedRevision:
         self.row, self.seen = Row(0, 0), Seen(0, 0, 0, 0)
         self.stand = Stand()
         """The stand of the keep-alive plan at the last look."""
+        self.looked_s = -math.inf
+        """When the row was made."""
         self.quiet_s = QUIET_S
         """After this time without calls, the row may change, or an idle period begins."""
 
@@ -57,6 +61,7 @@ class ObservedRevision:
 
     def update_row(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Observe the revision, keep and return its row and the observations. `arriving` invocations are about to be queued."""
+        self.looked_s = now_s
         spec, function = self._scale_spec(), self._one.function
         hold = function.prewarms.holds.at(now_s)
         seen = self.seen = self.demand.see(spec, now_s, arriving)
@@ -67,7 +72,9 @@ class ObservedRevision:
         self.quiet_s = min(QUIET_S, spec.scale_to_zero_s, spec.park_after_s)
         # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
         looks_first = function.ladder.idle or seen.parked
-        self._one.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
+        calls = self._one.revision
+        calls.enough = -1.0 if looks_first else sufficient_load(spec, seen)
+        calls.enough_queued = -1.0 if looks_first else sufficient_queue(spec, seen)
         return self.row, seen
 
     def desired(self) -> Row:
@@ -232,6 +239,11 @@ class CallReports(CallWatcher):
 
     def look(self, arriving: int = 0) -> None:
         self._one.node.reconciler.look(self._one, arriving)
+
+    def look_soon(self) -> None:
+        # No event reports that the call before it is late.
+        at_s = self._one.observed.looked_s + LOOK_EVERY_S
+        self._one.node.reconciler.look_by(self._one.key, at_s)
 
     def on_refused(self) -> None:
         # The caller was refused. Start a worker nevertheless, for the caller's retry.

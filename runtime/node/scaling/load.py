@@ -94,6 +94,21 @@ def sufficient_load(spec: ScaleSpec, seen: Seen) -> float:
     return math.inf if lasting else near
 
 
+def sufficient_queue(spec: ScaleSpec, seen: Seen) -> float:
+    """Return the largest number of waiting invocations for which the need stays as it is without a look; -1 if each one needs
+    a look.
+    """
+    load = seen.load
+    if load is None or not load.each_s or load.stuck:
+        return -1.0
+    need = max(1, needed(spec, seen))
+    if need + spec.buffer > seen.awake or _by_share(spec, load.lasting) > need:
+        return -1.0
+    # As in `_by_work`: more work than this would need another worker.
+    work_s = need * load.delay_s + seen.ready * load.wake_s + load.started_s
+    return math.floor(work_s / load.each_s)
+
+
 def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
     """Yield the proposals of the load, of its recent past and of the owner."""
     if seen.calls:

@@ -25,6 +25,8 @@ class Load(NamedTuple):
     """The number of ready workers whose calls are late, so that the ends of these calls are unpredictable."""
     lasting: float
     """The lasting load: a number of running and waiting invocations (recent_load.py)."""
+    each_s: float = 0.0
+    """The most that one more waiting invocation adds to `work_s`; 0 if that is unknown."""
 
     @property
     def delay_s(self) -> float:

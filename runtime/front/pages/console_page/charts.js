@@ -174,7 +174,7 @@ export class Sparkline {
   }
 }
 
-// The phases of cold starts, in their order. In a cold start `queue` ends when a worker is asked for.
+// The phases of a call that waited for a worker, in their order: the first four are its cold start. `queue` ends when a worker is asked for.
 export const PHASES = ["queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond"];
 export const PHASE_TEXTS = {
   queue: "until a worker is asked for",

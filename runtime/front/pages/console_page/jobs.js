@@ -14,7 +14,7 @@ const COLUMNS = [
 const OPEN = ["IN_QUEUE", "IN_PROGRESS"];
 const BROKEN = ["FAILED", "TIMED_OUT"];
 
-export function jobsPanel(name, may) {
+export function jobsPanel(name) {
   const base = `/v1/functions/${encodeURIComponent(name)}/jobs`;
   const counts = element("p", { class: "note" });
   const cancel = (id) => ask({

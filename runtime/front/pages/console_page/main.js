@@ -25,6 +25,7 @@ const PLACES = [
   ["#/log", "Gateway log", () => fleet.may("admin")],
 ];
 
+// A view has: node, title, update() for each line of the gateway, and end(). With accepts(hash), it also shows other addresses.
 function viewOf(hash) {
   const [place, name, part, item] = hash.replace(/^#\/?/, "").split("/").map(decode);
   if (place === "functions" && name) return () => new FunctionView(fleet, name, part || "activity", item);

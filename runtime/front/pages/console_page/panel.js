@@ -1,4 +1,4 @@
-// A panel of rows that are read again every few seconds while it is shown, and when the function's counts change.
+// A panel of rows that are read again every few seconds while it is shown, and when the counts change that `watch` reads.
 
 import { explained } from "./dialog.js";
 import { classes, element, reconcile, setText } from "./dom.js";
@@ -7,7 +7,8 @@ import { get } from "./gateway.js";
 const EVERY_S = 3;
 
 export class Panel {
-  // `keyOf` names a row. `make` returns the node and an update for it: {node, update(item)}.
+  // `keyOf` names a row. `make` returns the node and an update for it: {node, update(item)}. An `every_s` of 0 reads the rows again
+  // only after a change of what `watch` returns for the value that `update` gets. The heading is an h2, below the view's own.
   constructor({ title, intro = null, path, table, keyOf, make, items, empty, every_s = EVERY_S, watch = () => null }) {
     Object.assign(this, { path, keyOf, make, items, every_s, watch, body: table.body });
     this.state = element("p", { class: "note", role: "status" }, "Loading…");
@@ -51,7 +52,7 @@ export class Panel {
     reconcile(this.body, found, this.keyOf, this.make, (child, item) => child.update(item));
   }
 
-  // `row` is the function's row as the gateway has sent it: what it counts may have changed the panel, too.
+  // `row` is what the gateway has sent, such as the function's row: what it counts may have changed the panel, too.
   update(row) {
     const seen = row && this.watch(row);
     if (this.seen !== undefined && seen !== this.seen) this.load();

@@ -596,6 +596,13 @@ async def test_axe_finds_nothing(deploy, gateway: Gateway, visit: Visit, width: 
             await expect(page.get_by_text("Loading…")).to_have_count(0)
         found = await Axe().run(page)
         assert found.violations_count == 0, (place, found.generate_report())
+    # The places that the navigation lists.
+    listed = page.locator("#places a:not([hidden])[href^='#/']")
+    for place in await listed.evaluate_all("links => links.map(link => link.hash)"):
+        await page.goto(f"{gateway.url}/console{place}")
+        await expect(page.get_by_text("Loading…")).to_have_count(0)
+        found = await Axe().run(page)
+        assert found.violations_count == 0, (place, found.generate_report())
         # Nothing is cut: only tables and the log may be scrolled sideways, each by itself.
         assert await page.evaluate("document.documentElement.scrollWidth") <= width, place
     await page.get_by_role("button", name="Restart…").click()

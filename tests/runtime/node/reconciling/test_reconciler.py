@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from live import LIMIT_S, TRUSTED, Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.node.reconciling.observed import LOOK_EVERY_S
 from pilotflame.runtime.node.reconciling.reconciler import Reconciler
 from pilotflame.runtime.node.scaling.claims import Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
 from pilotflame.runtime.node.scaling.seen import Seen
@@ -209,6 +210,16 @@ async def test_a_cold_start_of_one_worker_needs_two_looks_until_its_answer(state
             before = await looks(gateway)
             assert (await function.call()).headers["x-cold-start"] == "true"
             assert await looks(gateway) - before <= 2
+
+
+async def test_calls_for_which_the_workers_suffice_cause_no_look_each(state: Path):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event", {"scale.idle_timeout_s": 60})
+        # Then the durations are known.
+        await asyncio.gather(*(function.call() for _ in range(50)))
+        before, began_s = await looks(gateway), time.monotonic()
+        await asyncio.gather(*(function.call() for _ in range(300)))
+        assert await looks(gateway) - before <= (time.monotonic() - began_s) / LOOK_EVERY_S + 20
 
 
 async def looks(gateway: Gateway) -> float:

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
 from pilotflame.runtime.node.scaling.desired_state import desired
-from pilotflame.runtime.node.scaling.load import STUCK_WEIGHT, sufficient_load, wanted
+from pilotflame.runtime.node.scaling.load import (
+    STUCK_WEIGHT,
+    needed,
+    sufficient_load,
+    sufficient_queue,
+    wanted,
+)
 from pilotflame.runtime.node.scaling.recent_need import Peak
 from pilotflame.runtime.node.scaling.revision_state import NOTHING_WRONG, Phase, RevisionState
 from pilotflame.runtime.node.scaling.seen import TARGET_S, Load, Seen
@@ -233,6 +239,53 @@ def test_none_starts_for_what_has_ended_before_it_is_awake(
         assert have in (spec.max, math.ceil(queued / spec.concurrency)) or left_s / have <= max(
             wake_s, TARGET_S
         ) * (1 + 1e-9)
+
+
+@given(
+    specs(),
+    st.integers(0, 50),
+    st.integers(0, 200),
+    st.integers(0, 8),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.floats(0.0001, 5),
+    st.floats(0.001, 20),
+    st.floats(0, 8),
+)
+def test_a_sufficient_queue_needs_no_further_worker(
+    spec: ScaleSpec,
+    queued: int,
+    more: int,
+    in_flight: int,
+    starting: int,
+    ready: int,
+    each_s: float,
+    wake_s: float,
+    lasting: float,
+) -> None:
+    load = Load(queued * each_s, wake_s, starting * wake_s / 2, stuck=0.0, lasting=lasting, each_s=each_s)
+    seen = Seen(queued, in_flight=in_flight, starting=starting, ready=ready, load=load)
+    # The owner's minimum is no part of the load.
+    spec = replace(spec, min=0)
+    if (most := sufficient_queue(spec, seen)) < 0:
+        return
+    assert not decide(spec, seen, NOW_S).start
+    longer = min(more, int(most))
+    later = replace(seen, queued=longer, load=load._replace(work_s=longer * each_s))
+    assert needed(spec, later) <= max(1, needed(spec, seen))
+    assert not decide(spec, later, NOW_S).start
+
+
+def test_each_call_that_waits_needs_a_look_if_workers_are_stuck_missing_or_unpredictable() -> None:
+    spec, load = ScaleSpec(max=4), Load(0.001, 0.01, started_s=0.0, stuck=0.0, lasting=0.0, each_s=0.001)
+    seen = Seen(queued=1, in_flight=1, starting=0, ready=1, load=load)
+    assert sufficient_queue(spec, seen) == 110
+    assert sufficient_queue(spec, replace(seen, load=None)) == -1
+    assert sufficient_queue(spec, replace(seen, load=load._replace(stuck=1.0))) == -1
+    assert sufficient_queue(spec, replace(seen, load=load._replace(lasting=3.0))) == -1
+    assert sufficient_queue(spec, replace(seen, ready=0)) == -1
+    # A long call: already the first one that waits needs another worker.
+    assert sufficient_queue(spec, replace(seen, load=load._replace(each_s=8.0))) == 0
 
 
 def test_a_worker_whose_call_does_not_end_does_not_count() -> None:
