@@ -19,7 +19,7 @@ from pilotflame.snapshot.named import Snapshots
 from pilotflame.snapshot.restoring.device import buffers, slab
 from pilotflame.snapshot.restoring.device.device import find_device
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
-from pilotflame.snapshot.restoring.device.upload import checksum, random_factors
+from pilotflame.snapshot.restoring.device.slab_copies import checksum, random_factors
 from pilotflame.snapshot.restoring.inner_tensors import tensors_with_bytes
 from safetensors.torch import save_file
 from torch import nn
@@ -304,7 +304,7 @@ def test_a_module_that_is_parked_without_checksums_is_kept_whole(stored: tuple[P
         net.layers[3].weight.data.mul_(2)
     right = answer(net, snapshots)
     (_, upload_), *_ = snapshots[""]._uploads
-    assert upload_.sums == {}
+    assert upload_.copies.sums == {}
     for _ in range(2):
         snapshots.park()
         snapshots.unpark()
