@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...errors import SnapshotError
+from ...errors import snapshot_errors_about
 from ..fetching.arrival import Arrival
 from .mapping import Mapping
 from .touch import Extent, Touched
@@ -64,11 +64,11 @@ class Unlanded:
         return self._arrival.has(*self._arrival.chunks.covering(*extent))
 
     def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        with _about(self._subject):
+        with snapshot_errors_about(self._subject):
             self._arrival.wait(*self._arrival.chunks.covering(*extent), timeout_s)
 
     def wait_for_all(self, timeout_s: float | None) -> None:
-        with _about(self._subject):
+        with snapshot_errors_about(self._subject):
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
 
@@ -88,25 +88,17 @@ class Uncopied:
         return self._upload.has(*extent[1:])
 
     def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        with _about(self._subject):
+        with snapshot_errors_about(self._subject):
             self._upload.precede(*extent[1:], self._left_s(timeout_s))
 
     def wait_for_all(self, timeout_s: float | None) -> None:
-        with _about(self._subject):
+        with snapshot_errors_about(self._subject):
             self._upload.wait(self._left_s(timeout_s))
 
     def _left_s(self, timeout_s: float | None) -> float | None:
         if timeout_s is not None or self._deadline_s is None:
             return timeout_s
         return max(0.0, self._deadline_s - time.monotonic())
-
-
-@contextmanager
-def _about(subject: str) -> Iterator[None]:
-    try:
-        yield
-    except SnapshotError as error:
-        raise error.about(subject) from error.__cause__
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -466,7 +466,7 @@ def test_slices_of_any_dimension_are_those_of_the_whole_tensor(
 def opened(root: Path, manifest: Manifest, net: nn.Module, device: str) -> Snapshot:
     snapshot = Snapshot(root, manifest)
     snapshot.restore(net, device=device)
-    snapshot.blank()
+    snapshot.modules.blank()
     snapshot.open()
     return snapshot
 
@@ -502,7 +502,7 @@ def test_auto_is_an_error_if_the_function_has_gpus_and_torch_finds_none(
     root, manifest = save(stored(Net()))
     snapshot = Snapshot(root, manifest, gpus=2)
     snapshot.restore(skeleton(), device="auto")
-    for call in (snapshot.blank, snapshot.open):
+    for call in (snapshot.modules.blank, snapshot.open):
         with pytest.raises(
             SnapshotError, match=r'resources\.gpus is 2, but torch finds no CUDA device for "auto"'
         ):
