@@ -24,10 +24,11 @@ from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
 from .flock import Hold
-from .pull import Nodes, Pull
+from .pull import Pull
 from .related import Related
 from .stored import Stored
 from .tier import Tier
+from .tier_fetch import Nodes, TierFetch
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class Lease:
     @property
     def hold(self) -> Hold:
         """The object that protects the files from eviction for as long as it is referenced."""
-        hold = self._hold and (self._pull.at.hold if self._pull is not None else self._hold)
+        hold = self._hold and (self._pull.at.lock.hold if self._pull is not None else self._hold)
         if hold is None:
             raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
         return hold
@@ -192,7 +193,7 @@ class Cache:
                 lease.start_copy(() if copied else disks)
                 return lease
         pull = self._pull(digest, manifest, source, related)
-        lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
+        lease = Lease(pull.files, manifest, pull.arrival, pull.lock.hold, pull)
         if progress is not None:
             pull.arrival.report(progress)
 
@@ -201,7 +202,7 @@ class Cache:
 
         def elsewhere(full: Pull) -> Pull:
             others = Cache([tier for tier in self.tiers if tier is not full.tier], self._nodes)
-            return others._pull(digest, manifest, source, related, before=full)
+            return others._pull(digest, manifest, source, related, before=full.fetch)
 
         pull.start(copy, elsewhere if len(self.tiers) > 1 else None)
         # The thread of the pull fetches the shards meanwhile.
@@ -221,13 +222,20 @@ class Cache:
         return [disk for disk in self.tiers if disk.kind == "disk"] if tier.kind == "tmpfs" else ()
 
     def _pull(
-        self, digest: str, manifest: Manifest, source: Source, related: Related, *, before: Pull | None = None
+        self,
+        digest: str,
+        manifest: Manifest,
+        source: Source,
+        related: Related,
+        *,
+        before: TierFetch | None = None,
     ) -> Pull:
         refusals = []
         # Try first the tiers into which a process fetches the snapshot, then the tiers that hold a part of its chunks.
         for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
-                return Pull(tier, digest, manifest, source, related, before=before, nodes=self._nodes)
+                fetch = TierFetch(tier, digest, manifest, source, related, before=before, nodes=self._nodes)
+                return Pull(fetch)
             except CacheError as error:
                 refusals.append(error)
         size_bytes = manifest.needed_bytes + manifest.assets_bytes
