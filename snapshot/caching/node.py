@@ -88,7 +88,7 @@ def _tiers(folder: Path, budgets: Budgets, *, in_memory: bool) -> list[Tier]:
 def _disk_tier(folder: Path, budgets: Budgets) -> Tier:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Bytes that the cache itself uses count as available. Otherwise its budget would shrink as it fills.
-    could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").used_bytes()
+    could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").space.used_bytes()
     return Tier(folder, budgets.disk_bytes(could_give_bytes), "disk")
 
 

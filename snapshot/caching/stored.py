@@ -91,6 +91,21 @@ def read_stored(folder: Path) -> Stored:
     )
 
 
+def list_stored(root: Path) -> list[Stored]:
+    """Return the snapshots in folder `root`, complete or not, with the least recently used first."""
+    try:
+        folders = [Path(entry) for entry in os.scandir(root)]
+    except (FileNotFoundError, PermissionError):
+        return []
+    found = []
+    for folder in folders:
+        # Another process may evict the snapshot meanwhile.
+        with suppress(FileNotFoundError):
+            if (folder / "files").is_dir():
+                found.append(read_stored(folder))
+    return sorted(found, key=lambda stored: stored.used_s)
+
+
 def is_published(folder: Path) -> bool:
     """Return True if the snapshot in `folder` is published, and so complete."""
     return (folder / "files" / MANIFEST_NAME).is_file()

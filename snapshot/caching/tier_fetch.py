@@ -116,7 +116,7 @@ class TierFetch:
             try:
                 self.stats = self._bring(targets, until_published)
             finally:
-                self.tier.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
+                self.tier.space.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
 
     def _bring(self, targets: Sequence[ShardTarget], until_published: ExitStack) -> FetchStats:
         """Copy chunks from related snapshots. Meanwhile, take the other chunks from other nodes, or fetch them."""
@@ -142,7 +142,7 @@ class TierFetch:
     def _fetch(self, targets: Sequence[ShardTarget], left_out: Container[int] = ()) -> FetchStats:
         return fetch(
             self.manifest, self._source, targets, self.arrival, cancelled=self.cancelled,
-            count_received=self.tier.counts.add_received, left_out=left_out,
+            count_received=self.tier.space.counts.add_received, left_out=left_out,
         )  # fmt: skip
 
     @cached_property
@@ -152,7 +152,7 @@ class TierFetch:
     def _target(self, name: str, opened: ExitStack) -> ShardTarget:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
-        memory = self.tier.spares.map_pages(descriptor) if self.tier.kind == "tmpfs" else None
+        memory = self.tier.space.spares.map_pages(descriptor) if self.tier.kind == "tmpfs" else None
         fresh = memory is None and self._makes_huge_pages
         if fresh and (size_bytes := os.fstat(descriptor).st_size):
             memory = memoryview(mmap(descriptor, size_bytes))
