@@ -115,7 +115,9 @@ class Lease:
             # Protect the files until the copy belongs to this lease, even if the lease is closed meanwhile.
             _held = self.hold
             # The copy is a fetch from this tier's folder. So it can be resumed, is verified, and is published last.
-            copy = Cache(tiers).copy(self.described(), self.root)
+            # Reuse no chunks of related snapshots: they may be on the disk, but these files are in memory.
+            source = FolderSource(self.root)
+            copy = Cache(tiers).open(self.described(), source, tee=False, reuse=False)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:
@@ -148,6 +150,7 @@ class Cache:
         *,
         progress: Progress | None = None,
         tee: bool = True,
+        reuse: bool = True,
         assets: Path | None = None,
     ) -> Lease:
         """Return a lease of the snapshot as soon as its files can be mapped. Its bytes may still be arriving.
@@ -157,27 +160,10 @@ class Cache:
         all cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a disk tier, unless a disk
         tier has it.
 
-        Chunks that another snapshot of the manifest's realm has in a tier are copied from that snapshot instead of
-        being fetched. Assets are copied from folder `assets` if it has them. Raises CacheError if no tier has room, and
-        SourceError or SnapshotCorrupt if an asset cannot be fetched.
+        If `reuse` is True, chunks that another snapshot of the manifest's realm has in a tier are copied from that
+        snapshot instead of being fetched. Assets are copied from folder `assets` if it has them. Raises CacheError if no
+        tier has room, and SourceError or SnapshotCorrupt if an asset cannot be fetched.
         """
-        return self._open(manifest, source, Related(self.tiers), progress, tee=tee, assets=assets)
-
-    def copy(self, manifest: Manifest, folder: Path) -> Lease:
-        """Copy the snapshot, which is complete in `folder` of another cache. Return its lease. Raises CacheError."""
-        # Do not look for chunks in related snapshots here: they may be on the disk, but `folder` is in memory.
-        return self._open(manifest, FolderSource(folder), Related(), None, tee=False)
-
-    def _open(
-        self,
-        manifest: Manifest,
-        source: Source,
-        related: Related,
-        progress: Progress | None,
-        *,
-        tee: bool,
-        assets: Path | None = None,
-    ) -> Lease:
         digest = manifest.digest
         for tier in self.tiers:
             hold = tier.ready(digest, manifest)
@@ -192,6 +178,7 @@ class Cache:
                 copied = any(disk.ready(digest, manifest) for disk in disks)
                 lease.start_copy(() if copied else disks)
                 return lease
+        related = Related(self.tiers if reuse else ())
         pull = self._pull(digest, manifest, source, related)
         lease = Lease(pull.files, manifest, pull.arrival, pull.lock.hold, pull)
         if progress is not None:
