@@ -42,10 +42,10 @@ class Awaited(Protocol):
 
     def has(self, extent: Extent) -> bool: ...
 
-    def wait(self, extent: Extent, timeout_s: float | None) -> None:
+    def wait(self, extent: Extent) -> None:
         """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
 
-    def wait_for_all(self, timeout_s: float | None) -> None:
+    def wait_for_all(self) -> None:
         """Block until every thread can use all bytes. Raises the error of the fetch."""
 
 
@@ -63,20 +63,20 @@ class Unlanded:
     def has(self, extent: Extent) -> bool:
         return self._arrival.has(*self._arrival.chunks.covering(*extent))
 
-    def wait(self, extent: Extent, timeout_s: float | None) -> None:
+    def wait(self, extent: Extent) -> None:
         with snapshot_errors_about(self._subject):
-            self._arrival.wait(*self._arrival.chunks.covering(*extent), timeout_s)
+            self._arrival.wait(*self._arrival.chunks.covering(*extent))
 
-    def wait_for_all(self, timeout_s: float | None) -> None:
+    def wait_for_all(self) -> None:
         with snapshot_errors_about(self._subject):
-            self._arrival.wait(0, self._arrival.count - 1, timeout_s)
+            self._arrival.wait(0, self._arrival.count - 1)
 
 
 class Uncopied:
     """A slab with bytes that are not on their device yet. Errors begin with `subject`, which names the snapshot."""
 
     def __init__(self, upload: DeviceUpload, subject: str = "", deadline_s: float | None = None) -> None:
-        """Waits without a timeout of their own end at `deadline_s`, in monotonic seconds."""
+        """All waits end at `deadline_s`, in monotonic seconds."""
         self.extents = Touched([upload.slab]).extents
         self._upload, self._subject, self._deadline_s = upload, subject, deadline_s
 
@@ -87,35 +87,32 @@ class Uncopied:
     def has(self, extent: Extent) -> bool:
         return self._upload.has(*extent[1:])
 
-    def wait(self, extent: Extent, timeout_s: float | None) -> None:
+    def wait(self, extent: Extent) -> None:
         with snapshot_errors_about(self._subject):
-            self._upload.precede(*extent[1:], self._left_s(timeout_s))
+            self._upload.precede(*extent[1:], self._left_s())
 
-    def wait_for_all(self, timeout_s: float | None) -> None:
+    def wait_for_all(self) -> None:
         with snapshot_errors_about(self._subject):
-            self._upload.wait(self._left_s(timeout_s))
+            self._upload.wait(self._left_s())
 
-    def _left_s(self, timeout_s: float | None) -> float | None:
-        if timeout_s is not None or self._deadline_s is None:
-            return timeout_s
-        return max(0.0, self._deadline_s - time.monotonic())
+    def _left_s(self) -> float | None:
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context for operations on weights that still arrive: `with Gate(Unlanded(mapping, arrival)): model(x)`.
 
     An operation in it raises the error of the fetch if the fetch failed, or SourceUnavailable if the operation's
-    tensors do not arrive within `timeout_s`, by default until the deadline of the arrival. Once all bytes have arrived,
+    tensors do not arrive until the deadline of the arrival. Once all bytes have arrived,
     no gate is needed.
     """
 
-    def __init__(self, *awaited: Awaited, timeout_s: float | None = None) -> None:
+    def __init__(self, *awaited: Awaited) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The thread that entered the gate, or 0 while the gate waits: if the wait itself starts a thread, that start
         # must not wait for the bytes (see `_start`).
         self.thread = 0
         self._awaited = awaited
-        self._timeout_s = timeout_s
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -162,14 +159,14 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for extent in one.extents(func, args, kwargs):
                     if not one.has(extent):
                         with self._waiting():
-                            one.wait(extent, self._timeout_s)
+                            one.wait(extent)
 
     def wait_for_all(self) -> None:
         """Block until all bytes are there."""
         for one in self._awaited:
             if not one.complete:
                 with self._waiting():
-                    one.wait_for_all(self._timeout_s)
+                    one.wait_for_all()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
