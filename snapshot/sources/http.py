@@ -208,14 +208,13 @@ class WebSource(ABC):
 class HttpSource(WebSource):
     """The objects below `http(s)://host/prefix` on a web server. The query of `url` is appended to their URLs.
 
-    Every request has `headers`, and the user and password of `url`. If a redirect leads to another server, that server
+    Every request has the headers of `secrets`, and the user and password of `url`. If a redirect leads to another server, that server
     does not get them. Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(
         self,
         url: str,
-        headers: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
         secrets: Mapping[str, str] | None = None,
         access: Access = ANY,
@@ -229,7 +228,7 @@ class HttpSource(WebSource):
         base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
         super().__init__(base, ssl_context, access)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
-        self._headers = {**_own_headers(WEB.variables(secrets, access)), **(headers or {})}
+        self._headers = _own_headers(WEB.variables(secrets, access))
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
