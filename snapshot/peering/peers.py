@@ -56,16 +56,12 @@ class Peers:
         self._served_chunks, self._peer_list, self._token = served_chunks, peer_list, token
         self._on_refused = on_refused
         self._lock = threading.Lock()
-        self._taken_bytes = 0
-
-    @property
-    def taken_bytes(self) -> int:
+        self.taken_bytes = 0
         """The bytes of all chunks that other nodes have given."""
-        return self._taken_bytes
 
     def count(self, taken_bytes: int) -> None:
         with self._lock:
-            self._taken_bytes += taken_bytes
+            self.taken_bytes += taken_bytes
 
     @contextmanager
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
