@@ -118,15 +118,11 @@ class DeviceUpload:
             if not event.done():
                 event.precede()
 
-    def end(self, timeout_s: float | None) -> bool:
-        """Wait until no thread submits copies or frees memory any more. Return False if the fetch or a copy has failed.
-
-        Raises SourceUnavailable after `timeout_s`.
-        """
+    def end(self, timeout_s: float | None) -> None:
+        """Wait until no thread submits copies or frees memory any more. Raises SourceUnavailable after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, timeout_s):
                 raise self._late(timeout_s)
-        return all(event is not None for event in self._events)
 
     def _late(self, timeout_s: float | None) -> SourceUnavailable:
         return SourceUnavailable(

@@ -317,7 +317,8 @@ def test_the_arrival_keeps_no_upload_when_all_has_landed(source: tuple[Net, Sour
         # An error that comes after the last landing does not concern the upload.
         found.arrival.fail(FetchFailed("The bucket burnt down."))
         uploaded.wait(WAIT_S)
-        assert uploaded.end(WAIT_S)
+        uploaded.end(WAIT_S)
+        assert uploaded.complete
         gone = weakref.ref(uploaded)
         del uploaded
         join_uploads()
@@ -367,7 +368,8 @@ def test_an_upload_ends_although_the_device_cannot_give_memory_back(
 
     monkeypatch.setattr(device, "release", release)
     uploaded = converting(device, vectors)
-    assert uploaded.end(2)
+    uploaded.end(2)
+    assert uploaded.complete
 
 
 def test_nothing_is_pinned_or_freed_after_wait_has_returned(
