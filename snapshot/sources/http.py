@@ -44,7 +44,7 @@ from .response import (
     refusal,
     unavailable,
 )
-from .retries import Retries
+from .retries import Retries, retried
 from .source import ObjectInfo, name_fault
 from .tls import system_trust
 from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB
@@ -117,13 +117,8 @@ class WebSource(ABC):
         """See Source. Retries temporary failures. Sends a request only if the info is not known yet."""
         if (info := self.infos.get(name)) is not None:
             return info
-        retries = Retries()
         with self._borrowed() as connection:
-            while True:
-                try:
-                    return connection.stat(name)
-                except SourceUnavailable as error:
-                    retries.wait(error)
+            return retried(lambda: connection.stat(name))
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """See Source. Retries temporary failures. Raises after ATTEMPTS failures in a row."""
@@ -164,13 +159,8 @@ class WebSource(ABC):
 
         Raises SourceError if the document has more than `most` bytes.
         """
-        retries = Retries()
         with self._borrowed() as connection:
-            while True:
-                try:
-                    return connection.document(location, most)
-                except SourceUnavailable as error:
-                    retries.wait(error)
+            return retried(lambda: connection.document(location, most))
 
     def connect(self) -> HttpConnection:
         return HttpConnection(self, self._wire())
