@@ -105,11 +105,10 @@ class Mapping:
             if self.arrival is not None:
                 os.close(descriptor)
 
-    def read_ahead(self) -> ReadAhead | None:
-        """Start threads that read all shards from the disk. Return None if the shards are in memory already."""
-        if in_memory(self.manifest, self.flats):
-            return None
-        return ReadAhead(self.root, self.manifest, keep=self.flats)
+    def read_ahead(self) -> None:
+        """Start threads that read all shards from the disk, unless the shards are in memory already."""
+        if not in_memory(self.manifest, self.flats):
+            ReadAhead(self.root, self.manifest, keep=self.flats)
 
 
 class _Memory(mmap.mmap):
