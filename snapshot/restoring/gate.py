@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -31,29 +31,12 @@ if TYPE_CHECKING:
     from .device.upload import DeviceUpload
 
 
-class Awaited(Protocol):
-    """Regions of memory with bytes that have not arrived yet."""
-
-    @property
-    def complete(self) -> bool: ...
-
-    def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
-        """Yield the bytes of the regions that operation `func` reads or writes."""
-
-    def has(self, extent: Extent) -> bool: ...
-
-    def wait(self, extent: Extent) -> None:
-        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
-
-    def wait_for_all(self) -> None:
-        """Block until every thread can use all bytes. Raises the error of the fetch."""
-
-
 class Unlanded:
     """A mapping with bytes that have not arrived yet. Errors begin with `subject`, which names the snapshot."""
 
     def __init__(self, mapping: Mapping, arrival: Arrival, subject: str = "") -> None:
         self.extents = Touched(mapping.flats).extents
+        """Yields the bytes of the mapping that an operation reads or writes."""
         self._arrival, self._subject = arrival, subject
 
     @property
@@ -64,10 +47,12 @@ class Unlanded:
         return self._arrival.has(*self._arrival.chunks.covering(*extent))
 
     def wait(self, extent: Extent) -> None:
+        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
         with snapshot_errors_about(self._subject):
             self._arrival.wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
+        """Block until every thread can use all bytes. Raises the error of the fetch."""
         with snapshot_errors_about(self._subject):
             self._arrival.wait(0, self._arrival.count - 1)
 
@@ -78,6 +63,7 @@ class Uncopied:
     def __init__(self, upload: DeviceUpload, subject: str = "", deadline_s: float | None = None) -> None:
         """All waits end at `deadline_s`, in monotonic seconds."""
         self.extents = Touched([upload.slab]).extents
+        """Yields the bytes of the slab that an operation reads or writes."""
         self._upload, self._subject, self._deadline_s = upload, subject, deadline_s
 
     @property
@@ -88,15 +74,21 @@ class Uncopied:
         return self._upload.has(*extent[1:])
 
     def wait(self, extent: Extent) -> None:
+        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
         with snapshot_errors_about(self._subject):
             self._upload.precede(*extent[1:], self._left_s())
 
     def wait_for_all(self) -> None:
+        """Block until every thread can use all bytes. Raises the error of the fetch."""
         with snapshot_errors_about(self._subject):
             self._upload.wait(self._left_s())
 
     def _left_s(self) -> float | None:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+
+Awaited = Unlanded | Uncopied
+"""Regions of memory with bytes that have not arrived yet."""
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
