@@ -255,11 +255,7 @@ class Snapshot:
 
     def gate(self) -> AbstractContextManager[Any]:
         """Return a context in which each torch operation of this thread waits for the bytes of its tensors."""
-        if not (awaited := self.awaited()):
-            return nullcontext()
-        from .restoring.gate import Gate  # noqa: PLC0415
-
-        return Gate(*awaited)
+        return gate_of(self.awaited())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`.
@@ -334,6 +330,15 @@ class _SnapshotFiles:
             "versions": None if self.compared is None else self.compared.versions,
             "assets": None if self._assets is None else str(self._assets),
         }  # fmt: skip
+
+
+def gate_of(awaited: Sequence[Awaited]) -> AbstractContextManager[Any]:
+    """Return a context in which each torch operation of this thread waits for these bytes."""
+    if not awaited:
+        return nullcontext()
+    from .restoring.gate import Gate  # noqa: PLC0415
+
+    return Gate(*awaited)
 
 
 def folder_of(root: Path) -> Path:

@@ -7,7 +7,7 @@ name is "". Its handler receives this snapshot as `context.snapshot`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NoSuchSnapshot
 from .adapters import Adapters
 from .extras import needs
-from .handle import Snapshot
+from .handle import Snapshot, gate_of
 
 if TYPE_CHECKING:
     import torch
@@ -151,15 +151,9 @@ class Snapshots:
 
     def gate(self) -> AbstractContextManager[Any]:
         """Return a context in which each torch operation of this thread waits for the bytes of its tensors."""
-        if not self._arriving:
-            return nullcontext()
-        self._arriving = [one for one in self._arriving if one.arriving]
-        awaited = [found for one in self._arriving for found in one.awaited()]
-        if not awaited:
-            return nullcontext()
-        from .restoring.gate import Gate  # noqa: PLC0415
-
-        return Gate(*awaited)
+        if self._arriving:
+            self._arriving = [one for one in self._arriving if one.arriving]
+        return gate_of([found for one in self._arriving for found in one.awaited()])
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all bytes. Raises the error of the first fetch that fails, or what else `Snapshot.wait` raises."""
