@@ -37,7 +37,7 @@ class Unlanded:
     def __init__(self, mapping: Mapping, arrival: Arrival, subject: str = "") -> None:
         self.extents = Touched(mapping.flats).extents
         """Yields the bytes of the mapping that an operation reads or writes."""
-        self._arrival, self._subject = arrival, subject
+        self._arrival, self.subject = arrival, subject
 
     @property
     def complete(self) -> bool:
@@ -48,13 +48,11 @@ class Unlanded:
 
     def wait(self, extent: Extent) -> None:
         """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
-        with snapshot_errors_about(self._subject):
-            self._arrival.wait(*self._arrival.chunks.covering(*extent))
+        self._arrival.wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
         """Block until every thread can use all bytes. Raises the error of the fetch."""
-        with snapshot_errors_about(self._subject):
-            self._arrival.wait(0, self._arrival.count - 1)
+        self._arrival.wait(0, self._arrival.count - 1)
 
 
 class Uncopied:
@@ -64,7 +62,7 @@ class Uncopied:
         """All waits end at `deadline_s`, in monotonic seconds."""
         self.extents = Touched([upload.slab]).extents
         """Yields the bytes of the slab that an operation reads or writes."""
-        self._upload, self._subject, self._deadline_s = upload, subject, deadline_s
+        self._upload, self.subject, self._deadline_s = upload, subject, deadline_s
 
     @property
     def complete(self) -> bool:
@@ -75,13 +73,11 @@ class Uncopied:
 
     def wait(self, extent: Extent) -> None:
         """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
-        with snapshot_errors_about(self._subject):
-            self._upload.precede(*extent[1:], self._left_s())
+        self._upload.precede(*extent[1:], self._left_s())
 
     def wait_for_all(self) -> None:
         """Block until every thread can use all bytes. Raises the error of the fetch."""
-        with snapshot_errors_about(self._subject):
-            self._upload.wait(self._left_s())
+        self._upload.wait(self._left_s())
 
     def _left_s(self) -> float | None:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
@@ -150,14 +146,14 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not one.complete:
                 for extent in one.extents(func, args, kwargs):
                     if not one.has(extent):
-                        with self._waiting():
+                        with self._waiting(), snapshot_errors_about(one.subject):
                             one.wait(extent)
 
     def wait_for_all(self) -> None:
         """Block until all bytes are there."""
         for one in self._awaited:
             if not one.complete:
-                with self._waiting():
+                with self._waiting(), snapshot_errors_about(one.subject):
                     one.wait_for_all()
 
     @contextmanager
