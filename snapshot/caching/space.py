@@ -1,9 +1,20 @@
-"""Knows how the bytes of a tier are used, and deletes snapshots and spare files to make room."""
+"""Knows how the bytes of a tier are used, and deletes snapshots and spare files to make room.
+
+Spare files are files of snapshots that were evicted from a tmpfs. Their memory pages are used again. Writing to existing
+pages is faster than allocating new pages, above all through a mapping whose page tables are filled
+(docs/snapshot-choices.md). A spare that is used again still contains bytes of another snapshot, so nothing may use a
+byte of it before the chunk of that byte is verified.
+
+A file becomes a spare only after its snapshot's folder was locked exclusively and renamed. By then no process
+maps the file any more.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,35 +24,112 @@ from uuid import uuid4
 from ...errors import CacheError, StorageFull
 from ..format.manifest import MANIFEST_NAME
 from .flock import lock_folder
-from .spare import Spares
-from .stored import PART, Stored, TierCounts, is_mounted, list_stored, read_stored
+from .stored import PART, Stored, allocated_bytes, is_mounted, list_stored, read_stored
 
 TierKind = Literal["tmpfs", "disk"]
 LEAST_SPARE_BYTES = 64 << 10
+
+
+class Spares:
+    """The spare files in `folder`. Lock the tier before calling any method except `map_pages`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mapped: dict[tuple[int, int], memoryview] = {}
+
+    def files(self) -> list[tuple[int, Path]]:
+        """Return the size and path of every spare, with the largest first."""
+        try:
+            found = [(entry.stat().st_size, Path(entry)) for entry in os.scandir(self._folder)]
+        except FileNotFoundError:
+            return []
+        return sorted(found, reverse=True)
+
+    def total_bytes(self) -> int:
+        return sum(size_bytes for size_bytes, _ in self.files())
+
+    def put(self, file: Path) -> None:
+        """Move `file` to the spares. No process may have the file open or mapped."""
+        self._folder.mkdir(exist_ok=True)
+        file.replace(self._folder / uuid4().hex)
+
+    def take(self, size_bytes: int, path: Path, mark: Path) -> None:
+        """Move a spare, if there is one, to `path`: the smallest that is large enough, or else the largest.
+
+        First create the file `mark`, which records that `path` may hold another snapshot's bytes.
+        """
+        files = self.files()
+        if files and size_bytes:
+            mark.touch()
+            enough = [spare for found_bytes, spare in files if found_bytes >= size_bytes]
+            (enough[-1] if enough else files[0][1]).replace(path)
+
+    def trim(self, limit_bytes: int) -> None:
+        """Delete spares, with the smallest first, until the remaining spares have at most `limit_bytes` in total."""
+        files = self.files()
+        left_bytes = sum(size_bytes for size_bytes, _ in files)
+        while files and left_bytes > limit_bytes:
+            size_bytes, path = files.pop()
+            left_bytes -= size_bytes
+            self._mapped.pop(_key(path.stat()), None)
+            path.unlink()
+
+    def map_ahead(self) -> None:
+        """Map all spares now, so that the next fetch in this process need not wait for the mapping."""
+        for _, path in self.files():
+            with path.open("r+b") as stream:
+                if (memory := self.map_pages(stream.fileno())) is not None:
+                    self._mapped[_key(os.fstat(stream.fileno()))] = memory
+
+    def map_pages(self, descriptor: int) -> memoryview | None:
+        """Map the open file as shared memory, and fill the page tables. Return None if it is empty or has holes."""
+        # Do not map a file with holes: if the tmpfs is full, writing to a hole through a mapping would kill the process
+        # (SIGBUS), while pwrite only fails with ENOSPC.
+        status = os.fstat(descriptor)
+        memory = self._mapped.pop(_key(status), None)
+        if not 0 < status.st_size <= allocated_bytes(status):
+            return None
+        if memory is not None and len(memory) == status.st_size:
+            return memory
+        return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+
+
+class TierCounts:
+    """Counts the bytes that this process brought into a tier, verified there and evicted. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.received_bytes = 0
+        self.verified_bytes = 0
+        self.evicted_bytes = 0
+
+    def add(self, *, received: int = 0, verified: int = 0, evicted: int = 0) -> None:
+        """Count further bytes."""
+        with self._lock:
+            self.received_bytes += received
+            self.verified_bytes += verified
+            self.evicted_bytes += evicted
 
 
 class TierSpace:
     """The space of a tier. For the arguments see `Tier`. Lock the tier before calling any method except `used_bytes`."""
 
     def __init__(self, root: Path, budget_bytes: int, kind: TierKind, spare_bytes: int) -> None:
-        self._root, self._budget_bytes = root, budget_bytes
+        self._root, self._snapshots, self._budget_bytes = root, root / "snapshots", budget_bytes
         self._kind, self._spare_bytes = kind, spare_bytes
         self.spares = Spares(root / "spare")
         self.counts = TierCounts()
 
     def used_bytes(self) -> int:
         """Return the size of all spare files and snapshots, including those that are being fetched."""
-        return (
-            sum(stored.size_bytes for stored in list_stored(self._root / "snapshots"))
-            + self.spares.total_bytes()
-        )
+        return sum(one.size_bytes for one in list_stored(self._snapshots)) + self.spares.total_bytes()
 
     def free(self, digest: str, size_bytes: int) -> None:
         """Evict other snapshots until this one fits. Raises CacheError, without evicting any, if it cannot fit."""
         if size_bytes > self._budget_bytes:
             fault = f"{self._root} takes {self._budget_bytes} bytes, the snapshot has {size_bytes}."
             raise CacheError(fault, remedy="Give the tier a larger budget.")
-        stored = list_stored(self._root / "snapshots")
+        stored = list_stored(self._snapshots)
         own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
         others = [item for item in stored if item.digest != digest]
         over_bytes = sum(item.size_bytes for item in others) + size_bytes - self._budget_bytes
@@ -83,7 +171,7 @@ class TierSpace:
 
     def _delete(self, folder: Path) -> None:
         # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
-        self.counts.add_evicted(read_stored(folder).allocated_bytes)
+        self.counts.add(evicted=read_stored(folder).allocated_bytes)
         gone = self._root / "trash" / uuid4().hex
         gone.parent.mkdir(exist_ok=True)
         if mounted := is_mounted(folder):
@@ -107,7 +195,11 @@ class TierSpace:
         """
         if not self.spares.files():
             return
-        stored = list_stored(self._root / "snapshots")
+        stored = list_stored(self._snapshots)
         used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
         left_bytes = min(self._budget_bytes - used_bytes, self._available_bytes(stored))
         self.spares.trim(max(0, min(self._spare_bytes, left_bytes)))
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

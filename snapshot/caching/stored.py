@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,28 +47,6 @@ class Stored:
     def outstanding_bytes(self) -> int:
         """How many bytes the file system must still allocate until the snapshot is complete."""
         return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
-
-
-class TierCounts:
-    """Counts the bytes that this process brought into a tier, verified there and evicted. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.received_bytes = 0
-        self.verified_bytes = 0
-        self.evicted_bytes = 0
-
-    def add_received(self, count: int) -> None:
-        with self._lock:
-            self.received_bytes += count
-
-    def add_verified(self, count: int) -> None:
-        with self._lock:
-            self.verified_bytes += count
-
-    def add_evicted(self, count: int) -> None:
-        with self._lock:
-            self.evicted_bytes += count
 
 
 def allocated_bytes(status: os.stat_result) -> int:

@@ -116,7 +116,7 @@ class TierFetch:
             try:
                 self.stats = self._bring(targets, until_published)
             finally:
-                self.tier.space.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
+                self.tier.space.counts.add(verified=self.arrival.landed_bytes - landed_bytes)
 
     def _bring(self, targets: Sequence[ShardTarget], until_published: ExitStack) -> FetchStats:
         """Copy chunks from related snapshots. Meanwhile, take the other chunks from other nodes, or fetch them."""
@@ -140,9 +140,10 @@ class TierFetch:
         return until_published.enter_context(joined).take(targets, left_out, self.cancelled)
 
     def _fetch(self, targets: Sequence[ShardTarget], left_out: Container[int] = ()) -> FetchStats:
+        counts = self.tier.space.counts
         return fetch(
             self.manifest, self._source, targets, self.arrival, cancelled=self.cancelled,
-            count_received=self.tier.space.counts.add_received, left_out=left_out,
+            count_received=lambda count: counts.add(received=count), left_out=left_out,
         )  # fmt: skip
 
     @cached_property

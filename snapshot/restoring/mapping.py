@@ -120,7 +120,7 @@ class _Memory(mmap.mmap):
 class _Veil:
     """Shows readers of a mapped shard the chunks that have landed, and zeros in place of missing chunks.
 
-    The file of a shard may still have bytes of another snapshot (see `caching.spare`). So until a chunk has landed,
+    The file of a shard may still have bytes of another snapshot (see `caching.space`). So until a chunk has landed,
     pages of zeros are mapped over its bytes. A reader that does not wait sees zeros, never bytes of other weights. To
     show a chunk takes one call of mmap, a few microseconds.
     """
