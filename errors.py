@@ -98,7 +98,8 @@ Every error has a `code`, which never changes and is for programs, a `message`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 # Details that only those who may see a function's code get. They are kept in `private`.
@@ -213,6 +214,15 @@ class HandlerSetupError(HandlerError, code="handler_setup_failed", status=500): 
 
 
 class SnapshotError(PilotflameError, code="snapshot_error", status=422): ...
+
+
+@contextmanager
+def snapshot_errors_about(subject: str) -> Iterator[None]:
+    """Let the message of a SnapshotError that the block raises begin with `subject`, which may be empty."""
+    try:
+        yield
+    except SnapshotError as error:
+        raise error.about(subject) from error.__cause__
 
 
 class ManifestError(SnapshotError, code="manifest_invalid"): ...

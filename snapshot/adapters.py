@@ -18,6 +18,8 @@ class Adapters:
 
     def __init__(self, snapshots: Iterable[Snapshot] = ()) -> None:
         self._named = {one.name.removeprefix(ADAPTERS): one for one in snapshots}
+        self.compare = any(one.compares for one in self._named.values())
+        """True if `check` can find other bytes."""
         self._locks = {name: Lock() for name in self._named}
         self._opened = set[str]()
         self.fetch: Fetch | None = None
@@ -55,21 +57,17 @@ class Adapters:
         return found
 
     def _open(self, one: Snapshot) -> None:
-        within_s = self.fetch(one.name) if one.fetched and self.fetch is not None else None
-        one.open()
-        if within_s is not None:
-            one.limit(time.monotonic() + within_s)
+        by_s = None
+        if one.fetched and self.fetch is not None:
+            within_s = self.fetch(one.name)
+            by_s = time.monotonic() + within_s
+        one.open(by_s)
         one.wait()
 
     def check(self) -> None:
         """Raise SnapshotChanged if an adapter that is open may not have the bytes of its manifest any more."""
         for name in tuple(self._opened):
             self._named[name].check()
-
-    @property
-    def compare(self) -> bool:
-        """True if `check` can find other bytes."""
-        return any(one.compares for one in self._named.values())
 
     def __repr__(self) -> str:
         return f"Adapters({list(self._named)!r})"

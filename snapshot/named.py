@@ -7,7 +7,7 @@ name is "". Its handler receives this snapshot as `context.snapshot`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NoSuchSnapshot
 from .adapters import Adapters
 from .extras import needs
-from .handle import Snapshot
+from .handle import Snapshot, gate_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,8 @@ class Snapshots:
     def __init__(self, snapshots: Iterable[Snapshot], adapters: Adapters | None = None) -> None:
         self.adapters = adapters if adapters is not None else Adapters()
         self._named = {one.name: one for one in snapshots}
+        self.compare = self.adapters.compare or any(one.compares for one in self._named.values())
+        """True if `check` can find other bytes: a snapshot or an adapter is in a folder of this machine."""
         # The snapshots with bytes that are not fetched or copied yet. Each call of `gate` removes complete snapshots.
         self._arriving: list[Snapshot] = []
 
@@ -48,9 +50,6 @@ class Snapshots:
 
     def __len__(self) -> int:
         return len(self._named)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._named
 
     @property
     def only(self) -> Snapshot | None:
@@ -88,30 +87,25 @@ class Snapshots:
             for name, one in self._named.items()
         }
         for name, plan in make_plans(module, supplies, cast=cast, device=device).items():
-            self._named[name].apply(plan)
+            self._named[name].modules.apply(plan)
 
     # -- for workers
 
     def blank(self) -> None:
-        """Set the weights of the modules that `build` restored to zeros, as `Snapshot.blank` does."""
+        """Set the weights of the modules that `build` restored to zeros, as `RestoredModules.blank` does."""
         for one in self._named.values():
-            one.blank()
+            one.modules.blank()
 
     def pin(self, stop: Callable[[], bool]) -> None:
         """Pin files for fast copies to a device, as `Snapshot.pin` does."""
         for one in self._named.values():
             one.pin(stop)
 
-    def open(self) -> None:
-        """Map the files of all snapshots and apply the plans that `build` made. Raises what `Snapshot.open` raises."""
+    def open(self, by_s: float | None = None) -> None:
+        """Map the files of all snapshots and apply the plans that `build` made. See `Snapshot.open`."""
         for one in self._named.values():
-            one.open()
+            one.open(by_s)
         self._arriving = [one for one in self._named.values() if one.arriving]
-
-    @property
-    def compare(self) -> bool:
-        """True if `check` can find other bytes: a snapshot or an adapter is in a folder of this machine."""
-        return self.adapters.compare or any(one.compares for one in self._named.values())
 
     def check(self) -> None:
         """Raise SnapshotChanged if the handler may read other bytes than the manifests describe. See `Snapshot.check`."""
@@ -126,13 +120,13 @@ class Snapshots:
         Weights that the handler has changed, and the modules' other tensors on the device, are copied to the host.
         Nothing may use the modules until `unpark`. Raises SnapshotError if an upload of weights does not end in time.
         """
-        slabs = [slab for one in self._named.values() for slab in one.slabs]
-        return sum(one.park(slabs) for one in self._named.values())
+        slabs = [upload.slab for one in self._named.values() for upload in one.modules.uploads]
+        return sum(one.modules.park(slabs) for one in self._named.values())
 
     def finish(self) -> None:
         """Wait until the devices have done all work of this process. Raises the error of a failed device."""
         for one in self._named.values():
-            one.finish()
+            one.modules.finish()
 
     def unpark(self) -> None:
         """Copy the weights to their devices again. The modules keep their tensor objects, but at new addresses.
@@ -142,7 +136,7 @@ class Snapshots:
         again for the weights that are still parked.
         """
         for one in self._named.values():
-            one.unpark()
+            one.modules.unpark()
         self._arriving = [one for one in self._named.values() if one.arriving]
 
     @property
@@ -157,20 +151,9 @@ class Snapshots:
 
     def gate(self) -> AbstractContextManager[Any]:
         """Return a context in which each torch operation of this thread waits for the bytes of its tensors."""
-        if not self._arriving:
-            return nullcontext()
-        self._arriving = [one for one in self._arriving if one.arriving]
-        awaited = [found for one in self._arriving for found in one.awaited()]
-        if not awaited:
-            return nullcontext()
-        from .restoring.gate import Gate  # noqa: PLC0415
-
-        return Gate(*awaited)
-
-    def limit(self, deadline_s: float) -> None:
-        """End each wait for bytes that are being fetched at `deadline_s`, in monotonic seconds."""
-        for one in self._named.values():
-            one.limit(deadline_s)
+        if self._arriving:
+            self._arriving = [one for one in self._arriving if one.arriving]
+        return gate_of([found for one in self._arriving for found in one.awaited()])
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all bytes. Raises the error of the first fetch that fails, or what else `Snapshot.wait` raises."""

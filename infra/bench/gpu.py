@@ -69,7 +69,7 @@ class Case:
 
     def begin(self) -> float:
         """Begin to copy the weights to the device, again if they are there. Return the time in seconds of the clock."""
-        again = bool(self._snapshot.slabs)
+        again = bool(self._snapshot.modules.uploads)
         if again:
             self.snapshots.park()
         started_s = time.perf_counter()

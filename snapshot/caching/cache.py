@@ -24,10 +24,11 @@ from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
 from .flock import Hold
-from .pull import Nodes, Pull
+from .pull import Pull
 from .related import Related
 from .stored import Stored
 from .tier import Tier
+from .tier_fetch import Nodes, TierFetch
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class Lease:
     @property
     def hold(self) -> Hold:
         """The object that protects the files from eviction for as long as it is referenced."""
-        hold = self._hold and (self._pull.at.hold if self._pull is not None else self._hold)
+        hold = self._hold and (self._pull.at.lock.hold if self._pull is not None else self._hold)
         if hold is None:
             raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
         return hold
@@ -114,7 +115,9 @@ class Lease:
             # Protect the files until the copy belongs to this lease, even if the lease is closed meanwhile.
             _held = self.hold
             # The copy is a fetch from this tier's folder. So it can be resumed, is verified, and is published last.
-            copy = Cache(tiers).copy(self.described(), self.root)
+            # Reuse no chunks of related snapshots: they may be on the disk, but these files are in memory.
+            source = FolderSource(self.root)
+            copy = Cache(tiers).open(self.described(), source, tee=False, reuse=False)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:
@@ -147,6 +150,7 @@ class Cache:
         *,
         progress: Progress | None = None,
         tee: bool = True,
+        reuse: bool = True,
         assets: Path | None = None,
     ) -> Lease:
         """Return a lease of the snapshot as soon as its files can be mapped. Its bytes may still be arriving.
@@ -156,27 +160,10 @@ class Cache:
         all cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a disk tier, unless a disk
         tier has it.
 
-        Chunks that another snapshot of the manifest's realm has in a tier are copied from that snapshot instead of
-        being fetched. Assets are copied from folder `assets` if it has them. Raises CacheError if no tier has room, and
-        SourceError or SnapshotCorrupt if an asset cannot be fetched.
+        If `reuse` is True, chunks that another snapshot of the manifest's realm has in a tier are copied from that
+        snapshot instead of being fetched. Assets are copied from folder `assets` if it has them. Raises CacheError if no
+        tier has room, and SourceError or SnapshotCorrupt if an asset cannot be fetched.
         """
-        return self._open(manifest, source, Related(self.tiers), progress, tee=tee, assets=assets)
-
-    def copy(self, manifest: Manifest, folder: Path) -> Lease:
-        """Copy the snapshot, which is complete in `folder` of another cache. Return its lease. Raises CacheError."""
-        # Do not look for chunks in related snapshots here: they may be on the disk, but `folder` is in memory.
-        return self._open(manifest, FolderSource(folder), Related(), None, tee=False)
-
-    def _open(
-        self,
-        manifest: Manifest,
-        source: Source,
-        related: Related,
-        progress: Progress | None,
-        *,
-        tee: bool,
-        assets: Path | None = None,
-    ) -> Lease:
         digest = manifest.digest
         for tier in self.tiers:
             hold = tier.ready(digest, manifest)
@@ -191,8 +178,9 @@ class Cache:
                 copied = any(disk.ready(digest, manifest) for disk in disks)
                 lease.start_copy(() if copied else disks)
                 return lease
+        related = Related(self.tiers if reuse else ())
         pull = self._pull(digest, manifest, source, related)
-        lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
+        lease = Lease(pull.files, manifest, pull.arrival, pull.lock.hold, pull)
         if progress is not None:
             pull.arrival.report(progress)
 
@@ -201,7 +189,7 @@ class Cache:
 
         def elsewhere(full: Pull) -> Pull:
             others = Cache([tier for tier in self.tiers if tier is not full.tier], self._nodes)
-            return others._pull(digest, manifest, source, related, before=full)
+            return others._pull(digest, manifest, source, related, before=full.fetch)
 
         pull.start(copy, elsewhere if len(self.tiers) > 1 else None)
         # The thread of the pull fetches the shards meanwhile.
@@ -221,13 +209,20 @@ class Cache:
         return [disk for disk in self.tiers if disk.kind == "disk"] if tier.kind == "tmpfs" else ()
 
     def _pull(
-        self, digest: str, manifest: Manifest, source: Source, related: Related, *, before: Pull | None = None
+        self,
+        digest: str,
+        manifest: Manifest,
+        source: Source,
+        related: Related,
+        *,
+        before: TierFetch | None = None,
     ) -> Pull:
         refusals = []
         # Try first the tiers into which a process fetches the snapshot, then the tiers that hold a part of its chunks.
         for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
-                return Pull(tier, digest, manifest, source, related, before=before, nodes=self._nodes)
+                fetch = TierFetch(tier, digest, manifest, source, related, before=before, nodes=self._nodes)
+                return Pull(fetch)
             except CacheError as error:
                 refusals.append(error)
         size_bytes = manifest.needed_bytes + manifest.assets_bytes

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ...errors import CacheError, Cancelled, ManifestError
+from ...errors import CacheError, ManifestError
 from ..fetching.arrival import Arrival
 from ..fetching.assets import fetch_assets, holds
 from ..fetching.digest_journal import learned_digests
@@ -44,7 +44,6 @@ def download(
     *,
     force: bool = False,
     progress: Progress | None = None,
-    cancelled: threading.Event | None = None,
     connections: int | None = None,
     part_bytes: int | None = None,
 ) -> FetchStats:
@@ -55,20 +54,19 @@ def download(
     removed instead. With or without `force`, damaged files of this snapshot are repaired. Raises SnapshotCorrupt for an
     asset that differs from the manifest, and the errors of `fetch`.
     """
-    stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
         raise CacheError(f"{folder} is where the snapshot is.", remedy="Name another folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _mark(folder) as mark, ExitStack() as opened:
             work = _Download(manifest, folder, mark, force=force)
-            work.accept(opened, stopped, _learned(folder, work, opened))
+            work.accept(opened)
             fetch_assets(manifest, source, folder)
             if not work.arrival.complete:
                 (folder / MANIFEST_NAME).unlink(missing_ok=True)
             stats = fetch(
                 work.manifest, source, work.targets, work.arrival,
-                connections=connections, part_bytes=part_bytes, progress=progress, cancelled=stopped,
+                connections=connections, part_bytes=part_bytes, progress=progress,
             )  # fmt: skip
             # Sync before the manifest is written, because a folder with a manifest must be complete.
             sync_files(folder, manifest)
@@ -96,26 +94,19 @@ class _Download:
         self.targets: list[ShardTarget] = []
         self.arrival = Arrival(manifest)
 
-    @property
-    def present_digests(self) -> list[str] | None:
-        """The digests in the folder's manifest. None without a manifest, or if the manifest describes other files."""
-        return Chunks(self._present).digests if self._present is not None else None
-
     def described(self) -> Manifest:
         """Return the manifest for the folder. Call it when all chunks have landed."""
         if self.manifest.has_digests:
             return self.manifest.published()
         return self.manifest.with_chunks(self.arrival.chunks.digests).published()
 
-    def accept(
-        self, opened: ExitStack, cancelled: threading.Event, learned: Sequence[str] | None = None
-    ) -> None:
+    def accept(self, opened: ExitStack) -> None:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
-        `learned` are the digests that earlier downloads have computed, if the manifest has no digests. Raises
-        CacheError if files in the folder may not be replaced, or if the disk has too little room. After a CacheError,
+        Until `opened` is closed, the files stay open, and a journal gets the digest of each chunk that lands. Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. After a CacheError,
         no older file has been replaced or removed, and no new file is left.
         """
+        learned = self._learned(opened)
         foreign = self._foreign_files()
         self._check_room(foreign)
         paths = [self._folder / shard.name for shard in self.manifest.shards]
@@ -129,11 +120,18 @@ class _Download:
         with ExitStack() as undo:
             for shard in self.manifest.shards:
                 self._open(shard, opened, undo)
-            land_existing(self.manifest, self.targets, self.arrival, cancelled, learned)
+            land_existing(self.manifest, self.targets, self.arrival, threading.Event(), learned)
             if not sure:
-                self._check_held(held, cancelled)
+                self._check_held(held)
                 self._write_mark()
             undo.pop_all()
+
+    def _learned(self, opened: ExitStack) -> Sequence[str] | None:
+        """Return the digests that are known from earlier downloads. None if the manifest has digests."""
+        if self.manifest.has_digests:
+            return None
+        learned = opened.enter_context(learned_digests(self._folder / DIGESTS_NAME, self.arrival))
+        return learned if self._present is None else Chunks(self._present).digests
 
     def _write_mark(self) -> None:
         digest = self.manifest.digest.encode()
@@ -199,13 +197,11 @@ class _Download:
             os.ftruncate(descriptor, shard.size_bytes)
         self.targets.append(ShardTarget(str(path), descriptor, self.manifest.digest_algorithm))
 
-    def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
+    def _check_held(self, held: Sequence[bool]) -> None:
         """Raise CacheError if a file that existed before the download differs from the snapshot in any chunk.
 
         Such a file may belong to a finetune. `held` has True for each shard whose file had bytes before.
         """
-        if cancelled.is_set():
-            raise Cancelled("The download was cancelled.")
         for index, shard in enumerate(self.manifest.shards):
             chunks = self.arrival.chunks.covering(index, 0, shard.size_bytes)
             if held[index] and shard.size_bytes and not self.arrival.has(*chunks):
@@ -231,17 +227,6 @@ def _mark(folder: Path) -> Iterator[int]:
             raise
     finally:
         os.close(descriptor)
-
-
-def _learned(folder: Path, work: _Download, opened: ExitStack) -> Sequence[str] | None:
-    """Return the known digests of the chunks, or None if the manifest has digests.
-
-    Stores the digest of each chunk that lands, until `opened` is closed.
-    """
-    if work.manifest.has_digests:
-        return None
-    learned = opened.enter_context(learned_digests(folder / DIGESTS_NAME, work.arrival))
-    return work.present_digests or learned
 
 
 def _is_made_of(found: Manifest, manifest: Manifest) -> bool:

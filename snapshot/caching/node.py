@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from ...errors import CacheError, SourceDenied
+from ...errors import CacheError
 from ...machine import memory_bytes
 from ..format.manifest import Manifest
+from ..sources.folder import FolderSource
 from .cache import Cache, Lease
 from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
 from .mounted import FollowedTier, KeptFolders, MountedFolder
@@ -88,7 +88,7 @@ def _tiers(folder: Path, budgets: Budgets, *, in_memory: bool) -> list[Tier]:
 def _disk_tier(folder: Path, budgets: Budgets) -> Tier:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Bytes that the cache itself uses count as available. Otherwise its budget would shrink as it fills.
-    could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").used_bytes()
+    could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").space.used_bytes()
     return Tier(folder, budgets.disk_bytes(could_give_bytes), "disk")
 
 
@@ -128,20 +128,5 @@ def follow(folder: Path, manifest: Manifest, mounted: Sequence[Path] = ()) -> Le
     memory = [root] if is_ours(root := _memory_root(folder)) else []
     paths = mounted or (*memory, folder)
     tiers = [MountedFolder(path) if mounted else FollowedTier(path) for path in paths]
-    return Cache(tiers).open(manifest, _NoSource(), tee=False)
-
-
-class _NoSource:
-    """The source of a process without credentials, for which another process fetches. Every method raises."""
-
-    url = "the node's fetcher"
-
-    def stat(self, name: str) -> NoReturn:
-        fault = f"{name} is not on this node, and the process that was to fetch it has gone."
-        raise SourceDenied(fault, remedy="Try again: the next activation fetches what is missing.")
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> NoReturn:
-        self.stat(name)
-
-    def connect(self) -> NoReturn:
-        self.stat("The snapshot")
+    # A tier that follows reads nothing from the source.
+    return Cache(tiers).open(manifest, FolderSource(folder), tee=False)

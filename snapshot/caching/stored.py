@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,28 +49,6 @@ class Stored:
         return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
 
 
-class TierCounts:
-    """Counts the bytes that this process brought into a tier, verified there and evicted. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.received_bytes = 0
-        self.verified_bytes = 0
-        self.evicted_bytes = 0
-
-    def add_received(self, count: int) -> None:
-        with self._lock:
-            self.received_bytes += count
-
-    def add_verified(self, count: int) -> None:
-        with self._lock:
-            self.verified_bytes += count
-
-    def add_evicted(self, count: int) -> None:
-        with self._lock:
-            self.evicted_bytes += count
-
-
 def allocated_bytes(status: os.stat_result) -> int:
     """Return how many bytes the file system has allocated for a file. Holes do not count."""
     # The unit of st_blocks is always 512 bytes, even if the file system's own blocks are larger.
@@ -89,6 +66,21 @@ def read_stored(folder: Path) -> Stored:
         used_s=folder.stat().st_mtime,
         ready=is_published(folder),
     )
+
+
+def list_stored(root: Path) -> list[Stored]:
+    """Return the snapshots in folder `root`, complete or not, with the least recently used first."""
+    try:
+        folders = [Path(entry) for entry in os.scandir(root)]
+    except (FileNotFoundError, PermissionError):
+        return []
+    found = []
+    for folder in folders:
+        # Another process may evict the snapshot meanwhile.
+        with suppress(FileNotFoundError):
+            if (folder / "files").is_dir():
+                found.append(read_stored(folder))
+    return sorted(found, key=lambda stored: stored.used_s)
 
 
 def is_published(folder: Path) -> bool:

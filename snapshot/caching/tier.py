@@ -26,26 +26,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-from uuid import uuid4
+from typing import ClassVar
 
-from ...errors import CacheError, StorageFull
-from ..format.manifest import MANIFEST_NAME, Manifest
+from ...errors import CacheError
+from ..format.manifest import Manifest
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
-from .spare import Spares
-from .stored import (
-    PART,
-    REUSED,
-    Stored,
-    TierCounts,
-    is_mounted,
-    is_whole,
-    read_stored,
-)
+from .space import TierKind, TierSpace
+from .stored import PART, REUSED, Stored, is_mounted, is_whole, list_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
-LEAST_SPARE_BYTES = 64 << 10
 
 
 @dataclass(eq=False)
@@ -59,14 +49,13 @@ class Tier:
 
     root: Path
     budget_bytes: int
-    kind: Literal["tmpfs", "disk"] = "disk"
+    kind: TierKind = "disk"
     spare_bytes: int = 0
     read_only: ClassVar[bool] = False
     """True if this process can only follow the fetches of other processes."""
 
     def __post_init__(self) -> None:
-        self.spares = Spares(self.root / "spare")
-        self.counts = TierCounts()
+        self.space = TierSpace(self.root, self.budget_bytes, self.kind, self.spare_bytes)
 
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
@@ -97,10 +86,6 @@ class Tier:
             return not try_lock(descriptor, exclusive=False)
         finally:
             os.close(descriptor)
-
-    def used_bytes(self) -> int:
-        """Return the size of all spare files and snapshots, including those that are being fetched."""
-        return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
@@ -142,17 +127,7 @@ class Tier:
 
     def list(self) -> Sequence[Stored]:
         """Return all snapshots of this tier, complete or not, with the least recently used first."""
-        try:
-            folders = [Path(entry) for entry in os.scandir(self.root / "snapshots")]
-        except (FileNotFoundError, PermissionError):
-            return []
-        found = []
-        for folder in folders:
-            # Another process may evict the snapshot meanwhile.
-            with suppress(FileNotFoundError):
-                if (folder / "files").is_dir():
-                    found.append(read_stored(folder))
-        return sorted(found, key=lambda stored: stored.used_s)
+        return list_stored(self.root / "snapshots")
 
     def make_room(self, digest: str, manifest: Manifest) -> None:
         """Create the snapshot's files at full size. Evict other snapshots to make room. Lock the tier first.
@@ -161,11 +136,8 @@ class Tier:
         file cannot be created. In both cases, a folder that did not exist before does not exist afterwards.
         """
         size_bytes, folder = manifest.needed_bytes + manifest.assets_bytes, self.folder(digest)
-        if size_bytes > self.budget_bytes:
-            fault = f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}."
-            raise CacheError(fault, remedy="Give the tier a larger budget.")
         new = not self.has(digest)
-        self._free(digest, size_bytes)
+        self.space.free(digest, size_bytes)
         try:
             (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
             if manifest.part is not None:
@@ -180,7 +152,7 @@ class Tier:
                 self.remove_empty(folder)
             raise
         finally:
-            self._trim(digest, size_bytes)
+            self.space.trim(digest, size_bytes)
 
     def evict(self, digest: str) -> None:
         """Remove a snapshot if it is in this tier. Raises CacheError if the snapshot is in use."""
@@ -193,15 +165,15 @@ class Tier:
             if not self.discard_unused(digest):
                 remedy = "Stop the workers that have it mapped, or the fetches of it and from it."
                 raise CacheError(f"Snapshot {digest} in {self.root} is in use.", remedy=remedy)
-            self.spares.map_ahead()
+            self.space.spares.map_ahead()
 
     def discard_unused(self, digest: str) -> bool:
         """Delete a snapshot that is in this tier. Return False if the snapshot is in use. Lock the tier first."""
         folder = self.folder(digest)
         if (descriptor := lock_folder(folder, exclusive=True)) is None:
             return False
-        self._discard([(folder, descriptor)])
-        self._trim()
+        self.space.discard([(folder, descriptor)])
+        self.space.trim()
         return True
 
     def remove_empty(self, folder: Path) -> None:
@@ -213,12 +185,12 @@ class Tier:
         """Delete the spare files, because memory is short. Errors are ignored."""
         if self.root.is_dir():
             with suppress(OSError, CacheError), self.locked():
-                self.spares.trim(0)
+                self.space.spares.trim(0)
 
     def release(self) -> None:
         """Delete the spare files and, if the tier holds no snapshots, its folders. Errors are ignored."""
         with suppress(OSError, CacheError), self.locked():
-            self.spares.trim(0)
+            self.space.spares.trim(0)
             for name in ("snapshots", "trash", "spare"):
                 with suppress(FileNotFoundError):
                     (self.root / name).rmdir()
@@ -237,84 +209,11 @@ class Tier:
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
             locked = [(folder, lock_folder(folder, exclusive=True)) for folder in stale]
             gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
-            self._discard(gone)
-            # Trim only if snapshots were deleted: `_trim` uses the limits of this process, and another process may keep
+            self.space.discard(gone)
+            # Trim only if snapshots were deleted: `trim` uses the limits of this process, and another process may keep
             # more spares.
             if gone:
-                self._trim()
-
-    def _free(self, digest: str, size_bytes: int) -> None:
-        """Evict other snapshots until this one fits. Raises CacheError, without evicting any, if it cannot fit."""
-        stored = self.list()
-        own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
-        others = [item for item in stored if item.digest != digest]
-        over_bytes = sum(item.size_bytes for item in others) + size_bytes - self.budget_bytes
-        short_bytes = size_bytes - own_bytes - self._available_bytes(others)
-        chosen: list[tuple[Path, int]] = []
-        for item in others:
-            if over_bytes <= 0 and short_bytes <= 0:
-                break
-            descriptor = lock_folder(item.folder, exclusive=True)
-            if descriptor is not None:
-                chosen.append((item.folder, descriptor))
-                over_bytes -= item.size_bytes
-                short_bytes -= item.allocated_bytes + item.outstanding_bytes
-        if over_bytes > 0 or short_bytes > 0:
-            for _, descriptor in chosen:
-                os.close(descriptor)
-            raise self._full(size_bytes, over_bytes)
-        self._discard(chosen)
-
-    def _available_bytes(self, stored: Sequence[Stored]) -> int:
-        """Return the bytes that are free or in spare files, minus the bytes that `stored` still has to allocate."""
-        free_bytes = shutil.disk_usage(self.root).free
-        return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
-
-    def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
-        if over_bytes > 0:
-            fault = f"{self.root} is full: of {self.budget_bytes} bytes, {over_bytes} too many are in use."
-            return CacheError(fault, remedy="Give it a larger budget, or stop workers that map snapshots.")
-        fault = f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}."
-        return StorageFull(fault, remedy="Make room on it, or put the cache elsewhere.")
-
-    def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
-        """Delete snapshots and close their locks. `folders` are pairs of a folder and the descriptor that locks it."""
-        with ExitStack() as locks:
-            for _, descriptor in folders:
-                locks.callback(os.close, descriptor)
-            for folder, _ in folders:
-                self._delete(folder)
-
-    def _delete(self, folder: Path) -> None:
-        # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
-        self.counts.add_evicted(read_stored(folder).allocated_bytes)
-        gone = self.root / "trash" / uuid4().hex
-        gone.parent.mkdir(exist_ok=True)
-        if mounted := is_mounted(folder):
-            gone.mkdir()
-            (folder / "files").rename(gone / "files")
-        else:
-            folder.rename(gone)
-        # A handler in a container can have the files open without a lock, and must not see another snapshot's bytes.
-        if self.kind == "tmpfs" and not mounted and not (gone / PART).exists():
-            for file in list((gone / "files").rglob("*")):
-                # To use the pages of smaller files again would save too little time.
-                large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
-                if large and file.name != MANIFEST_NAME:
-                    self.spares.put(file)
-        shutil.rmtree(gone, ignore_errors=True)
-
-    def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
-        """Delete spares beyond `spare_bytes`, and spares for which the budget or the file system has no room.
-
-        If `digest` is given, the size of that snapshot counts as `size_bytes`, whatever its folder holds.
-        """
-        if not self.spares.files():
-            return
-        stored = self.list()
-        used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
-        left_bytes = min(self.budget_bytes - used_bytes, self._available_bytes(stored))
-        self.spares.trim(max(0, min(self.spare_bytes, left_bytes)))
+                self.space.trim()
 
     def _make_file(self, folder: Path, manifest: Manifest, index: int) -> None:
         size_bytes = manifest.shards[index].size_bytes
@@ -324,7 +223,7 @@ class Tier:
         # A fetch of a part never writes the bytes that it does not need, so a spare would keep other bytes there.
         reuses = self.kind == "tmpfs" and manifest.part is None and not is_mounted(folder)
         if reuses and not path.exists():
-            self.spares.take(size_bytes, path, folder / REUSED)
+            self.space.spares.take(size_bytes, path, folder / REUSED)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if os.fstat(descriptor).st_size != size_bytes:

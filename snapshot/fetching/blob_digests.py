@@ -48,7 +48,7 @@ class BlobDigests:
         numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
         for blob in {source.blob_of(name): None for name in numbers}:
             shards = {numbers[name]: offset for name, offset in blob.objects if name in numbers}
-            chunks = [chunk for number in shards for chunk in _chunks(manifest, arrival, number)]
+            chunks = [chunk for number in shards for chunk in arrival.chunks.of_shard(number)]
             pending = sum(chunk in missing for chunk in chunks)
             if pending and all(chunk in missing or arrival.landed(chunk) for chunk in chunks):
                 sizes = {number: manifest.shards[number].size_bytes for number in shards}
@@ -165,10 +165,3 @@ def _covering(places: Sequence[_Segment], size_bytes: int) -> list[_Segment]:
         found.append(place)
         at = place.end
     return [*found, _Segment(at, size_bytes)] if at < size_bytes else found
-
-
-def _chunks(manifest: Manifest, arrival: Arrival, shard: int) -> range:
-    """Return the numbers of a shard's chunks."""
-    count = len(manifest.shards[shard].chunks)
-    first = arrival.chunks.at(shard, 0)
-    return range(first, first + count)

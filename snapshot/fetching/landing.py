@@ -186,7 +186,7 @@ def copy_landed(
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     for index, shard in enumerate(manifest.shards):
         with (source / shard.name).open("rb", buffering=0) as stream:
-            for chunk in range(landed.chunks.at(index, 0), landed.chunks.at(index, 0) + len(shard.chunks)):
+            for chunk in landed.chunks.of_shard(index):
                 if cancelled.is_set():
                     return
                 at, end = landed.chunks.extent(chunk).begin, landed.chunks.extent(chunk).end

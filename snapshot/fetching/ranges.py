@@ -90,6 +90,10 @@ class Chunks:
         """Return the number of the chunk that holds byte `offset` of shard number `shard`."""
         return self._first[shard] + offset // self._chunk_bytes
 
+    def of_shard(self, shard: int) -> range:
+        """Return the numbers of the chunks of shard number `shard`."""
+        return range(self._first[shard], self._first[shard + 1])
+
     def covering(self, shard: int, begin: int, end: int) -> tuple[int, int]:
         """Return the first and the last chunk that hold bytes [begin, end) of a shard. The range must not be empty."""
         return self.at(shard, begin), self.at(shard, end - 1)

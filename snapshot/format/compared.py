@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import SnapshotChanged, SnapshotError, SourceError
-from ..sources.folder import FolderSource
+from ..sources.folder import FolderSource, read_at
 from .manifest import Manifest, Shard
 from .verify import chunk_fault
 
@@ -96,7 +96,7 @@ class ComparedShards:
         for begin, end in manifest.needed_extents(number):
             for at in range(begin, end, manifest.chunk_bytes):
                 view = buffer[: min(manifest.chunk_bytes, end - at)]
-                _fill(view, descriptor, at)
+                read_at(descriptor, view, at)
                 chunk = at // manifest.chunk_bytes
                 if manifest.digest_algorithm.digest(view) != shard.chunks[chunk]:
                     raise self._changed(shard, chunk_fault(manifest, number, chunk))
@@ -113,10 +113,3 @@ def truncated(root: Path, manifest_file: Path) -> str:
             if (path := root / shard.name).stat().st_size < shard.size_bytes:
                 return str(path)
     return ""
-
-
-def _fill(view: memoryview, descriptor: int, offset: int) -> None:
-    """Fill `view` with the bytes of a file from `offset` on. If the file ends before, the rest of `view` is unchanged."""
-    done = 0
-    while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
-        done += count

@@ -48,7 +48,6 @@ def create(
     where: Path | Source,
     *,
     file: str | None = None,
-    files: Sequence[str] | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     algorithm: AlgorithmName = "xxh3-128",
     progress: Progress | None = None,
@@ -56,8 +55,7 @@ def create(
     """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
 
     The top folder must hold either one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
-    them. With `file`, only that file is used. If the source cannot be listed (a web server), `files` must
-    have the names of all its files. Raises SnapshotError if it is not clear which files to use, HeaderError
+    them. With `file`, only that file is used. If the source cannot be listed (a web server), it must be given. Raises SnapshotError if it is not clear which files to use, HeaderError
     if a file is not valid, SourceError if a file cannot be read, SnapshotChanged if a file changes meanwhile, and
     ManifestError if the format does not allow the result.
     """
@@ -67,7 +65,7 @@ def create(
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
     readers = 1 if isinstance(source, FolderSource) else REMOTE_READERS
-    found = _read_headers(source, lay_out(source, _names(source, files, file), file), readers)
+    found = _read_headers(source, lay_out(source, _names(source, file), file), readers)
     chunks = _digest_shards(source, found.headers, chunk_bytes, readers, digests, progress)
     assets = _assets(source, found.layout, readers, digests)
     for name, info in found.infos.items():
@@ -157,9 +155,7 @@ def _open(where: Path | Source, file: str | None) -> tuple[Source, str | None]:
     return FolderSource(where), file
 
 
-def _names(source: Source, files: Sequence[str] | None, file: str | None) -> list[str]:
-    if files is not None:
-        return list(files)
+def _names(source: Source, file: str | None) -> list[str]:
     if isinstance(source, Listing):
         try:
             return source.names()

@@ -58,13 +58,9 @@ class ChunkServer:
         self._token, self._sock, self._certificate = f"Bearer {token}".encode(), sock, certificate
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._lock = threading.Lock()
-        self._served_bytes = 0
+        self.served_bytes = 0
         self._open: set[socket.socket] = set()
         self._closed = threading.Event()
-
-    @property
-    def served_bytes(self) -> int:
-        return self._served_bytes
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="chunk-server", daemon=True).start()
@@ -84,7 +80,7 @@ class ChunkServer:
 
     def count(self, served_bytes: int) -> None:
         with self._lock:
-            self._served_bytes += served_bytes
+            self.served_bytes += served_bytes
 
     def _accept(self) -> None:
         with self._sock:
@@ -106,7 +102,7 @@ class ChunkServer:
                     connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        before_bytes = self._served_bytes
+        before_bytes = self.served_bytes
         try:
             # An OSError means that the peer has gone, is silent, or does not use TLS.
             with suppress(OSError), connection:
@@ -117,7 +113,7 @@ class ChunkServer:
                     _Handler(secured, (), cast("BaseServer", self))
         finally:
             self._slots.release()
-            if self._served_bytes != before_bytes:
+            if self.served_bytes != before_bytes:
                 self._on_end()
 
     @contextmanager

@@ -51,22 +51,17 @@ class Peers:
         peer_list: PeerList,
         token: str,
         *,
-        on_refused: Callable[[str], None] = lambda _: None,
-        least_bytes: int = LEAST_BYTES,
+        on_refused: Callable[[str], None],
     ) -> None:
         self._served_chunks, self._peer_list, self._token = served_chunks, peer_list, token
-        self._on_refused, self._least_bytes = on_refused, least_bytes
+        self._on_refused = on_refused
         self._lock = threading.Lock()
-        self._taken_bytes = 0
-
-    @property
-    def taken_bytes(self) -> int:
+        self.taken_bytes = 0
         """The bytes of all chunks that other nodes have given."""
-        return self._taken_bytes
 
     def count(self, taken_bytes: int) -> None:
         with self._lock:
-            self._taken_bytes += taken_bytes
+            self.taken_bytes += taken_bytes
 
     @contextmanager
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
@@ -74,7 +69,7 @@ class Peers:
         ticket = FetchTicket(manifest, arrival, files)
         # A digest that includes the realm is known only to functions that may read the weights.
         known = bool(manifest.realm) and manifest.has_digests
-        if not known or manifest.needed_bytes < self._least_bytes:
+        if not known or manifest.needed_bytes < LEAST_BYTES:
             yield Joined(self, ticket, {})
             return
         peers = {node: Peer(node, self._token) for node in self._peer_list.nodes()}

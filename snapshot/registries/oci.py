@@ -12,7 +12,7 @@ from ...errors import SnapshotCorrupt, SourceError, SourceMissing
 from ..sources.access import ANY, Access
 from ..sources.http import HttpConnection
 from ..sources.locate import WEIGHTS_SUFFIX
-from ..sources.source import Blob, ObjectInfo, changed, name_fault, read_all, same_version
+from ..sources.source import Blob, ObjectInfo, below, changed, name_fault, read_all, same_version
 from ..sources.variables import PLAIN_HTTP_VARIABLE, REGISTRY
 from .artifact import ACCEPTED, ArtifactFile, ImageManifest, Layer, files_of
 from .blobs import RegistryBlobs
@@ -74,10 +74,7 @@ class OciSource:
 
     def names(self) -> list[str]:
         """See Listing. Leaves out hidden files."""
-        folder = self._reference.folder
-        below = f"{folder}/" if folder else ""
-        names = [name.removeprefix(below) for name in self._files() if name.startswith(below)]
-        return sorted(name for name in names if "/." not in f"/{name}")
+        return below(self._reference.folder, self._files())
 
     def stat(self, name: str) -> ObjectInfo:
         return self.file(name).info
@@ -127,8 +124,8 @@ class OciSource:
     def file(self, name: str) -> ArtifactFile:
         """Return a file of the artifact. Raises SourceMissing."""
         fault = name_fault(name)
-        below = f"{self._reference.folder}/{name}" if self._reference.folder else name
-        file = None if fault else self._files().get(below)
+        path = f"{self._reference.folder}/{name}" if self._reference.folder else name
+        file = None if fault else self._files().get(path)
         if file is None:
             why = f"is not a name below {self.url}: {fault}" if fault else f"is in no layer of {self.url}"
             raise SourceMissing(f"{name[:80]!r} {why}.", remedy="Check the reference, or push the file too.")

@@ -49,11 +49,6 @@ class Reference:
         return replace(self, digest=digest)
 
     @property
-    def version(self) -> str:
-        """The version that requests name: the digest or, without a digest, the tag."""
-        return self.digest or self.tag
-
-    @property
     def host(self) -> str:
         """The host and port that serve the registry."""
         return "registry-1.docker.io" if self.registry == _DOCKER_HUB else self.registry

@@ -16,7 +16,7 @@ from ...errors import SnapshotChanged, SourceDenied, SourceError, SourceMissing,
 from ..sources.exchange import Head
 from ..sources.locate import WEIGHTS_SUFFIX
 from ..sources.response import REDIRECTS
-from ..sources.retries import Retries
+from ..sources.retries import Retries, retried
 from ..sources.source import opened
 from .artifact import FILEPATH, MANIFEST_TYPES, MAX_LAYERS, TITLE
 from .blobs import RegistryBlobs
@@ -120,15 +120,14 @@ def upload(
 
 def _put_manifest(blobs: RegistryBlobs, tag: str, text: bytes) -> str:
     headers = {"Content-Type": MANIFEST_TYPES[0], "Content-Length": str(len(text))}
-    retries = Retries()
-    while True:
-        try:
-            head, body = blobs.send("PUT", blobs.url_of(f"manifests/{tag}"), headers, [text])
-            if head.status // 100 == 2:
-                return digest_of(text, "sha256")
-            raise blobs.refused(head, body, f"the manifest of {tag}")
-        except SourceUnavailable as error:
-            retries.wait(error)
+
+    def put() -> str:
+        head, body = blobs.send("PUT", blobs.url_of(f"manifests/{tag}"), headers, [text])
+        if head.status // 100 == 2:
+            return digest_of(text, "sha256")
+        raise blobs.refused(head, body, f"the manifest of {tag}")
+
+    return retried(put)
 
 
 class BlobUpload:

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...errors import SnapshotError
+from ...errors import snapshot_errors_about
 from ..fetching.arrival import Arrival
 from .mapping import Mapping
 from .touch import Extent, Touched
@@ -31,30 +31,13 @@ if TYPE_CHECKING:
     from .device.upload import DeviceUpload
 
 
-class Awaited(Protocol):
-    """Regions of memory with bytes that have not arrived yet."""
-
-    @property
-    def complete(self) -> bool: ...
-
-    def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
-        """Yield the bytes of the regions that operation `func` reads or writes."""
-
-    def has(self, extent: Extent) -> bool: ...
-
-    def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
-
-    def wait_for_all(self, timeout_s: float | None) -> None:
-        """Block until every thread can use all bytes. Raises the error of the fetch."""
-
-
 class Unlanded:
     """A mapping with bytes that have not arrived yet. Errors begin with `subject`, which names the snapshot."""
 
     def __init__(self, mapping: Mapping, arrival: Arrival, subject: str = "") -> None:
         self.extents = Touched(mapping.flats).extents
-        self._arrival, self._subject = arrival, subject
+        """Yields the bytes of the mapping that an operation reads or writes."""
+        self._arrival, self.subject = arrival, subject
 
     @property
     def complete(self) -> bool:
@@ -63,22 +46,23 @@ class Unlanded:
     def has(self, extent: Extent) -> bool:
         return self._arrival.has(*self._arrival.chunks.covering(*extent))
 
-    def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        with _about(self._subject):
-            self._arrival.wait(*self._arrival.chunks.covering(*extent), timeout_s)
+    def wait(self, extent: Extent) -> None:
+        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
+        self._arrival.wait(*self._arrival.chunks.covering(*extent))
 
-    def wait_for_all(self, timeout_s: float | None) -> None:
-        with _about(self._subject):
-            self._arrival.wait(0, self._arrival.count - 1, timeout_s)
+    def wait_for_all(self) -> None:
+        """Block until every thread can use all bytes. Raises the error of the fetch."""
+        self._arrival.wait(0, self._arrival.count - 1)
 
 
 class Uncopied:
     """A slab with bytes that are not on their device yet. Errors begin with `subject`, which names the snapshot."""
 
     def __init__(self, upload: DeviceUpload, subject: str = "", deadline_s: float | None = None) -> None:
-        """Waits without a timeout of their own end at `deadline_s`, in monotonic seconds."""
+        """All waits end at `deadline_s`, in monotonic seconds."""
         self.extents = Touched([upload.slab]).extents
-        self._upload, self._subject, self._deadline_s = upload, subject, deadline_s
+        """Yields the bytes of the slab that an operation reads or writes."""
+        self._upload, self.subject, self._deadline_s = upload, subject, deadline_s
 
     @property
     def complete(self) -> bool:
@@ -87,43 +71,36 @@ class Uncopied:
     def has(self, extent: Extent) -> bool:
         return self._upload.has(*extent[1:])
 
-    def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        with _about(self._subject):
-            self._upload.precede(*extent[1:], self._left_s(timeout_s))
+    def wait(self, extent: Extent) -> None:
+        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
+        self._upload.precede(*extent[1:], self._left_s())
 
-    def wait_for_all(self, timeout_s: float | None) -> None:
-        with _about(self._subject):
-            self._upload.wait(self._left_s(timeout_s))
+    def wait_for_all(self) -> None:
+        """Block until every thread can use all bytes. Raises the error of the fetch."""
+        self._upload.wait(self._left_s())
 
-    def _left_s(self, timeout_s: float | None) -> float | None:
-        if timeout_s is not None or self._deadline_s is None:
-            return timeout_s
-        return max(0.0, self._deadline_s - time.monotonic())
+    def _left_s(self) -> float | None:
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
 
-@contextmanager
-def _about(subject: str) -> Iterator[None]:
-    try:
-        yield
-    except SnapshotError as error:
-        raise error.about(subject) from error.__cause__
+Awaited = Unlanded | Uncopied
+"""Regions of memory with bytes that have not arrived yet."""
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context for operations on weights that still arrive: `with Gate(Unlanded(mapping, arrival)): model(x)`.
 
     An operation in it raises the error of the fetch if the fetch failed, or SourceUnavailable if the operation's
-    tensors do not arrive within `timeout_s`, by default until the deadline of the arrival. Once all bytes have arrived,
+    tensors do not arrive until the deadline of the arrival. Once all bytes have arrived,
     no gate is needed.
     """
 
-    def __init__(self, *awaited: Awaited, timeout_s: float | None = None) -> None:
+    def __init__(self, *awaited: Awaited) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The thread that entered the gate, or 0 while the gate waits: if the wait itself starts a thread, that start
         # must not wait for the bytes (see `_start`).
         self.thread = 0
         self._awaited = awaited
-        self._timeout_s = timeout_s
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -169,15 +146,15 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not one.complete:
                 for extent in one.extents(func, args, kwargs):
                     if not one.has(extent):
-                        with self._waiting():
-                            one.wait(extent, self._timeout_s)
+                        with self._waiting(), snapshot_errors_about(one.subject):
+                            one.wait(extent)
 
     def wait_for_all(self) -> None:
         """Block until all bytes are there."""
         for one in self._awaited:
             if not one.complete:
-                with self._waiting():
-                    one.wait_for_all(self._timeout_s)
+                with self._waiting(), snapshot_errors_about(one.subject):
+                    one.wait_for_all()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -105,11 +105,10 @@ class Mapping:
             if self.arrival is not None:
                 os.close(descriptor)
 
-    def read_ahead(self) -> ReadAhead | None:
-        """Start threads that read all shards from the disk. Return None if the shards are in memory already."""
-        if in_memory(self.manifest, self.flats):
-            return None
-        return ReadAhead(self.root, self.manifest, keep=self.flats)
+    def read_ahead(self) -> None:
+        """Start threads that read all shards from the disk, unless the shards are in memory already."""
+        if not in_memory(self.manifest, self.flats):
+            ReadAhead(self.root, self.manifest, keep=self.flats)
 
 
 class _Memory(mmap.mmap):
@@ -121,7 +120,7 @@ class _Memory(mmap.mmap):
 class _Veil:
     """Shows readers of a mapped shard the chunks that have landed, and zeros in place of missing chunks.
 
-    The file of a shard may still have bytes of another snapshot (see `caching.spare`). So until a chunk has landed,
+    The file of a shard may still have bytes of another snapshot (see `caching.space`). So until a chunk has landed,
     pages of zeros are mapped over its bytes. A reader that does not wait sees zeros, never bytes of other weights. To
     show a chunk takes one call of mmap, a few microseconds.
     """

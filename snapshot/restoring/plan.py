@@ -23,7 +23,8 @@ from ..format.slices import Slice, Slices, chosen, contiguous_stride, named_entr
 from .device.device import CPU, Device, check_name
 from .device.pinned_shards import PinnedShards
 from .device.slab import ALIGN_BYTES, SlabLayout, Wanted
-from .device.upload import DeviceUpload, checksum, random_factors
+from .device.slab_copies import checksum, random_factors
+from .device.upload import DeviceUpload
 from .inner_tensors import inner_names, inner_tensors, rebuild
 from .mapping import Mapping
 from .mismatch import Mismatches, Names, describe
@@ -387,9 +388,8 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 
 
 def upload(
-    plan: Plan, mapping: Mapping, device: Device, *,
-    threads: int = 0, parks: bool = True, pinned: PinnedShards | None = None,
-) -> DeviceUpload:  # fmt: skip
+    plan: Plan, mapping: Mapping, device: Device, *, parks: bool = True, pinned: PinnedShards | None = None
+) -> DeviceUpload:
     """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
     Operations before the end of the copy need a `Gate`. For the options see `DeviceUpload`. Raises
@@ -399,7 +399,7 @@ def upload(
     _check_manifest(plan, mapping)
     if plan.layout is None:
         raise SnapshotMismatch("The plan is for the host.", remedy="Make it with the name of a device.")
-    made = DeviceUpload(device, plan.layout, mapping, threads=threads, parks=parks, pinned=pinned)
+    made = DeviceUpload(device, plan.layout, mapping, parks=parks, pinned=pinned)
     _view_in(plan, made.slab, plan.layout.offsets)
     return made
 

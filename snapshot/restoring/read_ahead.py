@@ -68,20 +68,10 @@ class ReadAhead:
 
     def __init__(self, root: Path, manifest: Manifest, *, keep: object = None) -> None:
         self._source, self._shards, self._keep = FolderSource(root), manifest.shards, keep
-        self._pieces = pieces(manifest)
+        self._pieces = pieces(manifest, int(MEMORY_SHARE * memory_bytes()))
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, name="snapshot-read-ahead", daemon=True)
-            for _ in range(THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of each thread, at most `timeout_s` for each. Return True if all threads have ended."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+        for _ in range(THREADS):
+            threading.Thread(target=self._run, name="snapshot-read-ahead", daemon=True).start()
 
     def _run(self) -> None:
         mapped: dict[int, mmap.mmap] = {}
@@ -107,10 +97,9 @@ class ReadAhead:
         return memory
 
 
-def pieces(manifest: Manifest, limit_bytes: int | None = None) -> Iterator[Range]:
-    """Yield chunks in the order of first touch, until they have `limit_bytes`, by default a share of the memory."""
-    chunks = Chunks(manifest)
-    left_bytes = int(MEMORY_SHARE * memory_bytes()) if limit_bytes is None else limit_bytes
+def pieces(manifest: Manifest, limit_bytes: int) -> Iterator[Range]:
+    """Yield chunks in the order of first touch, until they have `limit_bytes`."""
+    chunks, left_bytes = Chunks(manifest), limit_bytes
     for extent in map(chunks.extent, wanted_order(manifest)):
         left_bytes -= extent.end - extent.begin
         if left_bytes < 0:

@@ -108,7 +108,9 @@ def record_first_touch(
         for tensor in mapping.manifest.tensors
         if tensor.size_bytes
     ]
-    with _Recorder([(mapping.flats, mapped), *(([one.slab], one.placed()) for one in uploads)]) as recorder:
+    with _Recorder(
+        [(mapping.flats, mapped), *(([one.slab], one.layout.placed()) for one in uploads)]
+    ) as recorder:
         run()
     return mapping.manifest.model_copy(update={"first_touch": tuple(recorder.order)})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -33,6 +33,18 @@ def views(mapping: Mapping, names: Sequence[str], slices: Slices | None = None) 
             raise SnapshotMismatch(fault, remedy="Correct snapshot_part in pilotflame.toml, or the slices.")
         found[name] = _view(where, mapping, entry.shard)
     return found
+
+
+def arrived(mapping: Mapping, found: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor and each alias in `found` with its name, once its bytes have arrived, in the order of the manifest."""
+    aliases = dict[str, list[str]]()
+    for alias, target in mapping.manifest.aliases.items():
+        aliases.setdefault(target, []).append(alias)
+    for entry in mapping.manifest.tensors:
+        where = place(entry)
+        mapping.wait(entry.shard, where.begin_bytes, where.end_bytes)
+        for name in (entry.name, *aliases.get(entry.name, ())):
+            yield name, found[name]
 
 
 def copied(where: Elements, mapping: Mapping, shard: int) -> torch.Tensor:

@@ -51,10 +51,6 @@ class Exchange:
         """True if another request can be sent: the last body was read, and the server keeps the connection open."""
         return self._kept and self._parser is None and self._left == 0 and not len(self._held)
 
-    def get(self, target: str, headers: Sequence[tuple[str, str]]) -> Head:
-        """Send a GET request, as `request` does."""
-        return self.request("GET", target, headers)
-
     def request(
         self, method: str, target: str, headers: Sequence[tuple[str, str]], body: Iterable[bytes] = ()
     ) -> Head:

@@ -65,15 +65,12 @@ class FolderSource:
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         descriptor = self.open(name)
-        done = 0
         try:
-            while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
-                done += count
+            return read_at(descriptor, view, offset)
         except OSError as error:
             raise SourceUnavailable(f"{self._root / name} cannot be read: {error.strerror}.") from error
         finally:
             os.close(descriptor)
-        return done
 
     def open(self, name: str) -> int:
         """Open file `name` and return its descriptor. Raises SourceMissing if there is no regular file."""
@@ -158,6 +155,14 @@ class FolderConnection:
 
     def release(self) -> None:
         self.close()
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill `view` with the bytes of an open file from `offset` on. Return their number: fewer only if the file ends before."""
+    done = 0
+    while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += count
+    return done
 
 
 def object_info(descriptor: int) -> ObjectInfo:

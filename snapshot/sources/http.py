@@ -44,7 +44,7 @@ from .response import (
     refusal,
     unavailable,
 )
-from .retries import Retries
+from .retries import Retries, retried
 from .source import ObjectInfo, name_fault
 from .tls import system_trust
 from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB
@@ -117,13 +117,8 @@ class WebSource(ABC):
         """See Source. Retries temporary failures. Sends a request only if the info is not known yet."""
         if (info := self.infos.get(name)) is not None:
             return info
-        retries = Retries()
         with self._borrowed() as connection:
-            while True:
-                try:
-                    return connection.stat(name)
-                except SourceUnavailable as error:
-                    retries.wait(error)
+            return retried(lambda: connection.stat(name))
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """See Source. Retries temporary failures. Raises after ATTEMPTS failures in a row."""
@@ -164,13 +159,8 @@ class WebSource(ABC):
 
         Raises SourceError if the document has more than `most` bytes.
         """
-        retries = Retries()
         with self._borrowed() as connection:
-            while True:
-                try:
-                    return connection.document(location, most)
-                except SourceUnavailable as error:
-                    retries.wait(error)
+            return retried(lambda: connection.document(location, most))
 
     def connect(self) -> HttpConnection:
         return HttpConnection(self, self._wire())
@@ -208,14 +198,13 @@ class WebSource(ABC):
 class HttpSource(WebSource):
     """The objects below `http(s)://host/prefix` on a web server. The query of `url` is appended to their URLs.
 
-    Every request has `headers`, and the user and password of `url`. If a redirect leads to another server, that server
+    Every request has the headers of `secrets`, and the user and password of `url`. If a redirect leads to another server, that server
     does not get them. Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(
         self,
         url: str,
-        headers: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
         secrets: Mapping[str, str] | None = None,
         access: Access = ANY,
@@ -229,7 +218,7 @@ class HttpSource(WebSource):
         base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
         super().__init__(base, ssl_context, access)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
-        self._headers = {**_own_headers(WEB.variables(secrets, access)), **(headers or {})}
+        self._headers = _own_headers(WEB.variables(secrets, access))
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"

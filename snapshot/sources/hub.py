@@ -19,7 +19,7 @@ from .exchange import Head
 from .http import WebSource
 from .location import Location, ServerAddress
 from .response import RangeRequest, refusal
-from .source import name_fault
+from .source import below, name_fault
 from .variables import HUB
 
 ENDPOINT = "https://huggingface.co"
@@ -95,8 +95,8 @@ class HubSource(WebSource):
         return str(HubPlace(self._place.repository, self._resolved(), self._place.folder))
 
     def resolve(self, name: str) -> Location:
-        below = f"{self._place.folder}/{name}" if self._place.folder else name
-        place = f"{self._place.repository}/resolve/{self._resolved()}/{quote(below, safe='/')}"
+        path = f"{self._place.folder}/{name}" if self._place.folder else name
+        place = f"{self._place.repository}/resolve/{self._resolved()}/{quote(path, safe='/')}"
         return Location(f"{self._endpoint}/{place}", self._headers)
 
     def names(self) -> list[str]:
@@ -104,9 +104,7 @@ class HubSource(WebSource):
         with self._asking:
             if self._files is None:
                 self._ask()
-            below = f"{self._place.folder}/" if self._place.folder else ""
-            found = [name.removeprefix(below) for name in self._files or () if name.startswith(below)]
-        return sorted(name for name in found if name_fault(name) is None and "/." not in f"/{name}")
+            return below(self._place.folder, self._files or ())
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
         """Return the error for a refused request, according to the hub's headers. The body is not used."""

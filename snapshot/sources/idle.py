@@ -23,13 +23,7 @@ DISTRUSTED_FOR_S = 600.0
 class IdleConnections:
     """Connections between two uses. Thread-safe."""
 
-    def __init__(
-        self,
-        most: int = MOST_IDLE,
-        kept_for_s: float = IDLE_S,
-        distrusted_for_s: float = DISTRUSTED_FOR_S,
-    ) -> None:
-        self._most, self._kept_for_s, self._distrusted_for_s = most, kept_for_s, distrusted_for_s
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[tuple[float, Wire, Exchange]] = []
         self._timer: threading.Timer | None = None
@@ -39,9 +33,9 @@ class IdleConnections:
         """Keep a connection. Close it instead if it cannot be used again, or if enough connections are kept."""
         with self._lock:
             now_s = time.monotonic()
-            room = now_s >= self._trusted_from_s and len(self._kept) < self._most
+            room = now_s >= self._trusted_from_s and len(self._kept) < MOST_IDLE
             if room and exchange.clean and wire.quiet():
-                self._kept.append((now_s + self._kept_for_s, wire, exchange))
+                self._kept.append((now_s + IDLE_S, wire, exchange))
                 self._wake_later()
                 return
         wire.close()
@@ -65,14 +59,14 @@ class IdleConnections:
     def distrust(self) -> None:
         """Close all connections and keep none for a while. Call it if a server has answered a request twice."""
         with self._lock:
-            self._trusted_from_s = time.monotonic() + self._distrusted_for_s
+            self._trusted_from_s = time.monotonic() + DISTRUSTED_FOR_S
             self._close_until(float("inf"))
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
     def _wake_later(self) -> None:
-        """Start a timer that closes the oldest connection after `kept_for_s`. The caller holds the lock."""
+        """Start a timer that closes the oldest connection after IDLE_S. The caller holds the lock."""
         if self._timer is None and self._kept:
             wait_s = max(0.0, self._kept[0][0] - time.monotonic())
             self._timer = threading.Timer(wait_s, self._close_old)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from ...errors import SourceUnavailable
 
 ATTEMPTS = 6
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0
+T = TypeVar("T")
 
 
 class Retries:
@@ -25,6 +28,16 @@ class Retries:
             raise error
         # Nothing sets this event: only the timeout ends the wait.
         threading.Event().wait(delay_s(self._failures, error.retry_after_s))
+
+
+def retried(attempt: Callable[[], T]) -> T:
+    """Return what `attempt` returns. Call it again after temporary failures, ATTEMPTS times in all."""
+    retries = Retries()
+    while True:
+        try:
+            return attempt()
+        except SourceUnavailable as error:
+            retries.wait(error)
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:

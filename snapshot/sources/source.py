@@ -243,6 +243,13 @@ def listed(url: str, names: Iterable[str]) -> list[str]:
     return found
 
 
+def below(folder: str, names: Iterable[str]) -> list[str]:
+    """Return the names in a folder and its subfolders, relative to it and sorted. Leaves out hidden files."""
+    start = f"{folder}/" if folder else ""
+    found = (name.removeprefix(start) for name in names if name.startswith(start))
+    return sorted(name for name in found if name_fault(name) is None and "/." not in f"/{name}")
+
+
 def opened(content: Path | bytes) -> IO[bytes]:
     return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
 

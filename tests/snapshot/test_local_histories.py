@@ -125,8 +125,8 @@ class World:
         if self.zygote is None:
             built = self.snapshot(read_versions(self.live[0]))
             built.check()
-            assert built._compared is not None
-            self.zygote = built._compared.versions
+            assert built._stored.compared is not None
+            self.zygote = built._stored.compared.versions
         snapshot = self.snapshot(self.zygote)
         module = torch.nn.Module()
         if on_device:

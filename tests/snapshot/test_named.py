@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from pilotflame.snapshot.caching.node import Budgets, node_cache
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
-from pilotflame.snapshot.restoring.gate import Gate
 from pilotflame.snapshot.sources.locate import open_source
 from safetensors.torch import save_file
 from torch import nn
@@ -156,8 +156,8 @@ def test_one_that_has_arrived_is_used_while_another_has_not(whole: Adapted, tmp_
             assert snapshots["base"].arriving
             with pytest.raises(SourceUnavailable, match=r"^snapshots\.base: "):
                 snapshots.wait(0.2)
-            with (
-                Gate(*snapshots["base"].awaited(), timeout_s=0.2),
-                pytest.raises(SourceUnavailable, match=r"^snapshots\.base: "),
-            ):
+            late = named(tmp_path, cache=tmp_path / "cache")
+            module = restored(late)
+            late.open(time.monotonic() + 0.2)
+            with late.gate(), pytest.raises(SourceUnavailable, match=r"^snapshots\.base: "):
                 module.first(x)

@@ -74,9 +74,7 @@ class WorkerWeights:
             return
         # If there are threads beside the main thread, the rehearsal has started them.
         self._shared = self._shared or threading.active_count() > 1 or self._spec.wait_for_weights
-        self.snapshots.open()
-        if by_s is not None:
-            self.snapshots.limit(by_s)
+        self.snapshots.open(by_s)
 
     def follow(self) -> None:
         """Watch weights that are still arriving, in a thread. If no gate waits for the weights, wait for all of them here."""
@@ -115,12 +113,11 @@ def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
     """
     found, now_s = [], time.monotonic()
     for name in snapshots:
-        if (copied := snapshots[name].copied) is not None:
-            started_s, ended_s = copied
+        if (copied := snapshots[name].modules.copied) is not None:
+            started_s, ended_s, (begun_s, made_s) = copied
             if not (ended_s or snapshots[name].arriving):
                 ended_s = now_s
             took_s = ended_s - started_s if ended_s else None
-            begun_s, made_s = snapshots[name].device_made or (now_s, now_s)
             context = {"ago_s": now_s - begun_s, "took_s": made_s - begun_s}
             found.append({"name": name, "ago_s": now_s - started_s, "took_s": took_s, "context": context})
     return found

@@ -159,7 +159,7 @@ def cache(*, evict: str | None, as_json: bool) -> None:
         found.evict(digest)
         text = f"{digest[:SHOWN_DIGEST_CHARS]} is evicted"
         return display.print_result({"evicted": digest}, text, as_json=as_json)
-    usage = [(tier, tier.used_bytes()) for tier in found.tiers]
+    usage = [(tier, tier.space.used_bytes()) for tier in found.tiers]
     kinds = {tier.root / "snapshots": tier.kind for tier in found.tiers}
     facts = [_cache_facts(stored, kinds[stored.folder.parent]) for stored in reversed(found.list())]
     if as_json:
@@ -171,7 +171,7 @@ def cache(*, evict: str | None, as_json: bool) -> None:
     if facts:
         display.print_table(("digest", "size", "tier", "state", "last used"), list(map(_cache_row, facts)))
     for tier, used in usage:
-        spare = tier.spares.total_bytes()
+        spare = tier.space.spares.total_bytes()
         kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
         used_of = f"{display.size(used)} of {display.size(tier.budget_bytes)}"
         display.echo(f"{tier.kind} ({tier.root}): {used_of}{kept}")

@@ -251,10 +251,10 @@ class Fetcher:
         with self._reporting:
             tiers = [
                 {
-                    "kind": tier.kind, "budget_bytes": tier.budget_bytes, "used_bytes": tier.used_bytes(),
-                    "spare_bytes": tier.spares.total_bytes(),
-                    "received_bytes": tier.counts.received_bytes, "verified_bytes": tier.counts.verified_bytes,
-                    "evicted_bytes": tier.counts.evicted_bytes,
+                    "kind": tier.kind, "budget_bytes": tier.budget_bytes, "used_bytes": tier.space.used_bytes(),
+                    "spare_bytes": tier.space.spares.total_bytes(),
+                    "received_bytes": tier.space.counts.received_bytes, "verified_bytes": tier.space.counts.verified_bytes,
+                    "evicted_bytes": tier.space.counts.evicted_bytes,
                 }
                 for tier in self._cache.tiers
             ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from ....errors import SnapshotChanged
 from ...fetching.ranges import Chunks
-from ...sources.folder import FolderSource
+from ...sources.folder import FolderSource, read_at
 from ..mapping import Mapping
 from .slab import Segment
 
@@ -83,13 +83,10 @@ class OpenShards:
         return parts
 
     def _read(self, root: int, shard: int, offset: int, view: memoryview) -> None:
-        descriptor, done = self._descriptor(root, shard), 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if not count:
-                fault = f"Shard {self._shards[shard].name} ends at byte {offset + done}."
-                raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
-            done += count
+        done = read_at(self._descriptor(root, shard), view, offset)
+        if done < len(view):
+            fault = f"Shard {self._shards[shard].name} ends at byte {offset + done}."
+            raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
 
     def _descriptor(self, root: int, shard: int) -> int:
         with self._lock:

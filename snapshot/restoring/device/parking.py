@@ -89,11 +89,11 @@ def _changed(upload: DeviceUpload) -> list[int]:
     """
     spans = upload.layout.spans
     # Spans without a checksum were put back from the host because they had changed before, or the upload makes none.
-    copied = sorted(upload.sums)
+    copied = sorted(upload.copies.sums)
     changed = set(range(len(spans))).difference(copied)
     if copied:
-        before = torch.stack([upload.sums[number] for number in copied])
-        now = torch.stack([upload.sum_of(spans[one]) for one in copied])
+        before = torch.stack([upload.copies.sums[number] for number in copied])
+        now = torch.stack([upload.copies.sum_of(one) for one in copied])
         changed.update(copied[at] for at in (before != now).nonzero().flatten().tolist())
     return sorted(one for one in changed if upload.has(spans[one].begin, spans[one].end))
 

@@ -215,6 +215,11 @@ class SlabLayout:
             end = self.offsets[last] + self.tensors[last].size_bytes
             yield Span(self.offsets[first], end, tuple(numbers))
 
+    def placed(self) -> list[tuple[int, int, int, str]]:
+        """Return for each tensor in the slab: 0, its first byte, the byte after its last byte, and its name."""
+        pairs = zip(self.tensors, self.offsets, strict=True)
+        return [(0, at, at + one.size_bytes, one.name) for one, at in pairs if one.size_bytes]
+
     def covering(self, begin: int, end: int) -> list[int]:
         """Return the numbers of the pieces that fill bytes [begin, end) of the slab."""
         found: list[int] = []

@@ -464,7 +464,7 @@ def test_processes_that_pull_different_snapshots_share_the_budget(tmp_path: Path
             if "opened" in answer:
                 puller.ask("go")
                 assert puller.ask("wait")["given"] == manifests[0].total_bytes
-        assert here.used_bytes() <= here.budget_bytes
+        assert here.space.used_bytes() <= here.budget_bytes
     for stored in here.list():
         verify(stored.folder / "files", Manifest.read(stored.folder / "files"))
 

@@ -64,7 +64,7 @@ def test_only_the_chunks_of_a_part_are_fetched_and_once(
     with pytest.raises(CacheError):
         Cache([tier]).open(manifest, Stopping(source))
     assert fetched([tier], part, source) == part.needed_bytes
-    assert tier.used_bytes() == part.needed_bytes
+    assert tier.space.used_bytes() == part.needed_bytes
     [stored] = tier.list()
     assert stored.ready
     assert stored.allocated_bytes <= part.needed_bytes + 2 * 4096
@@ -118,13 +118,13 @@ def test_no_bytes_of_evicted_weights_are_between_those_of_a_part(
     other = make(tmp_path / "other", seed=1)
     assert fetched([tier], other, tmp_path / "other") == other.total_bytes
     tier.evict(other.digest)
-    assert tier.spares.total_bytes() == other.total_bytes
+    assert tier.space.spares.total_bytes() == other.total_bytes
     # `check` finds zeros between them.
     for part in halves(manifest):
         assert fetched([tier], part, source) == part.needed_bytes
         tier.evict(part.digest)
     # The files of a part, which have holes, are no spares.
-    assert tier.spares.total_bytes() == other.total_bytes
+    assert tier.space.spares.total_bytes() == other.total_bytes
 
 
 def test_a_part_that_was_interrupted_goes_on(tmp_path: Path, source: Path, manifest: Manifest) -> None:
@@ -156,7 +156,7 @@ def test_a_part_in_memory_is_copied_to_the_disk(
         lease.wait(LIMIT_S, copied=True)
     memory.evict(part.digest)
     assert fetched([memory, disk], part, source) == 0
-    assert disk.used_bytes() == part.needed_bytes
+    assert disk.space.used_bytes() == part.needed_bytes
 
 
 def test_a_part_of_weights_without_a_manifest_learns_its_own_digests(tmp_path: Path) -> None:

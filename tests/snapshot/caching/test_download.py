@@ -166,15 +166,15 @@ def test_a_linked_folder_inside_is_never_followed(origin: Path, target: Path, tm
     assert not list((tmp_path / "outside").iterdir())
 
 
-def test_it_is_cancelled_and_resumed(origin: Path, target: Path) -> None:
-    manifest, source, cancelled = Manifest.read(origin), Stopping(origin, 5 * CHUNK_BYTES), threading.Event()
+def test_it_is_broken_off_and_resumed(origin: Path, target: Path) -> None:
+    manifest, source = Manifest.read(origin), Stopping(origin, 5 * CHUNK_BYTES)
 
     def stop_then(done: int, total: int) -> None:
         if done >= 4 * CHUNK_BYTES:
-            cancelled.set()
+            raise Cancelled("The progress is seen no more.")
 
     with pytest.raises(Cancelled):
-        download(manifest, source, target, progress=stop_then, cancelled=cancelled, connections=1)
+        download(manifest, source, target, progress=stop_then, connections=1)
     assert not (target / MANIFEST_NAME).exists()
     assert (target / MARK_NAME).read_text() == manifest.digest
     rest = Stopping(origin)

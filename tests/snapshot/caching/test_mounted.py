@@ -212,7 +212,7 @@ def test_what_a_container_can_have_open_is_never_written_over(
         lease.wait(LIMIT_S)
     with (kept.paths[0] / "files" / "model.safetensors").open("rb") as opened:
         evict([tier], manifest.digest)
-        assert tier.spares.files() == []
+        assert tier.space.spares.files() == []
         other = make(tmp_path / "other", 1)
         with Cache([tier]).open(other, FolderSource(tmp_path / "other")) as lease:
             lease.wait(LIMIT_S)

@@ -71,7 +71,7 @@ def test_the_least_recently_used_goes_first(tier: Tier, sources: list[tuple[Path
     pull(tier, one)
     pull(tier, three)
     assert ready(tier) == digests(one, three)
-    assert tier.used_bytes() <= tier.budget_bytes
+    assert tier.space.used_bytes() <= tier.budget_bytes
 
 
 def test_what_a_lease_holds_is_not_evicted(tier: Tier, sources: list[tuple[Path, Manifest]]) -> None:
@@ -263,7 +263,7 @@ def test_an_evicted_file_is_written_over(shm: Path, sources: list[tuple[Path, Ma
         verify(lease.root, sources[1][1])
         check(lease.root, sources[1][0])
     assert ready(tier) == digests(sources[1])
-    assert tier.spares.total_bytes() == 0
+    assert tier.space.spares.total_bytes() == 0
 
 
 @pytest.mark.parametrize("tensors", [3, 8, 12])
@@ -273,10 +273,10 @@ def test_a_spare_of_another_size_does_too(
     tier = Tier(shm / "tier", 4 * MIB, "tmpfs", spare_bytes=2 * MIB)
     pull(tier, sources[0])
     tier.evict(sources[0][1].digest)
-    assert tier.spares.total_bytes() == sources[0][1].total_bytes
+    assert tier.space.spares.total_bytes() == sources[0][1].total_bytes
     other = tmp_path / "other", make(tmp_path / "other", 7, tensors=tensors)
     pull(tier, other)
-    assert tier.spares.total_bytes() == 0
+    assert tier.space.spares.total_bytes() == 0
     check(tier.folder(other[1].digest) / "files", other[0])
 
 
@@ -288,11 +288,11 @@ def test_spares_are_kept_within_their_limit_and_the_budget(
         pull(tier, source)
     for source in sources[:2]:
         tier.evict(source[1].digest)
-    assert tier.spares.total_bytes() == sources[0][1].total_bytes
+    assert tier.space.spares.total_bytes() == sources[0][1].total_bytes
     pull(tier, sources[0])
     pull(tier, sources[1])
-    assert tier.spares.total_bytes() == 0
-    assert tier.used_bytes() <= tier.budget_bytes
+    assert tier.space.spares.total_bytes() == 0
+    assert tier.space.used_bytes() <= tier.budget_bytes
 
 
 def test_a_spare_is_never_of_a_snapshot_that_is_mapped(
@@ -307,7 +307,7 @@ def test_a_spare_is_never_of_a_snapshot_that_is_mapped(
         tier.evict(sources[0][1].digest)
     with pytest.raises(CacheError, match="is full"):
         Cache([tier]).open(sources[1][1], FolderSource(sources[1][0]))
-    assert tier.spares.files() == []
+    assert tier.space.spares.files() == []
     old = mapping.flats[0]
     assert bytes(old.numpy()) == (sources[0][0] / "model.safetensors").read_bytes()
 
@@ -406,7 +406,7 @@ def test_memory_is_given_out_only_where_all_pages_are_there(shm: Path) -> None:
     for path in (whole, holes):
         descriptor = os.open(path, os.O_RDWR)
         try:
-            found.append(tier.spares.map_pages(descriptor))
+            found.append(tier.space.spares.map_pages(descriptor))
         finally:
             os.close(descriptor)
     assert found[0] is not None
@@ -419,7 +419,7 @@ def test_a_disk_keeps_no_spares(tmp_path: Path, sources: list[tuple[Path, Manife
     tier = Tier(tmp_path / "tier", 4 * MIB, "disk", spare_bytes=4 * MIB)
     pull(tier, sources[0])
     tier.evict(sources[0][1].digest)
-    assert tier.used_bytes() == 0
+    assert tier.space.used_bytes() == 0
     shutil.rmtree(tier.root)
     assert tier.list() == []
 

@@ -48,9 +48,7 @@ class Node:
         self.refused: list[str] = []
 
     def meet(self, urls: list[str]) -> None:
-        self.peers = Peers(
-            self.served_chunks, PeerList(urls), self.token, on_refused=self.refused.append, least_bytes=0
-        )
+        self.peers = Peers(self.served_chunks, PeerList(urls), self.token, on_refused=self.refused.append)
 
     def open(self, manifest: Manifest, source: Source) -> Lease:
         return Cache([self.tier], self.peers).open(manifest, source, tee=False)
@@ -76,8 +74,9 @@ Nodes = Callable[..., list[Node]]
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    """Make nodes that know each other and themselves."""
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """Make nodes that know each other and themselves, and take the chunks of small snapshots, too."""
+    monkeypatch.setattr(peering, "LEAST_BYTES", 0)
     with ExitStack() as opened:
 
         def made(count: int, **how: Any) -> list[Node]:

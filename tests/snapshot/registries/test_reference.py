@@ -28,8 +28,8 @@ def test_references_are_read_as_they_are_written(
 
 def test_a_reference_without_tag_and_digest_means_latest() -> None:
     assert str(Reference.of("oci://ghcr.io/org/net")) == "oci://ghcr.io/org/net:latest"
-    assert Reference.of(f"oci://ghcr.io/org/net@{DIGEST}").version == DIGEST
-    assert Reference.of(f"oci://ghcr.io/org/net:v1@{DIGEST}").version == DIGEST
+    assert Reference.of(f"oci://ghcr.io/org/net@{DIGEST}").digest == DIGEST
+    assert Reference.of(f"oci://ghcr.io/org/net:v1@{DIGEST}").digest == DIGEST
     assert Reference.of("oci://docker.io/library/net:v1").host == "registry-1.docker.io"
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,7 +188,8 @@ def test_weights_that_do_not_come_are_an_error_in_time(save: Save) -> None:
     with arriving(save, Tied()) as found:
         module = blank(Tied)
         restore(make_plan(module, found.mapping.manifest), found.mapping)
-        with Gate(Unlanded(found.mapping, found.arrival), timeout_s=0.05), pytest.raises(SourceUnavailable):
+        found.arrival.deadline_s = time.monotonic() + 0.05
+        with Gate(Unlanded(found.mapping, found.arrival)), pytest.raises(SourceUnavailable):
             module(torch.tensor([[1]]))
 
 

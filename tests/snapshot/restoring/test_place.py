@@ -57,7 +57,7 @@ def test_the_ranks_of_a_group_add_up_to_the_whole(save: Save, world: int) -> Non
     for rank in range(world):
         part, snapshot = Block(world), Snapshot(root, manifest)
         snapshot.restore(part, slices=plan_of(rank, world))
-        snapshot.blank()
+        snapshot.modules.blank()
         snapshot.open()
         answer += part(given)
         # Nothing was copied.

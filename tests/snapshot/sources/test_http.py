@@ -31,6 +31,7 @@ from pilotflame.snapshot.sources.access import Access
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 from pilotflame.snapshot.sources.locate import open_source
 from pilotflame.snapshot.sources.source import read_all
+from pilotflame.snapshot.sources.variables import TOKEN_VARIABLE
 
 DATA = random.Random(3).randbytes(1 << 20)
 NAME = "model.safetensors"
@@ -378,7 +379,7 @@ def test_close_at_any_moment_leaks_no_descriptor(plain: FaultServer) -> None:
 
 def test_a_redirect_is_followed_once_and_remembered(server: FaultServer, plain: FaultServer) -> None:
     server.faults = Faults(redirect=plain.url + "/")
-    source = HttpSource(server.url, headers={"Authorization": "Bearer hush"})
+    source = HttpSource(server.url, secrets={TOKEN_VARIABLE: "hush"})
     with connected(source) as connection:
         for begin in range(0, 3000, 1000):
             assert read(connection, begin, begin + 100) == DATA[begin : begin + 100]
@@ -467,7 +468,7 @@ def test_an_invalid_url_is_refused_without_its_secrets(url: str) -> None:
 
 
 def test_a_header_that_http_does_not_allow_is_not_quoted(plain: FaultServer) -> None:
-    source = HttpSource(plain.url, headers={"Authorization": "Bearer hush\nhush"})
+    source = HttpSource(plain.url, secrets={TOKEN_VARIABLE: "hush\nhush"})
     with pytest.raises(SourceError, match="does not allow") as caught:
         source.stat(NAME)
     assert "hush" not in str(caught.value)

@@ -13,8 +13,9 @@ from pilotflame.errors import SourceUnavailable
 from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.sources import idle
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
-from pilotflame.snapshot.sources.idle import MOST_IDLE, IdleConnections
+from pilotflame.snapshot.sources.idle import MOST_IDLE
 from pilotflame.snapshot.sources.locate import MOST_KEPT, KeptSources
 from pilotflame.snapshot.sources.source import Source
 from pulling import LIMIT_S, make
@@ -96,9 +97,11 @@ def test_what_redirects_lead_to_is_asked_on_connections_of_its_own_server(server
         assert {request.name for request in front.requests} == {"a", "b", "c"}
 
 
-def test_only_a_few_are_kept_and_only_for_a_while(server: FaultServer) -> None:
+def test_only_a_few_are_kept_and_only_for_a_while(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = HttpSource(server.url)
-    source.idle = IdleConnections(MOST_IDLE, kept_for_s=0.05)
+    monkeypatch.setattr(idle, "IDLE_S", 0.05)
     before = set(threading.enumerate())
     used = [source.connect() for _ in range(MOST_IDLE + 3)]
     for connection in used:
@@ -172,9 +175,11 @@ def test_after_an_answer_that_is_of_another_range_nothing_is_kept(server: FaultS
     assert server.connections == 3
 
 
-def test_after_a_while_connections_are_kept_again_but_none_of_before(server: FaultServer) -> None:
+def test_after_a_while_connections_are_kept_again_but_none_of_before(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = HttpSource(server.url)
-    source.idle = IdleConnections(distrusted_for_s=0.0)
+    monkeypatch.setattr(idle, "DISTRUSTED_FOR_S", 0.0)
     ask(source, "a")
     source.idle.distrust()
     ask(source, "b")

@@ -100,7 +100,7 @@ def build(context):
 def handler(event, context):
     if event == "checksums":
         context.snapshot.wait()
-        return sum(len(upload.sums) for _, upload in context.snapshot._uploads)
+        return sum(len(upload.copies.sums) for upload in context.snapshot.modules.uploads)
     # As an extension reads that gets the address past the dispatcher.
     return list(ctypes.string_at(context.state.weight.untyped_storage().data_ptr(), 8))
 """

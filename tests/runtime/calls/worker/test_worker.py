@@ -409,6 +409,7 @@ def test_the_dtype_is_that_of_most_tensors(dtypes: list[list[str]], found: str) 
     named: Any = []
     for number, some in enumerate(dtypes):
         tensors = [SimpleNamespace(dtype=dtype) for dtype in some]
-        named.append(SimpleNamespace(name=f"s{number}", manifest=SimpleNamespace(tensors=tensors)))
+        manifest = SimpleNamespace(tensors=tensors)
+        named.append(SimpleNamespace(name=f"s{number}", manifest=manifest, compares=False))
     assert most_common_dtype(Snapshots(named)) == found
     assert most_common_dtype(None) == ""

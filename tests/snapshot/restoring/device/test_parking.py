@@ -19,7 +19,7 @@ from pilotflame.snapshot.named import Snapshots
 from pilotflame.snapshot.restoring.device import buffers, slab
 from pilotflame.snapshot.restoring.device.device import find_device
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
-from pilotflame.snapshot.restoring.device.upload import checksum, random_factors
+from pilotflame.snapshot.restoring.device.slab_copies import checksum, random_factors
 from pilotflame.snapshot.restoring.inner_tensors import tensors_with_bytes
 from safetensors.torch import save_file
 from torch import nn
@@ -142,13 +142,13 @@ def test_what_the_handler_has_changed_is_kept_also_for_the_second_time(stored: t
 def test_only_what_has_changed_is_kept_on_the_host(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored)
     snapshots.park()
-    assert [len(one.kept) for _, one in snapshots[""]._parked] == [0]
+    assert [len(one.kept) for _, one in snapshots[""].modules._parked] == [0]
     snapshots.unpark()
     snapshots.wait(20)
     with torch.no_grad():
         net.layers[5].bias[0] += 1
     snapshots.park()
-    assert [len(one.kept) for _, one in snapshots[""]._parked] == [1]
+    assert [len(one.kept) for _, one in snapshots[""].modules._parked] == [1]
 
 
 def test_weights_that_are_gone_when_they_are_needed_again_are_an_error(stored: tuple[Path, Manifest]) -> None:
@@ -283,7 +283,7 @@ def test_the_memory_of_a_module_that_is_gone_is_freed(stored: tuple[Path, Manife
     for _ in range(3):
         late = skeleton(stored)
         snapshots[""].restore(late, device="simulated", cast=True)
-        slabs.append(weakref.ref(snapshots[""].slabs[-1]))
+        slabs.append(weakref.ref(snapshots[""].modules.uploads[-1].slab))
     del late
     gc.collect()
     assert [slab() is None for slab in slabs] == [True, True, False]
@@ -303,8 +303,8 @@ def test_a_module_that_is_parked_without_checksums_is_kept_whole(stored: tuple[P
     with torch.no_grad():
         net.layers[3].weight.data.mul_(2)
     right = answer(net, snapshots)
-    (_, upload_), *_ = snapshots[""]._uploads
-    assert upload_.sums == {}
+    upload_, *_ = snapshots[""].modules.uploads
+    assert upload_.copies.sums == {}
     for _ in range(2):
         snapshots.park()
         snapshots.unpark()

@@ -78,7 +78,7 @@ def test_weights_of_which_any_part_is_pinned_arrive(
     total = -(-stored[2].shards[0].size_bytes // (2 * PAGE))
     assert len(here._pinned) == min(windows, total)
     for _ in range(2):
-        opened(module, snapshots) if not snapshots[""].slabs else snapshots.unpark()
+        opened(module, snapshots) if not snapshots[""].modules.uploads else snapshots.unpark()
         snapshots.wait(WAIT_S)
         for name, tensor in module.state_dict().items():
             assert torch.equal(tensor, stored[0].state_dict()[name])

@@ -83,8 +83,9 @@ class Source:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make small weights have many pieces."""
+    """Make small weights have many pieces, which three threads copy."""
     monkeypatch.setattr(buffers, "MOST_THREADS", 3)
+    monkeypatch.setattr(upload, "copying_threads", lambda: 3)
     monkeypatch.setattr(slab.SlabLayout.__init__, "__defaults__", (5000,))
 
 
@@ -166,7 +167,9 @@ def run_a_random_plan(
         wrap(net)
     plan = make_plan(net, source.manifest, device="simulated", cast=half)
     device = SimulatedDevice(seed, delay_s=draw.choice([0.0, 0.0003, 0.001]))
-    uploaded = begin_upload(plan, source.mapping, device, threads=draw.randint(1, 4))
+    threads = draw.randint(1, 4)
+    monkeypatch.setattr(upload, "copying_threads", lambda: threads)
+    uploaded = begin_upload(plan, source.mapping, device)
     thread = source.land_in(draw.sample(range(source.arrival.count), source.arrival.count))
     with torch.inference_mode(), Gate(Uncopied(uploaded)):
         answer = net(TOKENS)
@@ -293,7 +296,7 @@ def test_few_buffers_are_used_and_nothing_stays_open(save: Save, monkeypatch: py
     device = SimulatedDevice()
     mapping = Mapping(root, manifest)
     before = open_in(root)
-    uploaded = begin_upload(make_plan(module, manifest, device="simulated"), mapping, device, threads=3)
+    uploaded = begin_upload(make_plan(module, manifest, device="simulated"), mapping, device)
     uploaded.wait(WAIT_S)
     join_uploads()
     assert len(uploaded.layout.pieces) > 60
@@ -314,7 +317,8 @@ def test_the_arrival_keeps_no_upload_when_all_has_landed(source: tuple[Net, Sour
         # An error that comes after the last landing does not concern the upload.
         found.arrival.fail(FetchFailed("The bucket burnt down."))
         uploaded.wait(WAIT_S)
-        assert uploaded.end(WAIT_S)
+        uploaded.end(WAIT_S)
+        assert uploaded.complete
         gone = weakref.ref(uploaded)
         del uploaded
         join_uploads()
@@ -351,7 +355,7 @@ def converting(device: SimulatedDevice, vectors: tuple[Path, Manifest]) -> uploa
     for tensor in manifest.tensors:
         module.register_buffer(tensor.name, torch.empty(2000, device="meta", dtype=torch.float64))
     plan = make_plan(module, manifest, device="simulated", cast=True)
-    return begin_upload(plan, Mapping(root, manifest), device, threads=3)
+    return begin_upload(plan, Mapping(root, manifest), device)
 
 
 def test_an_upload_ends_although_the_device_cannot_give_memory_back(
@@ -364,7 +368,8 @@ def test_an_upload_ends_although_the_device_cannot_give_memory_back(
 
     monkeypatch.setattr(device, "release", release)
     uploaded = converting(device, vectors)
-    assert uploaded.end(2)
+    uploaded.end(2)
+    assert uploaded.complete
 
 
 def test_nothing_is_pinned_or_freed_after_wait_has_returned(
@@ -463,7 +468,7 @@ def test_slices_of_any_dimension_are_those_of_the_whole_tensor(
 def opened(root: Path, manifest: Manifest, net: nn.Module, device: str) -> Snapshot:
     snapshot = Snapshot(root, manifest)
     snapshot.restore(net, device=device)
-    snapshot.blank()
+    snapshot.modules.blank()
     snapshot.open()
     return snapshot
 
@@ -499,7 +504,7 @@ def test_auto_is_an_error_if_the_function_has_gpus_and_torch_finds_none(
     root, manifest = save(stored(Net()))
     snapshot = Snapshot(root, manifest, gpus=2)
     snapshot.restore(skeleton(), device="auto")
-    for call in (snapshot.blank, snapshot.open):
+    for call in (snapshot.modules.blank, snapshot.open):
         with pytest.raises(
             SnapshotError, match=r'resources\.gpus is 2, but torch finds no CUDA device for "auto"'
         ):
