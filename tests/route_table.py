@@ -41,10 +41,10 @@ def described() -> OpenApi:
     apis = (
         Invoker(backend),
         JobsApi(backend),
-        Admin(missing, missing, missing, missing),
-        Deploys(missing, lambda: None, local=True),
+        Admin(missing, missing, missing, missing, missing, missing),
+        Deploys(missing, missing, lambda: None, local=True),
         LogsApi(missing, missing, missing),
-        RevisionsApi(missing),
+        RevisionsApi(missing, missing),
         AccessControl(missing, missing, missing, missing, None),
         WebhooksApi(missing, missing),
         UsageApi(missing),

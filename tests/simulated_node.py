@@ -1,6 +1,6 @@
 """A node with the real reconciler and simulated processes: its functions are deployed, called, paused and deleted.
 
-`SimulatedFunction` does what `functions/registry.py` does with revisions, without files.
+`SimulatedFunction` does what `functions/rollouts.py` does with revisions, without files.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from ...node.functions.deploy import Deployment
 from ...node.functions.live import Live
 from ...node.functions.progress import DeployNote, DeployStep, DeployTarget, Progress
 from ...node.functions.registry import Functions
+from ...node.functions.rollouts import Rollouts
 from ...node.functions.status import Deployed
 from ...node.packaging.code import identity
 from ...node.packaging.reuse import FileDigests, ReusedRevision
@@ -74,11 +75,13 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
 class Deploys:
     """The route that deploys functions."""
 
-    def __init__(self, functions: Functions, check_disk: Callable[[], None], *, local: bool) -> None:
+    def __init__(
+        self, functions: Functions, rollouts: Rollouts, check_disk: Callable[[], None], *, local: bool
+    ) -> None:
         """`check_disk` raises an error if the disk has no room for a deploy; it blocks. `local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
         `local` is True.
         """
-        self._functions, self._check_disk = functions, check_disk
+        self._functions, self._rollouts, self._check_disk = functions, rollouts, check_disk
         self._local = local
 
     def routes(self) -> list[Route]:
@@ -107,7 +110,7 @@ class Deploys:
         wanted = await parsed(
             request, body, lambda body: validate(FileDigests, load_json(body), DIGESTS_REMEDY)
         )
-        revision, lacking = await self._functions.lacking(
+        revision, lacking = await self._rollouts.lacking(
             request.match_info["function"], wanted, caller_of(request).owner
         )
         return json_response({"revision": revision, "lacking": lacking})
@@ -153,7 +156,7 @@ class Deploys:
             deployer=caller.name,
         )  # fmt: skip
         try:
-            live = await self._functions.deploy(deployment, progress)
+            live = await self._rollouts.deploy(deployment, progress)
         except PilotflameError:
             # The name is known once the caller may deploy a function of this name.
             if progress.target is not None:

@@ -40,6 +40,7 @@ from ....snapshot.publish import sync
 from ...calls.link.handler_facts import checked
 from ...calls.link.worker_spec import CompiledCode, KeptPrefixes
 from ...ground.access import private_files
+from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings, check_name, name_problem
 from . import shared_weights
 
@@ -116,6 +117,11 @@ class RevisionRecord(RevisionFields):
     revision: str
     number: int
     created_at: AwareDatetime
+
+    @property
+    def owner(self) -> Deployer:
+        """The API key that deployed it."""
+        return Deployer(self.deployed_by, self.deployer)
 
 
 @dataclass(frozen=True, slots=True)

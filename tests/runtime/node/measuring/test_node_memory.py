@@ -122,7 +122,7 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
         for function in many:
             await function.settled(standby=True)
         functions = gateway.server.functions
-        meter = MemoryMeter(functions, gateway.server.tasks)
+        meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
         pids = {live.record.function: {pid for pid, _, _ in live.process_rows} for live in functions.all()}
         first = await meter.measure()
         assert set().union(*pids.values()) <= set(measured)
@@ -150,7 +150,7 @@ async def test_the_meter_keeps_no_ended_revision_in_memory(state, measured) -> N
     async with gateway_here(state, learn_upstreams=False) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event", name="f")
         await function.settled(standby=True)
-        meter = MemoryMeter(gateway.server.functions, gateway.server.tasks)
+        meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
         assert await meter.measure() is not None
         live = weakref.ref(gateway.server.functions.get("f"))
         await gateway.client.delete("/v1/functions/f")
@@ -168,7 +168,7 @@ async def test_shares_are_measured_again_when_many_processes_have_come(state, me
         few = await gateway.deploy(handler, name="few")
         await few.settled(standby=True)
         functions = gateway.server.functions
-        meter = MemoryMeter(functions, gateway.server.tasks)
+        meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
         await meter.measure()
         measured.clear()
         another = await gateway.deploy(handler, name="another")
