@@ -141,8 +141,8 @@ def _other_routes(parts: FrontParts, endless: EndlessAnswers, plugins: Plugins) 
     state, node, local = parts.state, parts.node, parts.address.local and parts.alone is None
     functions = node.functions
     apis = (
-        Deploys(functions, node.rollouts, state.disk.check, local=local), LogsApi(functions, state.logs, endless),
-        RevisionsApi(functions, node.rollouts),
+        Deploys(node.rollouts, state.disk.check, local=local), LogsApi(functions, state.logs, endless),
+        RevisionsApi(node.rollouts),
         AccessControl(state.keyring, state.secrets, node.rollouts, endless, parts.engine),
         WebhooksApi(functions, parts.calls.jobs), HistoryApi(functions, node.recorder), DocsPage(plugins.root),
         UsageApi(node.ledger), Console(functions, node.metrics, endless), WarmupApi(functions),

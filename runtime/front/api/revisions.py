@@ -6,7 +6,6 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from ...ground.access.keys import Scope
-from ...node.functions.registry import Functions
 from ...node.functions.rollouts import Rollouts
 from ...node.functions.status import FunctionStatus, RevisionFacts
 from ..http.requests import load_json, read_body, validate
@@ -31,8 +30,8 @@ class Rollback(BaseModel, frozen=True, extra="forbid"):
 class RevisionsApi:
     """The routes of the revisions of all functions."""
 
-    def __init__(self, functions: Functions, rollouts: Rollouts) -> None:
-        self._functions, self._rollouts = functions, rollouts
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
 
     def routes(self) -> list[Route]:
         function, deploy = "/v1/functions/{function}", Scope.DEPLOY
@@ -72,15 +71,15 @@ class RevisionsApi:
         return json_response(live.status().model_dump(mode="json"))
 
     async def reset(self, request: web.Request) -> web.StreamResponse:
-        live = self._functions.reset(request.match_info["function"])
+        live = self._rollouts.functions.reset(request.match_info["function"])
         return json_response(live.status().model_dump(mode="json"))
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.pause(request.match_info["function"], paused=True)
+        live = await self._rollouts.functions.pause(request.match_info["function"], paused=True)
         return json_response(live.status().model_dump(mode="json"))
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.pause(request.match_info["function"], paused=False)
+        live = await self._rollouts.functions.pause(request.match_info["function"], paused=False)
         return json_response(live.status().model_dump(mode="json"))
 
     async def rollback(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Holds the functions that are deployed now: the live revision of each name, and who owns it."""
+"""Holds the functions that are deployed now: the live revision of each name, and the rights of its owner."""
 
 from __future__ import annotations
 

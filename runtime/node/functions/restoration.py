@@ -11,8 +11,8 @@ from ...ground.telemetry.rung_name import RungName
 from .deploy import stored_outside
 from .live import LIGHT_S, Live
 from .registry import Functions
+from .revision_record import RevisionRecord
 from .revisions import Revisions
-from .store import RevisionRecord
 
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0

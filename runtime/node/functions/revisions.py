@@ -28,8 +28,8 @@ from .deploy import requirements_of, worker_spec
 from .environment_launcher import EnvironmentLauncher
 from .live import Live, policy_of
 from .registry import Functions
+from .revision_record import RevisionRecord
 from .status import Prefetched
-from .store import RevisionRecord
 
 DEPLOY_THREADS = 4
 """The deploys that work on files at a time, such as the installation of requirements, which takes minutes."""
@@ -90,9 +90,8 @@ class Revisions:
         code, stored = self.functions.store.code(record), record.snapshots.items()
         places = {name: at.url or code / (at.root or "") for name, at in stored}
         progress = (lambda _done, _total: self.functions.check_open()) if read else None
-        return await self.threads.run(
-            functools.partial(check_signatures, code.parent, places, signers, progress)
-        )
+        check = functools.partial(check_signatures, code.parent, places, signers, progress)
+        return await self.threads.run(check)
 
     async def end(self, live: Live, timeout_s: float | None = None) -> None:
         """End the processes of a revision, after its invocations have finished or `timeout_s` is over."""
@@ -112,9 +111,7 @@ class Revisions:
         spec, image = live.revision.spec, None
         if spec.image:
             image = "pulled" if await self.launcher.provide(spec) else "present"
-        fetched_bytes = (
-            await self.weights.prefetch(spec, self.functions.secrets.of(name)) if spec.remote else 0
-        )
+        fetched_bytes = await self.weights.prefetch(spec, self.functions.secrets.of(name))
         urls = {weights.name: weights.source for weights in spec.remote}
         return Prefetched(
             function=name, image=image, snapshot=urls.pop("", None), snapshots=urls, fetched_bytes=fetched_bytes
@@ -125,11 +122,9 @@ class Revisions:
 
     async def _spec(self, record: RevisionRecord) -> WorkerSpec:
         # It reads files.
-        spec = await self.threads.run(
-            functools.partial(
-                worker_spec, self.functions.store, record, self.weights.cache, self.dialects, self.functions.policies
-            )
-        )  # fmt: skip
+        store, policies = self.functions.store, self.functions.policies
+        made = functools.partial(worker_spec, store, record, self.weights.cache, self.dialects, policies)
+        spec = await self.threads.run(made)
         if seen := self.reconciler.gpus.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
         if self.call_observers:

@@ -17,14 +17,14 @@ from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.logs import LogChannel
 from ..packaging.reuse import FileDigests, lacking
-from .deploy import Deployment, prepare, stored_outside
+from .deploy import Deployment, Preparation, stored_outside
 from .live import Live
 from .progress import Progress
 from .registry import Functions
 from .retirements import MOST_DRAINING, Retirements
+from .revision_record import RevisionRecord
 from .revisions import Revisions
 from .status import RevisionFacts
-from .store import RevisionRecord
 
 LOG = logging.getLogger(__name__)
 
@@ -49,16 +49,15 @@ class Rollouts:
         If the deploy fails, raise its error.
         """
         functions, said, progress = self.functions, list[str](), progress or Progress()
-        check = functools.partial(
-            self._check, deployer=Deployer(request.owner, request.deployer), progress=progress
-        )
-        prepared = functools.partial(
-            prepare, functions.store, self.revisions.environments, self.revisions.dialects, request, said.append,
+        deployer = Deployer(request.owner, request.deployer)
+        check = functools.partial(self._check, deployer=deployer, progress=progress)
+        preparation = Preparation(
+            functions.store, self.revisions.environments, self.revisions.dialects, request, said.append,
             functions.secrets.of, progress, check, functions.policies,
         )  # fmt: skip
         try:
             staged, fields = await self.revisions.threads.run(
-                prepared, owner=request.owner, undo=lambda made: _remove(made[0])
+                preparation.run, owner=request.owner, undo=lambda made: _remove(made[0])
             )
         except PilotflameError as error:
             self.retirements.untidy = True
@@ -101,11 +100,11 @@ class Rollouts:
         return await self._revive(name, lambda live: live)
 
     async def rollback(self, name: str, revision: str | None = None) -> Live:
-        """Make the old revision live that `Store.find` returns for `revision`, and return the function.
+        """Make the old revision live that `FunctionFolder.find` returns for `revision`, and return the function.
 
-        It replaces the live revision as in a deploy. Raise the errors of `Functions.get` and of `Store.find`.
+        It replaces the live revision as in a deploy. Raise the errors of `Functions.get` and of `FunctionFolder.find`.
         """
-        return await self._revive(name, lambda live: self.functions.store.find(live, revision))
+        return await self._revive(name, lambda live: self.functions.store.function(name).find(live, revision))
 
     async def _revive(self, name: str, choose: Callable[[RevisionRecord], RevisionRecord]) -> Live:
         self.functions.get(name)
@@ -116,11 +115,10 @@ class Rollouts:
 
     async def stored(self, name: str) -> list[RevisionFacts]:
         """Return a function's stored revisions, the newest first. Raise the errors of `Functions.get`."""
-        functions, run = self.functions, self.revisions.threads.run
-        functions.get(name)
-        records = await run(functools.partial(functions.store.revisions, name))
-        sizes = await run(functools.partial(functions.store.sizes, name))
-        live, busy = functions.get(name).record.revision, self.retirements.busy(name)
+        self.functions.get(name)
+        folder, run = self.functions.store.function(name), self.revisions.threads.run
+        records, sizes = await run(folder.records), await run(folder.sizes)
+        live, busy = self.functions.get(name).record.revision, self.retirements.busy(name)
         return [
             RevisionFacts.of(
                 record, sizes.get(record.revision, 0), live=record.revision == live, busy=record.revision in busy
@@ -165,13 +163,9 @@ class Rollouts:
         return {}
 
     async def _replace(
-        self,
-        record: RevisionRecord,
-        *,
-        check: bool,
-        withdraw: Callable[[], None] = lambda: None,
+        self, record: RevisionRecord, *, check: bool, withdraw: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
-    ) -> Live:
+    ) -> Live:  # fmt: skip
         """Check that a placed revision starts, make it live, and return its function.
 
         If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.

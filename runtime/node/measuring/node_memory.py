@@ -285,7 +285,7 @@ class MemoryMeter:
 
 def _processes_of(live: Live) -> Iterable[tuple[int, str]]:
     idle = [replica.child.pid for replica in live.workers.replicas.idle[:1]]
-    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.process_rows)
+    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.workers.holdings.processes())
 
 
 def memory_of(pid: int) -> ProcessMemory:
