@@ -21,7 +21,7 @@ from .front.listening.open_connections import raise_open_files
 from .ground.settings.function_settings import FunctionSettings, read_settings
 from .ground.settings.gateway_settings import GatewaySettings
 from .node.functions.deploy import Deployment
-from .node.functions.registry import Functions
+from .node.functions.rollouts import Rollouts
 from .startup.server import Server, serve
 from .startup.signals import handled
 
@@ -101,10 +101,10 @@ def run(
                 gc.set_threshold(YOUNG_OBJECTS)
                 on_listening(server.url)
                 if server.standalone is not None:
-                    opening = _open(server.standalone, server.functions, deployment, stop)
+                    opening = _open(server.standalone, server.node.rollouts, deployment, stop)
                     server.standalone.follow(server.tasks.create_task(opening, name="deploy"))
                 elif folder is not None:
-                    follow = functools.partial(watch, folder, server.functions, deployment, stop)
+                    follow = functools.partial(watch, folder, server.node.rollouts, deployment, stop)
                     server.tasks.keep(follow, name="watch")
                 await stop.wait()
                 if stop.signal == signal.SIGTERM:
@@ -118,10 +118,10 @@ def run(
         runner.run(run_until_signal())
 
 
-async def _open(standalone: Standalone, functions: Functions, deployment: Deployment, stop: Stop) -> None:
+async def _open(standalone: Standalone, rollouts: Rollouts, deployment: Deployment, stop: Stop) -> None:
     """Deploy the only function. If the deploy fails, end the process, so that the platform starts it again."""
     try:
-        live = await functions.deploy(deployment)
+        live = await rollouts.deploy(deployment)
     except PilotflameError as error:
         return stop.by_error(error)
     except OSError as error:

@@ -22,7 +22,7 @@ import httpx
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.ground.access.control_socket import find_control_socket
 from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
-from pilotflame.runtime.node.functions.registry import Functions
+from pilotflame.runtime.node.functions.revisions import Revisions
 from pilotflame.runtime.startup.server import Server, serve
 from pilotflame.snapshot.caching.memory import unmount
 from pilotflame.snapshot.caching.node import node_tiers
@@ -341,17 +341,17 @@ class Gateway:
         assert response.status_code == 201, response.text
         function = self.function(response.json()["name"], response.json())
         if self._keep_bases and self.server is not None:
-            await self._keep_base(self.server.functions, function.name)
+            await self._keep_base(self.server.node.revisions, function.name)
         return function
 
-    async def _keep_base(self, functions: Functions, name: str) -> None:
+    async def _keep_base(self, revisions: Revisions, name: str) -> None:
         """Let the base that this function was forked from run as long as the gateway: starting one takes 0.25 s."""
-        spec = functions.live(name).spec
+        spec = revisions.functions.live(name).spec
         if spec.image or (kept := (spec.python, spec.preload)) in self._kept:
             return
         # The launcher identifies specs by object identity, and no code makes it forget this copy.
         self._kept[kept] = spec.model_copy()
-        await functions.launcher.prepare(self._kept[kept])
+        await revisions.launcher.prepare(self._kept[kept])
 
     def function(self, name: str, described: dict[str, Any] | None = None) -> Function:
         return Function(name, self.client, described or {})

@@ -41,7 +41,7 @@ def described() -> OpenApi:
     apis = (
         Invoker(backend),
         JobsApi(backend),
-        Admin(missing, missing, missing, missing),
+        Admin(missing, missing, missing, missing, missing, missing),
         Deploys(missing, lambda: None, local=True),
         LogsApi(missing, missing, missing),
         RevisionsApi(missing),

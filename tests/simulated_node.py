@@ -1,6 +1,6 @@
 """A node with the real reconciler and simulated processes: its functions are deployed, called, paused and deleted.
 
-`SimulatedFunction` does what `functions/registry.py` does with revisions, without files.
+`SimulatedFunction` does what `functions/rollouts.py` does with revisions, without files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pilotflame.runtime.ground.settings.function_settings import FunctionSetting
 from pilotflame.runtime.ground.settings.resources import Resources
 from pilotflame.runtime.ground.telemetry.logs import LogChannel
 from pilotflame.runtime.node.functions.live import ladder_spec_of, policy_of
-from pilotflame.runtime.node.functions.store import RevisionRecord
+from pilotflame.runtime.node.functions.revision_record import RevisionRecord
 from pilotflame.runtime.node.launching.gpu_driver import GpuDriver, GpuUse
 from pilotflame.runtime.node.reconciling import revision_workers
 from pilotflame.runtime.node.reconciling.function import Function as Known

@@ -93,7 +93,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
     plugins = Plugins(parts.plugins, backend, bare=settings.bare_paths, alone=parts.alone is not None)
     stack.callback(plugins.start(node.functions.tasks, node.metrics))
     admin = Admin(
-        node.functions, node.metrics, parts.state.logs, node.memory, sources=parts.calls.sources.statuses,
+        node.functions, node.revisions, node.retirements, node.metrics, parts.state.logs, node.memory, sources=parts.calls.sources.statuses,
         disk_full=parts.state.disk.look,
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
@@ -138,12 +138,14 @@ def _backend(parts: FrontParts, endless: EndlessAnswers) -> Backend:
 
 def _other_routes(parts: FrontParts, endless: EndlessAnswers, plugins: Plugins) -> list[Route]:
     """Return the gateway's own routes, without those of calls and administration."""
-    state, functions, local = parts.state, parts.node.functions, parts.address.local and parts.alone is None
+    state, node, local = parts.state, parts.node, parts.address.local and parts.alone is None
+    functions = node.functions
     apis = (
-        Deploys(functions, state.disk.check, local=local), LogsApi(functions, state.logs, endless),
-        RevisionsApi(functions), AccessControl(state.keyring, state.secrets, functions, endless, parts.engine),
-        WebhooksApi(functions, parts.calls.jobs), HistoryApi(functions, parts.node.recorder), DocsPage(plugins.root),
-        UsageApi(parts.node.ledger), Console(functions, parts.node.metrics, endless), WarmupApi(functions),
+        Deploys(node.rollouts, state.disk.check, local=local), LogsApi(functions, state.logs, endless),
+        RevisionsApi(node.rollouts),
+        AccessControl(state.keyring, state.secrets, node.rollouts, endless, parts.engine),
+        WebhooksApi(functions, parts.calls.jobs), HistoryApi(functions, node.recorder), DocsPage(plugins.root),
+        UsageApi(node.ledger), Console(functions, node.metrics, endless), WarmupApi(functions),
     )  # fmt: skip
     return [row for api in apis for row in api.routes()]
 

@@ -25,6 +25,9 @@ from ..ground.telemetry.background import BackgroundTasks
 from ..ground.telemetry.metrics import Metrics, Totals
 from ..node.functions.function_events import FunctionEvents
 from ..node.functions.registry import Functions
+from ..node.functions.retirements import Retirements
+from ..node.functions.revisions import Revisions
+from ..node.functions.rollouts import Rollouts
 from ..node.launching.container_launcher import ContainerLauncher
 from ..node.launching.fetcher_client import FetcherClient, Sharing
 from ..node.launching.gpu_driver import GpuDriver
@@ -49,6 +52,9 @@ class RunningNode:
     """The functions of a gateway, and what measures them."""
 
     functions: Functions
+    revisions: Revisions
+    retirements: Retirements
+    rollouts: Rollouts
     metrics: Metrics
     ledger: Ledger
     memory: MemoryMeter
@@ -74,22 +80,28 @@ async def open_node(
 
     ledger = await _open_ledger(settings, state, totals, stack)
     functions = Functions(
-        state.store, state.folder / "environments", launcher, tasks, fetcher, state.secrets,
-        FunctionEvents(logged=state.logs.logged), state.logs, settings,
+        state.store, tasks, state.secrets, FunctionEvents(logged=state.logs.logged), state.logs, settings,
+        _deploy_policies(settings, state.keyring),
+    )  # fmt: skip
+    revisions = Revisions(
+        functions, state.folder / "environments", launcher, fetcher,
         await FunctionHistories.open(state.folder / "habits", tasks, ledger.account),
         Reconciler(GpuPlaces(gpus, driver), settings.max_workers, state.keyring.max_workers, settings.drain_s),
-        Dialects(load(DIALECTS, settings.plugins).values()), _deploy_policies(settings, state.keyring),
+        Dialects(load(DIALECTS, settings.plugins).values()),
     )  # fmt: skip
-    stack.callback(functions.close_threads)
+    stack.callback(revisions.threads.close)
+    retirements = Retirements(functions, revisions)
+    rollouts = Rollouts(functions, revisions, retirements)
     metrics = Metrics(
         functions.worker_counts, tasks.failures, [fetcher.metrics.readings], lambda: state.logs.files.dropped
     )
     metrics.readers += [
-        state.keyring.readings, ledger.readings, state.readings, functions.gpus.readings, functions.reconciler.readings,
+        state.keyring.readings, ledger.readings, state.readings, revisions.reconciler.gpus.readings,
+        revisions.reconciler.readings,
     ]  # fmt: skip
-    memory = observe(functions, metrics, ledger, state.keyring, settings, stack)
+    memory = observe(revisions, metrics, ledger, state.keyring, settings, stack)
     recorder = open_recorder(functions, state.folder / "records", stack)
-    return RunningNode(functions, metrics, ledger, memory, recorder)
+    return RunningNode(functions, revisions, retirements, rollouts, metrics, ledger, memory, recorder)
 
 
 def _deploy_policies(settings: GatewaySettings, keyring: Keyring) -> DeployPolicies:

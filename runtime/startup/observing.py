@@ -12,6 +12,7 @@ from ..ground.billing.ledger import Ledger
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.telemetry.metrics import Metrics
 from ..node.functions.registry import Functions
+from ..node.functions.revisions import Revisions
 from ..node.measuring.metering import Metering
 from ..node.measuring.node_memory import MemoryMeter
 from ..node.measuring.recorder import Recorder
@@ -19,17 +20,18 @@ from ..node.measuring.rest import Rest
 
 
 def observe(
-    functions: Functions, metrics: Metrics, ledger: Ledger, keyring: Keyring, settings: GatewaySettings,
+    revisions: Revisions, metrics: Metrics, ledger: Ledger, keyring: Keyring, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
 ) -> MemoryMeter:  # fmt: skip
     """Connect the metrics, the ledger, the limits of API keys in tokens, the memory limit and the plugins' observers.
 
     Return the meter of the memory of all processes.
     """
-    events, memory = functions.events, MemoryMeter(functions, functions.tasks)
+    functions, memory = revisions.functions, MemoryMeter(revisions, revisions.functions.tasks)
+    events = functions.events
     metering = Metering(functions, ledger)
     rest = Rest(
-        functions.all, functions.launcher, functions.tasks, settings.rest_mb, functions.weights.give_back
+        functions.all, revisions.launcher, functions.tasks, settings.rest_mb, revisions.weights.give_back
     )
     events.activated.append(metrics.activated)
     events.ended.append(metrics.ended)
@@ -43,20 +45,20 @@ def observe(
     usage = functions.tasks.keep(ledger.run, name="usage")
     for close in (rest.close, metering.close, memory.close, usage.cancel):
         stack.callback(close)
-    _open_observers(functions, metrics, settings, stack)
+    _open_observers(revisions, metrics, settings, stack)
     return memory
 
 
 def _open_observers(
-    functions: Functions, metrics: Metrics, settings: GatewaySettings, stack: contextlib.AsyncExitStack
+    revisions: Revisions, metrics: Metrics, settings: GatewaySettings, stack: contextlib.AsyncExitStack
 ) -> None:
     for kind in load(OBSERVERS, settings.plugins).values():
         if (observer := kind.open()) is None:
             continue
-        observer.follow(functions.events, metrics)
+        observer.follow(revisions.functions.events, metrics)
         stack.push_async_callback(observer.close)
         if observer.call_observer:
-            functions.observe_calls(observer.call_observer)
+            revisions.call_observers.append(observer.call_observer)
 
 
 def open_recorder(functions: Functions, folder: Path, stack: contextlib.AsyncExitStack) -> Recorder:

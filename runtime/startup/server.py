@@ -21,10 +21,11 @@ from ..ground.telemetry.background import BackgroundTasks
 from ..jobs.events.sources import Sources
 from ..jobs.stored.jobs import Jobs
 from ..node.functions.registry import Functions
+from ..node.functions.restoration import Restoration
 from ..node.launching.container_engine import find_engine
 from .address import open_address, warn_of_keys
 from .front import FrontParts, open_front
-from .node import open_node
+from .node import RunningNode, open_node
 from .state import open_state
 from .stored_calls import open_stored_calls
 
@@ -40,6 +41,7 @@ class Server:
     """A running gateway: its address and its parts."""
 
     url: str
+    node: RunningNode
     functions: Functions
     admin: Admin
     tasks: BackgroundTasks
@@ -97,11 +99,11 @@ async def startup(
     node = await open_node(settings, state, engine, stack)
     # A gateway for one function deploys this function anew. It serves no other function of an older state folder.
     if alone is None:
-        await node.functions.restore()
+        await Restoration(node.functions, node.revisions).run()
     calls = await open_stored_calls(settings, state, node, plugins.values(), stack)
     front = await open_front(FrontParts(settings, address, state, node, calls, plugins, engine, alone), stack)
     server = Server(
-        address.url, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
+        address.url, node, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
         front.endless, front.standalone, _lame_duck_s(settings, local=address.local), address.certificate,
     )  # fmt: skip
     stack.push_async_callback(shutdown, server)
@@ -117,11 +119,12 @@ async def shutdown(server: Server) -> None:
         await server.standalone.close()
     server.jobs.stop()
     # Do not use a task group here: if one task failed, the group would cancel the other task.
-    parts = (server.sources.close(), server.functions.close())
+    parts = (server.sources.close(), server.node.retirements.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
     # Followed logs and the console stay open until now, so that they also show the end of the functions.
     server.endless.close()
-    await server.http.finish(max(LAST_BYTES_S, begun_s + server.functions.drain_s - time.monotonic()))
+    until_s = begun_s + server.functions.settings.drain_s
+    await server.http.finish(max(LAST_BYTES_S, until_s - time.monotonic()))
 
 
 def _lame_duck_s(settings: GatewaySettings, *, local: bool) -> float:

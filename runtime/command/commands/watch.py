@@ -13,24 +13,24 @@ from watchfiles.main import FileChange
 from ....errors import PilotflameError
 from ...node.functions.deploy import Deployment
 from ...node.functions.live import Live
-from ...node.functions.registry import Functions
+from ...node.functions.rollouts import Rollouts
 from ..client import display
 
 SHOWN_CHANGES = 3
 Say = Callable[[str], None]
 
 
-async def watch(folder: Path, functions: Functions, deployment: Deployment, stop: asyncio.Event) -> None:
+async def watch(folder: Path, rollouts: Rollouts, deployment: Deployment, stop: asyncio.Event) -> None:
     """Deploy `folder` now and after each change until `stop` is set, and print the function's log."""
     changes = awatch(folder, stop_event=stop)
-    say = _speaker(folder, functions)
+    say = _speaker(folder, rollouts)
     log: asyncio.Task[None] | None = None
     async with asyncio.TaskGroup() as tasks:
         changed: list[str] | None = []
         while changed is not None:
             # Start to wait for changes before the deploy, so that no change during the deploy is missed.
             change = tasks.create_task(_any(changes))
-            live = await _deploy(functions, deployment, say)
+            live = await _deploy(rollouts, deployment, say)
             # All revisions of a function write to the same log. So follow the log only once.
             if log is None and live is not None:
                 log = tasks.create_task(_print_log(live, say))
@@ -46,9 +46,9 @@ async def _any(changes: AsyncGenerator[set[FileChange], None]) -> list[str] | No
     return None if found is None else sorted({path for _, path in found})[:SHOWN_CHANGES]
 
 
-def _speaker(folder: Path, functions: Functions) -> Say:
+def _speaker(folder: Path, rollouts: Rollouts) -> Say:
     """Return a function that prints a text on stderr. In the text, it replaces paths of deployed copies by `folder`."""
-    copies = functions.store.copies
+    copies = rollouts.functions.store.copies
 
     def say(text: str) -> None:
         display.say(copies.sub(lambda _match: f"{folder}/", text))
@@ -56,11 +56,11 @@ def _speaker(folder: Path, functions: Functions) -> Say:
     return say
 
 
-async def _deploy(functions: Functions, deployment: Deployment, say: Say) -> Live | None:
+async def _deploy(rollouts: Rollouts, deployment: Deployment, say: Say) -> Live | None:
     """Deploy, and print the outcome. If it fails, return None; the previous revision stays live."""
     started_s = time.monotonic()
     try:
-        live = await functions.deploy(deployment)
+        live = await rollouts.deploy(deployment)
     except (PilotflameError, OSError) as error:
         # The deploy raises OSError if a file vanishes while it is copied.
         say(f"pilotflame: not deployed: {error}")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from ...ground.access.keyring import Keyring
 from ...ground.access.keys import KeyFields, NewKey, Scope, check_engine, check_issuer, parse_new_key
 from ...ground.access.secrets import MAX_VALUE_BYTES, Secrets
-from ...node.functions.registry import Functions
+from ...node.functions.rollouts import Rollouts
 from ..http.audit import note
 from ..http.endless_answers import EndlessAnswers
 from ..http.requests import load_json, read_body, validate
@@ -53,7 +53,7 @@ class AccessControl:
 
     keyring: Keyring
     secrets: Secrets
-    functions: Functions
+    rollouts: Rollouts
     endless: EndlessAnswers
     engine: str | None
     """The URL of the container engine, if there is one."""
@@ -113,13 +113,13 @@ class AccessControl:
         body = await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy="")
         sent = validate(SecretValue, load_json(body), 'Send {"value": "…"}, UTF-8.')
         replaced = await asyncio.to_thread(self.secrets.set, function, key, sent.value)
-        self.functions.renew(function)
-        deployed = any(live.record.function == function for live in self.functions.all())
+        self.rollouts.renew(function)
+        deployed = self.rollouts.functions.find(function) is not None
         result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
         return json_response(result, no_store=True)
 
     async def unset_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
         await asyncio.to_thread(self.secrets.unset, function, key)
-        self.functions.renew(function)
+        self.rollouts.renew(function)
         return json_response({"function": function, "unset": key})

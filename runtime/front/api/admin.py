@@ -18,6 +18,8 @@ from ...ground.telemetry.logs import Logs
 from ...ground.telemetry.metrics import Metrics
 from ...node.functions.live import Live
 from ...node.functions.registry import Functions
+from ...node.functions.retirements import Retirements
+from ...node.functions.revisions import Revisions
 from ...node.functions.status import FunctionStatus, Prefetched, Process, SourceStatus
 from ...node.measuring.node_memory import MemoryMeter, NodeMemory
 from ..http.requests import caller_of
@@ -71,6 +73,8 @@ class Admin:
     def __init__(
         self,
         functions: Functions,
+        revisions: Revisions,
+        retirements: Retirements,
         metrics: Metrics,
         logs: Logs,
         memory: MemoryMeter,
@@ -85,7 +89,8 @@ class Admin:
         """
         self._sources = sources
         self._disk_full, self._starting = disk_full, starting
-        self._functions, self._memory = functions, memory
+        self._functions, self._revisions, self._retirements = functions, revisions, retirements
+        self._memory = memory
         self._logs = logs
         self._metrics = metrics
         self.draining = False
@@ -139,11 +144,11 @@ class Admin:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
-        await self._functions.delete(name)
+        await self._retirements.delete(name)
         return json_response({"deleted": name})
 
     async def prefetch(self, request: web.Request) -> web.StreamResponse:
-        found = await self._functions.prefetch(request.match_info["function"])
+        found = await self._revisions.prefetch(request.match_info["function"])
         return json_response(found.model_dump(mode="json"))
 
     async def health(self, _request: web.Request) -> web.StreamResponse:

@@ -25,7 +25,7 @@ from ...ground.access.keys import Scope
 from ...node.functions.deploy import Deployment
 from ...node.functions.live import Live
 from ...node.functions.progress import DeployNote, DeployStep, DeployTarget, Progress
-from ...node.functions.registry import Functions
+from ...node.functions.rollouts import Rollouts
 from ...node.functions.status import Deployed
 from ...node.packaging.code import identity
 from ...node.packaging.reuse import FileDigests, ReusedRevision
@@ -74,11 +74,11 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
 class Deploys:
     """The route that deploys functions."""
 
-    def __init__(self, functions: Functions, check_disk: Callable[[], None], *, local: bool) -> None:
+    def __init__(self, rollouts: Rollouts, check_disk: Callable[[], None], *, local: bool) -> None:
         """`check_disk` raises an error if the disk has no room for a deploy; it blocks. `local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
         `local` is True.
         """
-        self._functions, self._check_disk = functions, check_disk
+        self._rollouts, self._check_disk = rollouts, check_disk
         self._local = local
 
     def routes(self) -> list[Route]:
@@ -107,7 +107,7 @@ class Deploys:
         wanted = await parsed(
             request, body, lambda body: validate(FileDigests, load_json(body), DIGESTS_REMEDY)
         )
-        revision, lacking = await self._functions.lacking(
+        revision, lacking = await self._rollouts.lacking(
             request.match_info["function"], wanted, caller_of(request).owner
         )
         return json_response({"revision": revision, "lacking": lacking})
@@ -149,11 +149,11 @@ class Deploys:
     async def _deploy(self, request: web.Request, deployment: Deployment, progress: Progress) -> Live:
         caller = caller_of(request)
         deployment = replace(
-            deployment, authorize=functools.partial(self._functions.check_owner, caller), owner=caller.owner,
+            deployment, authorize=functools.partial(self._rollouts.functions.check_owner, caller), owner=caller.owner,
             deployer=caller.name,
         )  # fmt: skip
         try:
-            live = await self._functions.deploy(deployment, progress)
+            live = await self._rollouts.deploy(deployment, progress)
         except PilotflameError:
             # The name is known once the caller may deploy a function of this name.
             if progress.target is not None:

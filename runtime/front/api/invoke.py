@@ -170,7 +170,7 @@ class Invoker:
                 caller_of(request), content_type=content_type, extra=extra, counted=counted(request),
             )  # fmt: skip
         except PilotflameError as error:
-            self._functions.note_refused(name, error)
+            self._functions.events.refused(name, error)
             raise
 
     def begin(
@@ -208,7 +208,7 @@ class Invoker:
 
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""
-        self._functions.note_refused(name, error)
+        self._functions.events.refused(name, error)
         return error_reply(error, request_id, private=self._functions.owns(caller, name))
 
     def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:

@@ -6,7 +6,7 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from ...ground.access.keys import Scope
-from ...node.functions.registry import Functions
+from ...node.functions.rollouts import Rollouts
 from ...node.functions.status import FunctionStatus, RevisionFacts
 from ..http.requests import load_json, read_body, validate
 from ..http.responses import json_response
@@ -30,8 +30,8 @@ class Rollback(BaseModel, frozen=True, extra="forbid"):
 class RevisionsApi:
     """The routes of the revisions of all functions."""
 
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
 
     def routes(self) -> list[Route]:
         function, deploy = "/v1/functions/{function}", Scope.DEPLOY
@@ -63,27 +63,27 @@ class RevisionsApi:
         ]  # fmt: skip
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        found = await self._functions.revisions(request.match_info["function"])
+        found = await self._rollouts.stored(request.match_info["function"])
         return json_response({"revisions": [one.model_dump(mode="json") for one in found]})
 
     async def restart(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.restart(request.match_info["function"])
+        live = await self._rollouts.restart(request.match_info["function"])
         return json_response(live.status().model_dump(mode="json"))
 
     async def reset(self, request: web.Request) -> web.StreamResponse:
-        live = self._functions.reset(request.match_info["function"])
+        live = self._rollouts.functions.reset(request.match_info["function"])
         return json_response(live.status().model_dump(mode="json"))
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.pause(request.match_info["function"], paused=True)
+        live = await self._rollouts.functions.pause(request.match_info["function"], paused=True)
         return json_response(live.status().model_dump(mode="json"))
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.pause(request.match_info["function"], paused=False)
+        live = await self._rollouts.functions.pause(request.match_info["function"], paused=False)
         return json_response(live.status().model_dump(mode="json"))
 
     async def rollback(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, MAX_ORDER_BYTES, ORDER_TIMEOUT_S)
         order = validate(Rollback, load_json(body) or {}, ORDER_REMEDY)
-        live = await self._functions.rollback(request.match_info["function"], order.revision)
+        live = await self._rollouts.rollback(request.match_info["function"], order.revision)
         return json_response(live.status().model_dump(mode="json"))

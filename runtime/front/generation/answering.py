@@ -55,7 +55,7 @@ async def respond(
     count_calls(request, sum(event.n or 1 for event in asked))
     limit_s = timeout_of(request.headers, live.record.settings.timeout_s)
     async with CallGroup() as tasks:
-        deltas = Deltas(Invoker(backend), request, live, asked, tasks, backend.functions.note_generated)
+        deltas = Deltas(Invoker(backend), request, live, asked, tasks, backend.functions.events.generated)
         try:
             async with asyncio.timeout(limit_s + LAST_EVENT_S):
                 return await (_sent if stream else _whole)(request, answer, deltas)

@@ -5,7 +5,7 @@ all functions run as the same system user, who can read these files. So mutually
 in separate containers, with a gateway in each container.
 
 The zygote of a function gets its secrets over its link to the gateway, before it imports the handler, and its workers
-inherit them. After a change of a secret, new processes replace these processes (`Functions.renew`). Bases hold no
+inherit them. After a change of a secret, new processes replace these processes (`Rollouts.renew`). Bases hold no
 secrets.
 """
 

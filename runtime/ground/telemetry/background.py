@@ -82,6 +82,19 @@ class BackgroundTasks(asyncio.TaskGroup):
         """Run `run()` until it returns. If it fails, run it again after a delay."""
         return self.create_task(self._repeat(name, run), name=name)
 
+    async def complete(self, change: Coroutine[Any, Any, None]) -> None:
+        """Await `change` and raise its error. If the caller is cancelled, `change` still goes on."""
+
+        async def outcome() -> Exception | None:
+            try:
+                await change
+            except Exception as error:  # noqa: BLE001  whatever it is, it belongs to the caller
+                return error
+            return None
+
+        if error := await asyncio.shield(self.create_task(outcome())):
+            raise error
+
     async def _guard(self, name: str | None, coroutine: Coroutine[Any, Any, T]) -> T | None:
         try:
             return await coroutine

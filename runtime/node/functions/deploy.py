@@ -1,7 +1,7 @@
 """Prepares a deploy: makes the checked files of a revision from a folder or an archive.
 
-`prepare` and `worker_spec` read and write files, so they block. They start no process of the function, but
-`prepare` may run uv to install its requirements.
+`Preparation.run` and `worker_spec` read and write files, so they block. They start no process of the function, but
+`run` may run uv to install its requirements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ....snapshot.extras import require
 from ....snapshot.handle import subject_of
 from ....snapshot.sources.access import Access
 from ...calls.link.worker_spec import Weights, WorkerSpec
-from ...ground.access.deploy_policy import ALL_ALLOWED, DeployPolicies
+from ...ground.access.deploy_policy import DeployPolicies
 from ...ground.settings.function_settings import (
     FunctionSettings,
     SnapshotPart,
@@ -45,8 +45,10 @@ from ..packaging.snapshots import (
     folder_of,
     read_versions,
 )
+from .function_folder import CODE_FOLDER
 from .progress import Progress
-from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
+from .revision_record import RevisionFields, RevisionRecord, StoredSnapshot
+from .store import Store
 
 REQUIREMENTS_FILE = "requirements.txt"
 # Modules that a base zygote imports once for all functions that import the package. The imports take seconds and many
@@ -79,85 +81,178 @@ class Deployment:
     deployer: str = ""
     """The name of that key."""
     authorize: Callable[[str], None] | None = None
-    """`prepare` calls this with the function's name. It raises Forbidden if the caller may not deploy that function."""
+    """`Preparation` calls this with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
-def prepare(
-    store: Store,
-    environments: Path,
-    dialects: Dialects,
-    request: Deployment,
-    log: Log,
-    secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
-    progress: Progress | None = None,
-    check: Callable[[FunctionSettings, Mapping[str, str]], None] = lambda _settings, _outside: None,
-    policies: DeployPolicies = ALL_ALLOWED,
-) -> tuple[Path, RevisionFields]:
-    """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """One deploy on its way to the checked files of a revision. `run` blocks."""
 
-    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. Before it
-    builds anything, `prepare` calls `check` with the settings and what `_outside` returns. `policies` say from where
-    snapshots may be fetched. If an error is raised, the staged folder has been removed.
-    """
-    progress, staged = progress or Progress(), store.stage()
-    staged_code = staged / CODE_FOLDER
-    with contextlib.ExitStack() as undo:
-        undo.callback(shutil.rmtree, staged, ignore_errors=True)
-        if request.path is not None:
-            policies.check_path(request.owner)
-        with progress.step("code"):
-            folder = _source_folder(store, request, staged_code)
-            settings, needs = _settings(folder, request, dialects)
-            check(settings, _outside(settings, folder, uploaded=request.path is None))
-            local = _local_snapshots(settings, folder)
+    store: Store
+    environments: Path
+    """The folder of the Python environments."""
+    dialects: Dialects
+    request: Deployment
+    log: Log
+    secrets_of: Callable[[str], Mapping[str, str]]
+    """Returns the secrets of a function."""
+    progress: Progress
+    check: Callable[[FunctionSettings, Mapping[str, str]], None]
+    """Called with the settings and what `_outside` returns, before anything is built."""
+    policies: DeployPolicies
+    """Say from where snapshots may be fetched."""
+
+    def run(self) -> tuple[Path, RevisionFields]:
+        """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
+
+        If an error is raised, the staged folder has been removed.
+        """
+        request, staged = self.request, self.store.stage()
+        code_folder = staged / CODE_FOLDER
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, staged, ignore_errors=True)
             if request.path is not None:
-                code.copy_folder(folder, staged_code, exclude=local.values())
-            store.weights.share(staged_code, local.values())
-        with progress.step("packages"):
-            environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
-        with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
-            rules = SourceRules(secrets_of(settings.name), policies, request.owner)
-            live = store.current(settings.name)
-            earlier = None if live is None else store.code(live).parent
-            fields = _fields(staged, settings, local, environment, log, rules, earlier)
-            for name in settings.all_snapshots:
-                assets = folder_of(staged, name) / ASSETS_FOLDER
-                store.weights.share(assets, [assets])
-        origins = {f"env.{variable}": needs.file for variable in needs.env}
-        origins |= setting_origins(folder, overrides=request.overrides)
-        undo.pop_all()
-    deployed = {"setting_origins": origins, "deployed_by": request.owner, "deployer": request.deployer}
-    return staged, fields.model_copy(update=deployed)
+                self.policies.check_path(request.owner)
+            with self.progress.step("code"):
+                folder = self._source_folder(code_folder)
+                settings, needs = self._settings(folder)
+                self.check(settings, _outside(settings, folder, uploaded=request.path is None))
+                local = _local_snapshots(settings, folder)
+                if request.path is not None:
+                    code.copy_folder(folder, code_folder, exclude=local.values())
+                self.store.weights.share(code_folder, local.values())
+            with self.progress.step("packages"):
+                python, digest = self._environment(code_folder, settings, needs)
+            with self.progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
+                snapshots = self._snapshots(staged, settings, local)
+                code_digest = code.code_digest(code_folder)
+            origins = {f"env.{variable}": needs.file for variable in needs.env}
+            origins |= setting_origins(folder, overrides=request.overrides)
+            undo.pop_all()
+        return staged, RevisionFields(
+            code_digest=code_digest, settings=settings, setting_origins=origins, snapshots=snapshots,
+            python=python, requirements_digest=digest, deployed_by=request.owner, deployer=request.deployer,
+        )  # fmt: skip
 
+    def _source_folder(self, code_folder: Path) -> Path:
+        """Return the folder that the request names. If the request has an archive, unpack the archive into `code_folder`,
+        and return `code_folder`.
+        """
+        request = self.request
+        if request.archive is not None:
+            unpack(request.archive, code_folder)
+            if request.base is not None:
+                self._reuse(request.base, code_folder)
+            # Archives that other programs have packed may hold credentials and caches.
+            code.remove_ignored(code_folder)
+            return code_folder
+        if request.path is None:
+            raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
+        if not request.path.is_absolute():
+            raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
+        return request.path
 
-def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[FunctionSettings, Requirements]:
-    """Return the settings of the function in `folder`, and the requirements in a file of its handler's platform.
+    def _reuse(self, base: ReusedRevision, code_folder: Path) -> None:
+        """Take the files that the upload keeps from the live revision. Raise BaseChanged if the live revision is not
+        `base`.
+        """
+        if self.request.authorize is not None:
+            self.request.authorize(base.function)
+        live = self.store.function(base.function).current()
+        if live is None or live.revision != base.revision:
+            message = f"{base.revision[:40]!r} is not the live revision of {base.function!r}."
+            raise BaseChanged(message, remedy="Upload the whole folder.")
+        take(self.store.code(live), code_folder)
 
-    Raise Forbidden if the caller may not deploy the function, and SettingsError if the function cannot be deployed with
-    these settings.
-    """
-    uploaded = request.archive is not None
-    settings = read_settings(
-        folder, overrides=request.overrides, place="the uploaded folder" if uploaded else "",
-        standalone=request.standalone, folder_name=request.folder_name if uploaded else None,
-    )  # fmt: skip
-    needs = dialects.requirements(folder, settings.handler)
-    update: dict[str, Any] = {"env": dict(needs.env) | dict(settings.env)}
-    if "concurrency" not in settings.model_fields_set:
-        update["concurrency"] = dialects.concurrency(folder, settings.handler)
-    settings = settings.model_copy(update=update)
-    if request.authorize is not None:
-        # A function with `after` starts when an upstream function is called, which reveals this call to the caller. So
-        # the caller must also have the right to deploy the upstream functions.
-        for name in (settings.name, *settings.after):
-            request.authorize(name)
-    if request.base is not None and request.base.function != settings.name:
-        message = f"An upload of {settings.name!r} cannot reuse files of {request.base.function!r}."
-        raise BaseChanged(message, remedy="Upload the whole folder.")
-    if settings.image.unbuilt:
-        raise _unbuilt(settings)
-    require(settings.packages)
-    return settings, needs
+    def _settings(self, folder: Path) -> tuple[FunctionSettings, Requirements]:
+        """Return the settings of the function in `folder`, and the requirements in a file of its handler's platform.
+
+        Raise Forbidden if the caller may not deploy the function, and SettingsError if the function cannot be deployed with
+        these settings.
+        """
+        request = self.request
+        uploaded = request.archive is not None
+        settings = read_settings(
+            folder, overrides=request.overrides, place="the uploaded folder" if uploaded else "",
+            standalone=request.standalone, folder_name=request.folder_name if uploaded else None,
+        )  # fmt: skip
+        needs = self.dialects.requirements(folder, settings.handler)
+        update: dict[str, Any] = {"env": dict(needs.env) | dict(settings.env)}
+        if "concurrency" not in settings.model_fields_set:
+            update["concurrency"] = self.dialects.concurrency(folder, settings.handler)
+        settings = settings.model_copy(update=update)
+        if request.authorize is not None:
+            # A function with `after` starts when an upstream function is called, which reveals this call to the caller. So
+            # the caller must also have the right to deploy the upstream functions.
+            for name in (settings.name, *settings.after):
+                request.authorize(name)
+        if request.base is not None and request.base.function != settings.name:
+            message = f"An upload of {settings.name!r} cannot reuse files of {request.base.function!r}."
+            raise BaseChanged(message, remedy="Upload the whole folder.")
+        if settings.image.unbuilt:
+            raise _unbuilt(settings)
+        require(settings.packages)
+        return settings, needs
+
+    def _environment(
+        self, code_folder: Path, settings: FunctionSettings, needs: Requirements
+    ) -> tuple[Path, str]:
+        """Return the path of the Python that runs the function, and the digest of its requirements.
+
+        If the function has an image, the image must hold the requirements, and this does not check them. Otherwise, raise
+        RequirementsError if the requirements are not met and the request does not ask to install them, or if their
+        installation fails.
+        """
+        text, name = function_requirements(code_folder, needs)
+        digest = requirements.requirements_digest(text)
+        try:
+            if settings.image.name is None:
+                stood_in = frozenset[str]() if self.request.install else self.dialects.stands_in
+                requirements.check_requirements(text, file=name, stood_in=stood_in)
+        except RequirementsError:
+            if not self.request.install:
+                raise
+            return ensure_environment(self.environments, text, self.log), digest
+        # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
+        return Path(sys.executable), digest
+
+    def _snapshots(
+        self, staged: Path, settings: FunctionSettings, local: Mapping[str, Path]
+    ) -> dict[str, StoredSnapshot]:
+        """Put the snapshots' manifests and assets into the staged folder. Return where the weights are, by name."""
+        rules = SourceRules(self.secrets_of(settings.name), self.policies, self.request.owner)
+        live = self.store.function(settings.name).current()
+        earlier = None if live is None else self.store.code(live).parent
+        found = {}
+        for name in settings.all_snapshots:
+            try:
+                found[name] = self._snapshot(staged, settings, name, local.get(name), rules, earlier)
+            except SnapshotError as error:
+                raise error.about(subject_of(name)) from error
+        for name in found:
+            assets = folder_of(staged, name) / ASSETS_FOLDER
+            self.store.weights.share(assets, [assets])
+        return found
+
+    def _snapshot(
+        self, staged: Path, settings: FunctionSettings, name: str, root: Path | None, rules: SourceRules,
+        earlier: Path | None,
+    ) -> StoredSnapshot:  # fmt: skip
+        """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are.
+
+        `root` is where the weights are on this node. `earlier` is the folder of the live revision.
+        """
+        folder = folder_of(staged, name)
+        part = settings.snapshot_part if not name else SnapshotPart()
+        folder.mkdir(parents=True, exist_ok=True)
+        if root is None:
+            url = describe_remote(settings.all_snapshots[name], folder, part, self.log, rules)
+            return StoredSnapshot(url=url)
+        stored = root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve())
+        before = None if earlier is None else folder_of(earlier, name)
+        describe_local(root, folder, part, self.log, rules, earlier=before, stored=stored)
+        # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
+        return StoredSnapshot(root=root.relative_to(uploaded) if stored else root)
 
 
 def _outside(settings: FunctionSettings, folder: Path, *, uploaded: bool) -> dict[str, str]:
@@ -192,59 +287,8 @@ def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path
     return found
 
 
-def _fields(
-    staged: Path,
-    settings: FunctionSettings,
-    local: dict[str, Path],
-    environment: tuple[Path, str],
-    log: Log,
-    rules: SourceRules,
-    earlier: Path | None,
-) -> RevisionFields:
-    """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record.
-
-    `earlier` is the folder of the live revision.
-    """
-    snapshots = {}
-    for name in settings.all_snapshots:
-        try:
-            snapshots[name] = _described(staged, name, settings, local, log, rules, earlier)
-        except SnapshotError as error:
-            raise error.about(subject_of(name)) from error
-    return RevisionFields(
-        code_digest=code.code_digest(staged / CODE_FOLDER), settings=settings, snapshots=snapshots,
-        python=environment[0], requirements_digest=environment[1],
-    )  # fmt: skip
-
-
-def _described(
-    staged: Path,
-    name: str,
-    settings: FunctionSettings,
-    local: dict[str, Path],
-    log: Log,
-    rules: SourceRules,
-    earlier: Path | None,
-) -> StoredSnapshot:
-    """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
-    folder = folder_of(staged, name)
-    part = settings.snapshot_part if not name else SnapshotPart()
-    folder.mkdir(parents=True, exist_ok=True)
-    if (root := local.get(name)) is None:
-        return StoredSnapshot(url=describe_remote(settings.all_snapshots[name], folder, part, log, rules))
-    stored = root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve())
-    before = None if earlier is None else folder_of(earlier, name)
-    describe_local(root, folder, part, log, rules, earlier=before, stored=stored)
-    # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
-    return StoredSnapshot(root=root.relative_to(uploaded) if stored else root)
-
-
 def worker_spec(
-    store: Store,
-    record: RevisionRecord,
-    cache: Path,
-    dialects: Dialects,
-    policies: DeployPolicies = ALL_ALLOWED,
+    store: Store, record: RevisionRecord, cache: Path, dialects: Dialects, policies: DeployPolicies
 ) -> WorkerSpec:
     """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots. `policies` say what
     may be used to fetch them.
@@ -268,7 +312,7 @@ def worker_spec(
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
         build_timeout_s=settings.build_timeout_s,
         preload=heavy_imports(folder / entry.file),
-        compiled=store.compiled(record), prefixes=store.prefixes(record),
+        compiled=store.computed.compiled(record), prefixes=store.computed.prefixes(record),
         parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,
         wait_for_weights=settings.wait_for_weights,
     )  # fmt: skip
@@ -332,37 +376,6 @@ def _unbuilt(settings: FunctionSettings) -> SettingsError:
     return SettingsError(message, remedy=remedy, details={"problems": ["image.name is missing"]})
 
 
-def _source_folder(store: Store, request: Deployment, staged_code: Path) -> Path:
-    """Return the folder that the request names. If the request has an archive, unpack the archive into `staged_code`,
-    and return `staged_code`.
-    """
-    if request.archive is not None:
-        unpack(request.archive, staged_code)
-        if request.base is not None:
-            _reuse(store, request, request.base, staged_code)
-        # Archives that other programs have packed may hold credentials and caches.
-        code.remove_ignored(staged_code)
-        return staged_code
-    if request.path is None:
-        raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
-    if not request.path.is_absolute():
-        raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
-    return request.path
-
-
-def _reuse(store: Store, request: Deployment, base: ReusedRevision, staged_code: Path) -> None:
-    """Take the files that the upload keeps from the live revision. Raise BaseChanged if the live revision is not
-    `base`.
-    """
-    if request.authorize is not None:
-        request.authorize(base.function)
-    live = store.current(base.function)
-    if live is None or live.revision != base.revision:
-        message = f"{base.revision[:40]!r} is not the live revision of {base.function!r}."
-        raise BaseChanged(message, remedy="Upload the whole folder.")
-    take(store.code(live), staged_code)
-
-
 def requirements_of(spec: WorkerSpec, dialects: Dialects) -> str:
     """Return the requirements of a stored revision, from which its environment was made."""
     return function_requirements(spec.code, dialects.requirements(spec.code, spec.handler))[0]
@@ -386,32 +399,3 @@ def _beginning(file: Path) -> str:
     """Return the text of a file, or as much of it as is more than `parse_requirements` accepts."""
     with file.open(encoding="utf-8") as text:
         return text.read(requirements.MAX_CHARS + 1)
-
-
-def _environment(
-    code_folder: Path,
-    environments: Path,
-    settings: FunctionSettings,
-    request: Deployment,
-    needs: Requirements,
-    dialects: Dialects,
-    log: Log,
-) -> tuple[Path, str]:
-    """Return the path of the Python that runs the function, and the digest of its requirements.
-
-    If the function has an image, the image must hold the requirements, and this does not check them. Otherwise, raise
-    RequirementsError if the requirements are not met and the request does not ask to install them, or if their
-    installation fails.
-    """
-    text, name = function_requirements(code_folder, needs)
-    digest = requirements.requirements_digest(text)
-    try:
-        if settings.image.name is None:
-            stood_in = frozenset[str]() if request.install else dialects.stands_in
-            requirements.check_requirements(text, file=name, stood_in=stood_in)
-    except RequirementsError:
-        if not request.install:
-            raise
-        return ensure_environment(environments, text, log), digest
-    # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
-    return Path(sys.executable), digest

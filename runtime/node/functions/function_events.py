@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Generic, ParamSpec, Self
 
 from ....errors import PilotflameError
 from ...calls.serving.invocation import Invocation
@@ -12,41 +12,47 @@ from ...ground.telemetry.invocation_end import GenerationEnd, InvocationEnd
 from ...ground.telemetry.log_files import LogLine
 from ...ground.telemetry.metrics import Metrics
 
+Arguments = ParamSpec("Arguments")
+
+
+class Callbacks(list[Callable[Arguments, None]], Generic[Arguments]):
+    """The callbacks for one event. They run in their order on the event loop."""
+
+    def __call__(self, *positional: Arguments.args, **named: Arguments.kwargs) -> None:
+        """Report the event to all of them."""
+        for callback in self:
+            callback(*positional, **named)
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionEvents:
-    """Lists of callbacks. To subscribe, append a callback. A list's callbacks run in their order on the event loop."""
+    """The callbacks for each event. To subscribe, append a callback."""
 
-    activated: list[Callable[[str, str], None]] = field(default_factory=list)
+    activated: Callbacks[[str, str]] = field(default_factory=Callbacks)
     """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
-    processes: list[Callable[[str], None]] = field(default_factory=list)
+    processes: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when a worker, a zygote or a standby of the function has started or ended."""
-    called: list[Callable[[str, float], None]] = field(default_factory=list)
+    called: Callbacks[[str, float]] = field(default_factory=Callbacks)
     """Called with a function's name and the arrival time of an invocation, in monotonic seconds. To keep calls rare,
     it is called at most once every CALL_NOTICE_S, and not for each invocation."""
-    begun: list[Callable[[str, Invocation], None]] = field(default_factory=list)
+    begun: Callbacks[[str, Invocation]] = field(default_factory=Callbacks)
     """Called with a function's name and an invocation before the invocation is queued or sent."""
-    ended: list[Callable[[InvocationEnd], None]] = field(default_factory=list)
+    ended: Callbacks[[InvocationEnd]] = field(default_factory=Callbacks)
     """Called when an invocation has ended with an output or an error. Invocations of jobs are included."""
-    generated: list[Callable[[GenerationEnd], None]] = field(default_factory=list)
+    generated: Callbacks[[GenerationEnd]] = field(default_factory=Callbacks)
     """Called when an answer of a language model has ended."""
-    refused: list[Callable[[str, PilotflameError], None]] = field(default_factory=list)
+    refused: Callbacks[[str, PilotflameError]] = field(default_factory=Callbacks)
     """Called with a function's name and an error when a caller's request was refused before it became an invocation."""
-    live: list[Callable[[str], None]] = field(default_factory=list)
+    live: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when a revision of the function has become live, and when the function was paused,
     resumed or reset."""
-    deleted: list[Callable[[str], None]] = field(default_factory=list)
+    deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)
     """Called with each line of a function's log when it is written."""
-    removed: list[Callable[[str], None]] = field(default_factory=list)
+    removed: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion has ended. Then no process of the function runs any more. It is not
     called if there is a new function of this name by then, which goes on with the counts of the old function."""
-
-    def note_live(self, function: str) -> None:
-        """Call the callbacks of `live`."""
-        for callback in self.live:
-            callback(function)
 
 
 class Observer:

@@ -23,6 +23,7 @@ from ..reconciling.idle_ladder import PLANNED, LadderSpec
 from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.rung_figures import HoldingPrices
 from .progress import Progress
+from .revision_record import RevisionRecord
 from .status import (
     BudgetUse,
     DesiredWorkers,
@@ -33,7 +34,6 @@ from .status import (
     Workers,
     snapshots_of,
 )
-from .store import RevisionRecord
 
 # How many of the latest errors the status shows, and how many characters of each.
 LAST_ERRORS = 5
@@ -216,13 +216,8 @@ class Live:
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, because the system calls take long."""
-        rows = self.process_rows
+        rows = self.workers.holdings.processes()
         return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
-
-    @property
-    def process_rows(self) -> list[tuple[int, str, str]]:
-        """The pid, the role and the name of each process of the revision."""
-        return self.workers.holdings.processes()
 
 
 def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, Field
 
-from .store import RevisionRecord
+from .revision_record import RevisionRecord
 
 LOCAL = "local"
 

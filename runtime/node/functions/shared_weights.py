@@ -47,21 +47,18 @@ class SharedWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def share(self, code: Path, snapshots: Collection[Path]) -> int:
-        """Replace the weights in the folder `code`, a staged copy, by hard links. Return the bytes saved.
+    def share(self, code: Path, snapshots: Collection[Path]) -> None:
+        """Replace the weights in the folder `code`, a staged copy, by hard links.
 
         `snapshots` are the files or folders of the function's snapshots.
         """
-        saved = 0
         for path in _weights(code, snapshots):
             # OSError: the file system has no hard links, or allows no further hard link to this file. The copy stays.
             with contextlib.suppress(OSError):
-                saved += self._share(path)
-        return saved
+                self._share(path)
 
-    def _share(self, path: Path) -> int:
-        facts = path.stat()
-        executable = bool(facts.st_mode & stat.S_IXUSR)
+    def _share(self, path: Path) -> None:
+        executable = bool(path.stat().st_mode & stat.S_IXUSR)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         shared = self._folder / (f"{digest}-x" if executable else digest)
@@ -74,8 +71,6 @@ class SharedWeights:
             link = path.with_name(f".{secrets.token_hex(8)}")
             os.link(shared, link)
             link.replace(path)
-            return facts.st_size
-        return 0
 
     def protect(self) -> None:
         """Make all files read-only. The files of a restored backup are not read-only."""

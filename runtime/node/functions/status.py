@@ -14,7 +14,7 @@ from ...ground.telemetry.cold_starts import ColdStart
 from ...ground.telemetry.invocation_end import Source
 from ...ground.telemetry.rung_name import RungName
 from .progress import DeployStep, Replaced
-from .store import RevisionRecord
+from .revision_record import RevisionRecord
 
 
 class Workers(BaseModel, frozen=True):

@@ -20,102 +20,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import secrets
 import shutil
-import stat
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field, model_validator
-
-from ....errors import BadInput, GatewayError, LauncherError, UnknownFunction, UnknownRevision
+from ....errors import UnknownFunction
 from ....removal import remove_tree
 from ....snapshot.publish import sync
-from ...calls.link.handler_facts import checked
 from ...calls.link.worker_spec import CompiledCode, KeptPrefixes
 from ...ground.access import private_files
-from ...ground.settings.function_settings import FunctionSettings, check_name, name_problem
+from ...ground.settings.function_settings import check_name, name_problem
 from . import shared_weights
+from .function_folder import CODE_FOLDER, RECORD_FILE, FunctionFolder
+from .revision_record import RevisionFields, RevisionRecord
 
-CODE_FOLDER = "code"
-
-_REVISION = re.compile(r"r[1-9][0-9]{0,8}-[0-9a-f]{8}")
-_NUMBER = re.compile(r"r?([1-9][0-9]{0,8})")
-_RECORD = "revision.json"
-_CURRENT = "current"
 _PAUSED = "paused"
-_DELETED = "deleted"
-
-
-class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
-    """Where a revision's weights are: at a path on this node, or at a URL. A path inside the revision's code is
-    relative to the code.
-    """
-
-    root: Path | None = None
-    url: str | None = None
-
-
-def _facts(stored: Any) -> dict[str, Any]:
-    """Return the stored facts of a handler. Facts that cannot be true count as not known."""
-    try:
-        return checked(stored)
-    except LauncherError:
-        return {}
-
-
-class RevisionFields(BaseModel, frozen=True, extra="forbid"):
-    """The part of a revision's record that is known before the store gives the revision its id."""
-
-    code_digest: str
-    settings: FunctionSettings
-    setting_origins: dict[str, str] = Field(default_factory=dict)
-    snapshots: dict[str, StoredSnapshot] = Field(
-        default_factory=dict, description="By name; the only one has none."
-    )
-    python: Path
-    requirements_digest: str
-    handler: Annotated[dict[str, Any], BeforeValidator(_facts)] = Field(
-        default_factory=dict, description="The facts that its zygote has reported about its handler."
-    )
-    warnings: tuple[str, ...] = ()
-    deployed_by: str = Field("", description="The id of the API key that deployed it.")
-    deployer: str = Field("", description="The name of that key; the key may be revoked later.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_snapshots(cls, stored: Any) -> Any:
-        """Convert the fields in which an earlier release stored the only snapshot."""
-        if not isinstance(stored, dict) or not ({"snapshot_root", "snapshot_url"} & set(stored)):
-            return stored
-        found = {key: value for key, value in stored.items() if key not in {"snapshot_root", "snapshot_url"}}
-        root, url = stored.get("snapshot_root"), stored.get("snapshot_url")
-        return {**found, "snapshots": {"": {"root": root, "url": url}} if root or url else {}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _forget_defaults(cls, stored: Any) -> Any:
-        """Remove the defaults that an earlier release stored as limits of `resources`."""
-        if isinstance(stored, dict) and isinstance(settings := stored.get("settings"), dict):
-            origins, limits = stored.get("setting_origins", {}), settings.get("resources", {})
-            kept = {key: limit for key, limit in limits.items() if f"resources.{key}" in origins}
-            return {**stored, "settings": {**settings, "resources": kept}}
-        return stored
-
-
-class RevisionRecord(RevisionFields):
-    """The content of `revision.json`. It never changes once the revision is live."""
-
-    function: str
-    revision: str
-    number: int
-    created_at: AwareDatetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,145 +58,48 @@ class Retention:
 DEFAULT_RETENTION = Retention()
 
 
-class Store:
-    """All functions and revisions in the state folder `root`, which the caller must have locked.
+class Staging:
+    """The folder of what is being made or removed."""
 
-    The store skips functions that cannot be read, and calls `report` with a line about each. All methods but `start`
-    are safe to call from several threads.
-    """
-
-    def __init__(
-        self, root: Path, report: Callable[[str], None], retention: Retention = DEFAULT_RETENTION
-    ) -> None:
-        self.curves = root.absolute() / "curves"
-        """The folder that holds the measured latency curves."""
-        self.copies = re.compile(
-            rf"{re.escape(str(root.absolute()))}/(?:functions/[^/\s]+|staging)/[^/\s]+/{CODE_FOLDER}/"
-        )
-        """Matches the paths of copied code in a text, up to the name of the file in the function's folder."""
-        self.weights = shared_weights.SharedWeights(root.absolute() / shared_weights.FOLDER)
-        self._retention = retention
-        self._functions = root.absolute() / "functions"
-        self._compiled, self._prefixes = root.absolute() / "compiled", root.absolute() / "prefixes"
-        self._staging = root.absolute() / "staging"
-        self._report = report
-        self._lock = threading.Lock()
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        """`report` gets a line about each folder that cannot be removed."""
+        self._path, self._report = path, report
 
     def start(self) -> None:
-        """Make the store's folders, and remove unfinished files that a crash has left. Call this first."""
-        self._functions.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._staging.exists():
-            self._remove(self._staging)
-        self._staging.mkdir(mode=0o700, exist_ok=True)
-        self.weights.discard_unused()
-        for folder in self._functions.glob("*/"):
-            for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
-                half_written.unlink()
-            self._discard_deleted(folder)
-            # The gateway crashed during this function's first deploy, before the revision was moved here, or after the
-            # deletion of the function.
-            if folder.exists() and not any(folder.iterdir()):
-                folder.rmdir()
-        for folder in (*self._compiled.glob("*/"), *self._prefixes.glob("*/")):
-            unkept = folder.parent == self._compiled and not self._retention.compiled_bytes
-            if unkept or not (self._functions / folder.name).is_dir():
-                self._discard(folder)
+        """Make the folder, and remove what a crash has left in it."""
+        if self._path.exists():
+            self.remove(self._path)
+        self._path.mkdir(mode=0o700, exist_ok=True)
 
-    def stage(self) -> Path:
-        """Return a new, empty folder for a revision. The caller puts the code into its subfolder `code`."""
-        path = self._aside("upload")
-        path.mkdir(mode=0o700)
-        return path
+    def aside(self, name: str) -> Path:
+        """Return a path to which a folder can be moved, or at which it can be made."""
+        return self._path / f"{name}.{secrets.token_hex(8)}"
 
-    def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
-        """Give the revision in a staged folder its id, move the folder to its place, and return its record.
+    def remove(self, folder: Path) -> None:
+        """Remove a folder in which functions may have taken rights from its owner. Report it if files remain."""
+        if not remove_tree(folder):
+            self._report(f"{folder} cannot be removed completely.")
 
-        The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to remove it.
-        If an error is raised, the staged folder has been removed.
-        """
+    def discard(self, folder: Path) -> None:
+        """Remove a folder that processes of functions write to, if it is there. Report a folder that cannot be removed."""
+        aside = self.aside(folder.name)
         try:
-            return self._place(staged, fields)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
+            private_files.let_owner_write(folder)
+            folder.rename(aside)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._report(f"{folder} cannot be removed: {error.strerror}")
+        else:
+            self.remove(aside)
 
-    def _place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
-        with self._lock:
-            record = self._new_record(fields)
-            _write_record(staged, record)
-            for path in (staged, *staged.rglob("*")):
-                if not path.is_symlink():
-                    sync(path)
-            folder = self._folder(record.function)
-            folder.mkdir(exist_ok=True, mode=0o700)
-            sync(self._functions)
-            staged.rename(folder / record.revision)
-            sync(folder)
-        return record
 
-    def promote(self, record: RevisionRecord) -> None:
-        """Make a placed revision live. Store its record again, because the record may have gained `handler`."""
-        folder = self._folder(record.function)
-        with self._lock:
-            _write_record(folder / record.revision, record)
-            private_files.write(folder / _CURRENT, f"{record.revision}\n".encode())
+class ComputedFiles:
+    """What compilers and workers have computed for functions, and later workers use again."""
 
-    def pause(self, name: str, *, paused: bool) -> None:
-        """Store whether a function is paused. Raise GatewayError, or UnknownFunction if the function was deleted
-        meanwhile.
-        """
-        folder = self._folder(name)
-        with self._lock:
-            if not folder.is_dir():
-                raise UnknownFunction.named(name)
-            if paused:
-                private_files.write(folder / _PAUSED, b"")
-            else:
-                (folder / _PAUSED).unlink(missing_ok=True)
-                sync(folder)
-
-    def paused(self) -> set[str]:
-        """Return the names of the paused functions."""
-        return {file.parent.name for file in self._functions.glob(f"*/{_PAUSED}")}
-
-    def withdraw(self, record: RevisionRecord) -> None:
-        """Remove a placed revision that will not become live."""
-        aside, folder = self._aside(record.function), self._folder(record.function)
-        with self._lock:
-            (folder / record.revision).rename(aside)
-            # If the function has other revisions, its folder must stay, and rmdir fails.
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            gone = not folder.exists()
-        if gone:
-            self._discard_computed(record.function)
-        self._remove(aside)
-
-    def functions(self) -> dict[str, RevisionRecord]:
-        """Return the record of each function's live revision, by the function's name."""
-        records = {}
-        for folder in sorted(self._functions.iterdir()):
-            if name_problem(folder.name) is not None or not folder.is_dir():
-                self._report(f"{folder} is skipped: it is not a function's folder")
-            elif record := self.current(folder.name):
-                records[folder.name] = record
-        return records
-
-    def current(self, name: str) -> RevisionRecord | None:
-        """Return the record of a function's live revision; None if there is no readable record."""
-        folder = self._folder(name)
-        try:
-            if (revision := private_files.read(folder / _CURRENT)) is not None:
-                return self._read(name, revision.decode(errors="replace").strip())
-            if any((folder / one / _RECORD).exists() for one in self._revision_ids(name)):
-                self._report(f"function {name} has no live revision: its first deploy was not finished")
-        except GatewayError as error:
-            self._report(f"function {name} is skipped: {error.message}")
-        return None
-
-    def code(self, record: RevisionRecord) -> Path:
-        """Return the folder that holds the code of a revision."""
-        return self._folder(record.function) / record.revision / CODE_FOLDER
+    def __init__(self, root: Path, retention: Retention, staging: Staging) -> None:
+        self._compiled, self._prefixes = root / "compiled", root / "prefixes"
+        self._retention, self._staging = retention, staging
 
     def compiled(self, record: RevisionRecord) -> CompiledCode | None:
         """Return where compilers keep their output for a revision; None if the output is not kept.
@@ -293,214 +119,226 @@ class Store:
         kept = KeptPrefixes(declared=record.settings.prefixes, folder=folder, limit_bytes=limit_bytes)
         return kept if kept.declared else None
 
+    def keep(self, functions: Collection[str]) -> None:
+        """Remove the files of all other functions."""
+        for folder in (*self._compiled.glob("*/"), *self._prefixes.glob("*/")):
+            unkept = folder.parent == self._compiled and not self._retention.compiled_bytes
+            if unkept or folder.name not in functions:
+                self._staging.discard(folder)
+
+    def discard(self, function: str) -> None:
+        """Remove the files of a function."""
+        self._staging.discard(self._compiled / function)
+        self.discard_prefixes(function)
+
+    def discard_prefixes(self, function: str) -> None:
+        """Remove the stored prefixes of a function."""
+        self._staging.discard(self._prefixes / function)
+
+
+class Store:
+    """All functions and revisions in the state folder `root`, which the caller must have locked.
+
+    The store skips functions that cannot be read, and calls `report` with a line about each. All methods but `start`
+    are safe to call from several threads.
+    """
+
+    def __init__(
+        self, root: Path, report: Callable[[str], None], retention: Retention = DEFAULT_RETENTION
+    ) -> None:
+        root = root.absolute()
+        self.curves = root / "curves"
+        """The folder that holds the measured latency curves."""
+        self.copies = re.compile(
+            rf"{re.escape(str(root))}/(?:functions/[^/\s]+|staging)/[^/\s]+/{CODE_FOLDER}/"
+        )
+        """Matches the paths of copied code in a text, up to the name of the file in the function's folder."""
+        self.weights = shared_weights.SharedWeights(root / shared_weights.FOLDER)
+        self._staging = Staging(root / "staging", report)
+        self.computed = ComputedFiles(root, retention, self._staging)
+        self._functions, self._retention, self._report = root / "functions", retention, report
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Make the store's folders, and remove unfinished files that a crash has left. Call this first."""
+        self._functions.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._staging.start()
+        self.weights.discard_unused()
+        for path in self._functions.glob("*/"):
+            for half_written in (*path.glob(".current.*"), *path.glob(f"*/.{RECORD_FILE}.*")):
+                half_written.unlink()
+            self._discard_deleted(FunctionFolder(path, self._report))
+            # The gateway crashed during this function's first deploy, before the revision was moved here, or after the
+            # deletion of the function.
+            if path.exists() and not any(path.iterdir()):
+                path.rmdir()
+        self.computed.keep({path.name for path in self._functions.glob("*/")})
+
+    def _discard_deleted(self, folder: FunctionFolder) -> None:
+        """Remove what a crash has left of a deleted function, or of its revisions that still ran calls."""
+        if folder.deleted_file.exists():
+            self._staging.remove(folder.path)
+            return
+        for revision in folder.leftovers() if name_problem(folder.name) is None else ():
+            self._staging.remove(folder.path / revision)
+
+    def stage(self) -> Path:
+        """Return a new, empty folder for a revision. The caller puts the code into its subfolder `code`."""
+        path = self._staging.aside("upload")
+        path.mkdir(mode=0o700)
+        return path
+
+    def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
+        """Give the revision in a staged folder its id, move the folder to its place, and return its record.
+
+        The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to remove it.
+        If an error is raised, the staged folder has been removed.
+        """
+        try:
+            with self._lock:
+                folder = self.function(fields.settings.name)
+                record = RevisionRecord.of(fields, folder.next_number())
+                _write_record(staged, record)
+                for path in (staged, *staged.rglob("*")):
+                    if not path.is_symlink():
+                        sync(path)
+                folder.path.mkdir(exist_ok=True, mode=0o700)
+                sync(self._functions)
+                staged.rename(folder.path / record.revision)
+                sync(folder.path)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        return record
+
+    def promote(self, record: RevisionRecord) -> None:
+        """Make a placed revision live. Store its record again, because the record may have gained `handler`."""
+        folder = self.function(record.function)
+        with self._lock:
+            _write_record(folder.path / record.revision, record)
+            private_files.write(folder.live_file, f"{record.revision}\n".encode())
+
+    def pause(self, name: str, *, paused: bool) -> None:
+        """Store whether a function is paused. Raise GatewayError, or UnknownFunction if the function was deleted
+        meanwhile.
+        """
+        folder = self.function(name).path
+        with self._lock:
+            if not folder.is_dir():
+                raise UnknownFunction.named(name)
+            if paused:
+                private_files.write(folder / _PAUSED, b"")
+            else:
+                (folder / _PAUSED).unlink(missing_ok=True)
+                sync(folder)
+
+    def paused(self) -> set[str]:
+        """Return the names of the paused functions."""
+        return {file.parent.name for file in self._functions.glob(f"*/{_PAUSED}")}
+
+    def withdraw(self, record: RevisionRecord) -> None:
+        """Remove a placed revision that will not become live."""
+        aside, folder = self._staging.aside(record.function), self.function(record.function).path
+        with self._lock:
+            (folder / record.revision).rename(aside)
+            # If the function has other revisions, its folder must stay, and rmdir fails.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            gone = not folder.exists()
+        if gone:
+            self.computed.discard(record.function)
+        self._staging.remove(aside)
+
+    def functions(self) -> dict[str, RevisionRecord]:
+        """Return the record of each function's live revision, by the function's name."""
+        records = {}
+        for path in sorted(self._functions.iterdir()):
+            if name_problem(path.name) is not None or not path.is_dir():
+                self._report(f"{path} is skipped: it is not a function's folder")
+            elif record := self.function(path.name).current():
+                records[path.name] = record
+        return records
+
+    def function(self, name: str) -> FunctionFolder:
+        """Return the folder of a function, which need not exist. Raise SettingsError if no function can have this name."""
+        return FunctionFolder(self._functions / check_name(name), self._report)
+
+    def code(self, record: RevisionRecord) -> Path:
+        """Return the folder that holds the code of a revision."""
+        return self.function(record.function).path / record.revision / CODE_FOLDER
+
     def delete(self, name: str, *, busy: Collection[str] = ()) -> None:
         """Remove a function and all its revisions. Raise UnknownFunction if it does not exist.
 
         The revisions in `busy` keep their code until `sweep`, and can be neither listed nor made live.
         """
-        folder, aside = self._folder(check_name(name)), self._aside(name)
+        folder, aside = self.function(name), self._staging.aside(name)
         # Remove the compiled code and the prefixes first. Then a crash in between leaves them to no new function of this
         # name.
-        self._discard_computed(name)
+        self.computed.discard(name)
         with self._lock:
-            if not folder.is_dir():
+            if not folder.path.is_dir():
                 raise UnknownFunction.named(name)
             if busy:
-                self._hide(folder, busy, aside)
+                folder.hide(busy, aside)
             else:
-                folder.rename(aside)
+                folder.path.rename(aside)
                 sync(self._functions)
-        self._remove(aside)
+        self._staging.remove(aside)
         self.weights.discard_unused()
-
-    def _hide(self, folder: Path, busy: Collection[str], aside: Path) -> None:
-        """Move everything of a deleted function to `aside`, except the code of its `busy` revisions."""
-        aside.mkdir(mode=0o700)
-        # Until this file is removed, `start` removes the whole folder.
-        private_files.write(folder / _DELETED, b"")
-        try:
-            for path in folder.iterdir():
-                if path.name in busy:
-                    (path / _RECORD).unlink(missing_ok=True)
-                    sync(path)
-                elif path.name != _DELETED:
-                    path.rename(aside / path.name)
-            sync(folder)
-        finally:
-            # If the disk has failed, the next deploy of this name must not be removed with the rest.
-            (folder / _DELETED).unlink()
-            sync(folder)
 
     def sweep(self, name: str, *, busy: Collection[str] = ()) -> list[str]:
         """Remove the code that `delete` has left for calls, except that of the revisions in `busy`. Return the ids."""
-        folder, aside = self._folder(name), self._aside(name)
+        folder, aside = self.function(name), self._staging.aside(name)
         aside.mkdir(mode=0o700)
         with self._lock:
-            found = [one for one in self._revision_ids(name) if one not in busy]
-            ended = [one for one in found if not (folder / one / _RECORD).exists()]
+            ended = [one for one in folder.leftovers() if one not in busy]
             for revision in ended:
-                (folder / revision).rename(aside / revision)
+                (folder.path / revision).rename(aside / revision)
             # The folder stays if the function has other revisions.
             with contextlib.suppress(OSError):
-                folder.rmdir()
-        self._remove(aside)
+                folder.path.rmdir()
+        self._staging.remove(aside)
         if ended:
             self.weights.discard_unused()
         return ended
 
-    def _discard_deleted(self, folder: Path) -> None:
-        """Remove what a crash has left of a deleted function, or of its revisions that still ran calls."""
-        if (folder / _DELETED).exists():
-            self._remove(folder)
-            return
-        for revision in self._revision_ids(folder.name) if name_problem(folder.name) is None else ():
-            if not (folder / revision / _RECORD).exists():
-                self._remove(folder / revision)
-
-    def revisions(self, name: str) -> list[RevisionRecord]:
-        """Return the records of a function's revisions that can be read, the newest first."""
-        found = []
-        for revision in reversed(self._revision_ids(name)):
-            with contextlib.suppress(GatewayError):
-                found.append(self._read(name, revision))
-        return found
-
     def environments(self) -> set[str]:
         """Return the digests of the requirements of all revisions of all functions."""
         names = [folder.name for folder in self._functions.iterdir() if name_problem(folder.name) is None]
-        return {record.requirements_digest for name in names for record in self.revisions(name)}
+        return {record.requirements_digest for name in names for record in self.function(name).records()}
 
-    def find(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
-        """Return the revision of a function to roll back to. `live` is its live revision.
-
-        `wanted` is the id of a revision, or its number, as `r3` or `3`. If `wanted` is None, return the newest revision
-        before the live one. Raise UnknownRevision if there is no such revision, and BadInput if it is the live
-        revision.
-        """
-        name, found = live.function, self.revisions(live.function)
-        number = _NUMBER.fullmatch(wanted or "")
-        for record in found:
-            before = wanted is None and record.number < live.number
-            if before or wanted == record.revision or (number and int(number[1]) == record.number):
-                if record.revision == live.revision:
-                    raise BadInput(
-                        f"{live.revision} of {name!r} is live already.", remedy="Restart it instead."
-                    )
-                return record
-        there = ", ".join(record.revision for record in found)
-        missing = "no older revision" if wanted is None else f"no revision {wanted[:40]!r}"
-        raise UnknownRevision(f"{name!r} has {missing} (there: {there}).", remedy="Deploy it again.")
-
-    def sizes(self, name: str) -> dict[str, int]:
-        """Return the bytes on disk of each revision, the newest first, without bytes that a newer revision shares."""
-        seen: set[int] = set()
-        return {
-            revision: sum(_new_bytes(self._folder(name) / revision, seen))
-            for revision in reversed(self._revision_ids(name))
-        }
-
-    def prune(self, name: str, keep: int | None = None, *, busy: Collection[str] = ()) -> list[str]:
+    def prune(self, name: str, *, busy: Collection[str] = ()) -> list[str]:
         """Remove old revisions of a function, and return their ids.
 
-        The newest `keep` revisions remain (by default the retention's count), while their total size is within the
-        retention's limit. The newest revision, the live revision and the revisions in `busy` always remain. If the live
-        revision cannot be read, nothing is removed. Stored prefixes are removed once no revision declares any.
+        The newest revisions remain, as far as the retention has room for them. The newest revision, the live revision and
+        the revisions in `busy` always remain. If the live revision cannot be read, nothing is removed. Stored prefixes are
+        removed once no revision declares any.
         """
+        folder = self.function(name)
         with self._lock:
-            if (live := self.current(name)) is None:
+            if (live := folder.current()) is None:
                 return []
-            kept = {live.revision, *busy, *self._retained(name, keep)}
-            old = [revision for revision in self._revision_ids(name) if revision not in kept]
-            removed = {revision: self._aside(name) for revision in old}
+            kept = {live.revision, *busy, *self._retained(folder)}
+            removed = {one: self._staging.aside(name) for one in folder.ids() if one not in kept}
             for revision, aside in removed.items():
-                (self._folder(name) / revision).rename(aside)
-            if not any(record.settings.prefixes for record in self.revisions(name)):
-                self._discard(self._prefixes / name)
+                (folder.path / revision).rename(aside)
+            if not any(record.settings.prefixes for record in folder.records()):
+                self.computed.discard_prefixes(name)
         for aside in removed.values():
-            self._remove(aside)
+            self._staging.remove(aside)
         self.weights.discard_unused()
         return list(removed)
 
-    def _retained(self, name: str, keep: int | None) -> Iterator[str]:
+    def _retained(self, folder: FunctionFolder) -> Iterator[str]:
         """Yield the ids of the revisions within the retention, the newest first."""
-        total, count = 0, max(1, self._retention.count if keep is None else keep)
-        for position, (revision, size) in enumerate(self.sizes(name).items()):
+        total, count = 0, max(1, self._retention.count)
+        for position, (revision, size) in enumerate(folder.sizes().items()):
             total += size
             if position and (position >= count or total > self._retention.size_bytes):
                 return
             yield revision
 
-    def _folder(self, name: str) -> Path:
-        return self._functions / check_name(name)
-
-    def _discard_computed(self, name: str) -> None:
-        """Remove what compilers and workers have computed for a function."""
-        for kept in (self._compiled, self._prefixes):
-            self._discard(kept / name)
-
-    def _discard(self, folder: Path) -> None:
-        """Remove a folder of computed files, if it is there. Report a folder that cannot be removed."""
-        aside = self._aside(folder.name)
-        try:
-            private_files.let_owner_write(folder)
-            folder.rename(aside)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._report(f"{folder} cannot be removed: {error.strerror}")
-        else:
-            self._remove(aside)
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a folder in which functions may have taken rights from its owner. Report it if files remain."""
-        if not remove_tree(folder):
-            self._report(f"{folder} cannot be removed completely.")
-
-    def _aside(self, name: str) -> Path:
-        return self._staging / f"{name}.{secrets.token_hex(8)}"
-
-    def _revision_ids(self, name: str) -> list[str]:
-        """Return the ids of all revisions of a function, sorted by their numbers. No record is read."""
-        found = [path.name for path in self._folder(name).glob("r*") if _REVISION.fullmatch(path.name)]
-        # The ids differ in length only by their numbers, and a shorter number is smaller.
-        return sorted(found, key=lambda revision: (len(revision), revision))
-
-    def _new_record(self, fields: RevisionFields) -> RevisionRecord:
-        ids = self._revision_ids(fields.settings.name)
-        number = int(ids[-1][1:].partition("-")[0]) + 1 if ids else 1
-        content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
-        name, id_ = fields.settings.name, f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}"
-        now = datetime.now(UTC)
-        return RevisionRecord(**dict(fields), function=name, revision=id_, number=number, created_at=now)
-
-    def _read(self, name: str, revision: str) -> RevisionRecord:
-        """Return the record of a revision. Raise GatewayError if it cannot be used."""
-        if not _REVISION.fullmatch(revision):
-            raise GatewayError(f"{revision!r}: that is not a revision's id.")
-        folder = self._folder(name) / revision
-        record = private_files.load(folder / _RECORD, RevisionRecord)
-        found = record and (folder / CODE_FOLDER).is_dir() and (record.function, record.revision)
-        if record is None or found != (name, revision):
-            raise GatewayError(f"{folder} is not that revision.")
-        return record
-
 
 def _write_record(folder: Path, record: RevisionRecord) -> None:
-    private_files.write(folder / _RECORD, record.model_dump_json(indent=2).encode())
-
-
-def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:
-    """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add these to `seen`."""
-    # A function may make a tree that is deeper than Python's stack.
-    folders = [folder]
-    while folders:
-        # Another thread may remove the revision meanwhile.
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry))
-                    continue
-                facts = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(facts.st_mode) and facts.st_ino not in seen:
-                    seen.add(facts.st_ino)
-                    yield facts.st_size
+    private_files.write(folder / RECORD_FILE, record.model_dump_json(indent=2).encode())

@@ -55,6 +55,55 @@ TMP = "/tmp"  # noqa: S108
 _MIB = 1 << 20
 
 
+class WeightFolders:
+    """The folders of the node's cache that containers mount. While they are kept, the cache does not evict them."""
+
+    def __init__(self, budgets: Budgets, tasks: asyncio.TaskGroup) -> None:
+        self._budgets, self._tasks = budgets, tasks
+
+    async def keep(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
+        """Return the folders that a container needs, by snapshot. The caller closes them after the container's end.
+
+        Raise LauncherError.
+        """
+        if not spec.remote:
+            return {}
+        keeping = asyncio.get_running_loop().run_in_executor(None, self._keep_all, spec)
+        try:
+            # Unlike `await keeping`, this does not cancel `keeping` if the caller is cancelled.
+            await asyncio.wait([keeping])
+            return keeping.result()
+        except asyncio.CancelledError:
+            self._tasks.create_task(_let_go(keeping))
+            raise
+
+    def _keep_all(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
+        """Return the folders that `keep` returns. This blocks. Raise LauncherError."""
+        with contextlib.ExitStack() as undo:
+            found = {}
+            for weights in spec.remote:
+                found[weights.name] = self._keep(weights)
+                undo.callback(found[weights.name].close)
+            undo.pop_all()
+        return found
+
+    def _keep(self, weights: Weights) -> KeptFolders:
+        cache = weights.cache or Path()
+        try:
+            return keep_folders(cache, Manifest.read(weights.manifest).digest, self._budgets)
+        except (PilotflameError, OSError) as error:
+            message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
+            remedy = "See its owner, its disk and the mode of the folder."
+            raise LauncherError(message, remedy=remedy).about(weights.subject) from error
+
+
+async def _let_go(keeping: asyncio.Future[dict[str, KeptFolders]]) -> None:
+    """Close the folders of a launch that was cancelled."""
+    with contextlib.suppress(LauncherError):
+        for kept in (await keeping).values():
+            await asyncio.to_thread(kept.close)
+
+
 class ContainerLauncher:
     """Runs one container for each revision that has an image."""
 
@@ -73,8 +122,9 @@ class ContainerLauncher:
 
         Workers are placed on `gpus`, which CDI names by `cdi_kind`.
         """
-        self._log, self._budgets, self._gpus, self._cdi_kind = log, budgets, gpus, cdi_kind
+        self._log, self._gpus, self._cdi_kind = log, gpus, cdi_kind
         self._listener, self._tasks, self._gateway = listener, tasks, gateway
+        self._weights = WeightFolders(budgets, tasks)
         self._engine = ContainerEngine(url, gateway)
         self._containers: set[Container] = set()
         self._removing: set[asyncio.Task[None]] = set()
@@ -126,7 +176,7 @@ class ContainerLauncher:
     async def _start_base(self, spec: WorkerSpec, logs: Log) -> ContainerBase:
         await self._engine.connect()
         devices = self._devices(spec)
-        weights = await self._keep_weights(spec)
+        weights = await self._weights.keep(spec)
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
@@ -164,40 +214,6 @@ class ContainerLauncher:
             message = f"This node has no GPU for {spec.label} (resources.gpus)."
             raise LauncherError(message, remedy="See `pilotflame doctor` and the gateway's setting `gpus`.")
         return self._engine.gpu_requests(ids, self._cdi_kind)
-
-    async def _keep_weights(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
-        """Return the folders of the node's cache that a container needs, by snapshot. The caller closes them after the
-        container's end.
-        """
-        if not spec.remote:
-            return {}
-        keeping = asyncio.get_running_loop().run_in_executor(None, self._keep_all, spec)
-        try:
-            # Unlike `await keeping`, this does not cancel `keeping` if the caller is cancelled.
-            await asyncio.wait([keeping])
-            return keeping.result()
-        except asyncio.CancelledError:
-            self._tasks.create_task(_let_go(keeping))
-            raise
-
-    def _keep_all(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
-        """Return the folders that `_keep_weights` returns. This blocks. Raise LauncherError."""
-        with contextlib.ExitStack() as undo:
-            found = {}
-            for weights in spec.remote:
-                found[weights.name] = self._keep(weights)
-                undo.callback(found[weights.name].close)
-            undo.pop_all()
-        return found
-
-    def _keep(self, weights: Weights) -> KeptFolders:
-        cache = weights.cache or Path()
-        try:
-            return keep_folders(cache, Manifest.read(weights.manifest).digest, self._budgets)
-        except (PilotflameError, OSError) as error:
-            message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
-            remedy = "See its owner, its disk and the mode of the folder."
-            raise LauncherError(message, remedy=remedy).about(weights.subject) from error
 
     def _configuration(
         self, spec: WorkerSpec, token: str, weights: Iterable[Path], devices: list[dict[str, Any]]
@@ -316,13 +332,6 @@ class ContainerLauncher:
             container.note_removed()
             for kept in container.weights.values():
                 await asyncio.to_thread(kept.close)
-
-
-async def _let_go(keeping: asyncio.Future[dict[str, KeptFolders]]) -> None:
-    """Close the folders of a launch that was cancelled."""
-    with contextlib.suppress(LauncherError):
-        for kept in (await keeping).values():
-            await asyncio.to_thread(kept.close)
 
 
 def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:

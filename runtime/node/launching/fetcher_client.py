@@ -90,6 +90,55 @@ class FetchProgress:
             self.held.exception()
 
 
+class ResidentWeights:
+    """The snapshots that are in memory, and the users that want them there without a hold."""
+
+    def __init__(self) -> None:
+        self._used: dict[object, dict[str, str]] = {}
+        """For each user, the digests of the snapshots that it has held, by the name of the snapshot."""
+        self._in_memory: dict[str, int] = {}
+        """The snapshots in memory, by digest, and their bytes."""
+        self._given_back: set[str] = set()
+        """The digests of snapshots that `take_unused` has counted, that are still in memory, and that no user has held
+        since.
+
+        A snapshot stays in memory if it is in use or not on the disk.
+        """
+
+    @property
+    def wanted(self) -> set[str]:
+        """The digests of the snapshots that a user has held and not dropped."""
+        return {digest for used in self._used.values() for digest in used.values()}
+
+    def bytes_of(self, user: object) -> int:
+        """Return the number of bytes in memory of the snapshots that `user` has held and not dropped."""
+        return sum(self._in_memory.get(digest, 0) for digest in set(self._used.get(user, {}).values()))
+
+    def on_held(self, progress: FetchProgress, digest: str) -> None:
+        """Learn the digest of a snapshot that is held."""
+        self._given_back.discard(digest)
+        if progress.user is not None:
+            self._used.setdefault(progress.user, {})[progress.weights.name] = digest
+
+    def on_tiers(self, in_memory: dict[str, int]) -> None:
+        """Use the fetcher's report about the snapshots in memory."""
+        self._in_memory = in_memory
+        self._given_back &= in_memory.keys()
+
+    def forget(self, user: object) -> set[str]:
+        """Forget which snapshots `user` wants in memory. Return the digests of the snapshots that no user wants any more.
+
+        They stay in memory until the memory is needed.
+        """
+        return set(self._used.pop(user, {}).values()) - self.wanted
+
+    def take_unused(self) -> int:
+        """Return the bytes of the snapshots that no user wants. Later calls do not count these snapshots again."""
+        unused = self._in_memory.keys() - self.wanted - self._given_back
+        self._given_back |= unused
+        return sum(self._in_memory[digest] for digest in unused)
+
+
 class FetcherClient:
     """Holds snapshots through the fetcher. It starts the fetcher when that is first needed, and again if the fetcher
     has ended.
@@ -103,20 +152,10 @@ class FetcherClient:
         sharing: Sharing | None = None,
     ) -> None:
         self.cache, self._budgets, self._sharing = cache, budgets, sharing
-        self.metrics = SnapshotMetrics()
+        self.metrics, self.resident = SnapshotMetrics(), ResidentWeights()
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._held: dict[int, FetchProgress] = {}
-        self._used: dict[object, dict[str, str]] = {}
-        """For each user, the digests of the snapshots that it has held, by the name of the snapshot."""
-        self._in_memory: dict[str, int] = {}
-        """The snapshots in memory, by digest, and their bytes."""
-        self._given_back: set[str] = set()
-        """The digests of snapshots that `give_back` has counted as freed, that are still in memory, and that no user
-        has held since.
-
-        A snapshot stays in memory if it is in use or not on the disk.
-        """
         self._process: Process | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -131,18 +170,15 @@ class FetcherClient:
         running = self._process is not None and self._process.returncode is None
         return [self._process.pid] if self._process is not None and running else []
 
-    async def share(self) -> int:
-        """Start the fetcher if this node exchanges chunks with other nodes. Return the port on which the fetcher serves
-        chunks, or 0.
-
-        Raise LauncherError if the fetcher cannot serve chunks.
-        """
+    async def share(self) -> None:
+        """Start the fetcher if this node exchanges chunks with other nodes. Raise LauncherError if it cannot serve chunks."""
         if self._sharing is None:
-            return 0
+            return
         await self._ensure_started()
         try:
             async with asyncio.timeout(SHARE_TIMEOUT_S):
-                return 0 if self._port is None else await asyncio.shield(self._port)
+                if self._port is not None:
+                    await asyncio.shield(self._port)
         except TimeoutError:
             message = f"The fetcher did not respond within {SHARE_TIMEOUT_S:.0f} s."
             raise LauncherError(message, remedy="Look at the load of this machine.") from None
@@ -194,13 +230,8 @@ class FetcherClient:
         progress = FetchProgress(next(self._numbers), weights, user)
         self._held[progress.number] = progress
         self.metrics.began()
-        self._send(
-            op="hold",
-            id=progress.number,
-            timeout_s=progress.left_s,
-            copied=copied,
-            **_order(weights, secrets),
-        )
+        order = _order(weights, secrets)
+        self._send(op="hold", id=progress.number, timeout_s=progress.left_s, copied=copied, **order)
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
                 await progress.held
@@ -219,22 +250,9 @@ class FetcherClient:
                 self.metrics.ended("released")
             self._send(op="release", id=progress.number)
 
-    # -- weights that stay in memory without a hold
-
-    def resident_bytes(self, user: object) -> int:
-        """Return the number of bytes in memory of the snapshots that `user` has held and not dropped."""
-        return sum(self._in_memory.get(digest, 0) for digest in set(self._used.get(user, {}).values()))
-
     def drop(self, user: object) -> None:
         """Let the weights of `user` leave the memory, except weights that others use or that are not on the disk."""
-        dropped = set(self._used.pop(user, {}).values()) - self._wanted()
-        self._send(op="drop", digests=sorted(dropped))
-
-    def forget(self, user: object) -> None:
-        """Forget which snapshots `user` wants in memory, because `user` has ended. The weights stay in memory until the
-        memory is needed.
-        """
-        self._used.pop(user, None)
+        self._send(op="drop", digests=sorted(self.resident.forget(user)))
 
     def give_back(self) -> int:
         """Let the fetcher delete unused files from memory, because memory is short. Return the number of freed bytes.
@@ -244,16 +262,10 @@ class FetcherClient:
         """
         if self._requests is None or self._requests.is_closing():
             return 0
-        wanted = self._wanted()
-        unused = self._in_memory.keys() - wanted - self._given_back
-        self._given_back |= unused
-        freed_bytes = sum(self._in_memory[digest] for digest in unused) + self.metrics.take_spare_bytes()
+        freed_bytes = self.resident.take_unused() + self.metrics.take_spare_bytes()
         if freed_bytes:
-            self._send(op="give_back", keep=sorted(wanted))
+            self._send(op="give_back", keep=sorted(self.resident.wanted))
         return freed_bytes
-
-    def _wanted(self) -> set[str]:
-        return {digest for used in self._used.values() for digest in used.values()}
 
     async def close(self) -> None:
         """End the fetcher and wait until it has ended."""
@@ -331,8 +343,7 @@ class FetcherClient:
     def _on_event(self, held: dict[int, FetchProgress], event: dict[str, Any]) -> None:
         if event["event"] == "tiers":
             self.metrics.on_tiers(event["tiers"])
-            self._in_memory = event["in_memory"]
-            self._given_back &= self._in_memory.keys()
+            self.resident.on_tiers(event["in_memory"])
         elif event["event"] == "shared":
             self.metrics.on_shared(event["taken_bytes"], event["served_bytes"])
         elif event["event"] in {"sharing", "refused"}:
@@ -340,14 +351,9 @@ class FetcherClient:
         elif (progress := held.get(event["id"])) is not None:
             progress.on_event(event)
             if event["event"] == "held":
-                self._note_held(progress, event["digest"])
+                self.resident.on_held(progress, event["digest"])
             else:
                 self.metrics.ended(event["event"])
-
-    def _note_held(self, progress: FetchProgress, digest: str) -> None:
-        self._given_back.discard(digest)
-        if progress.user is not None:
-            self._used.setdefault(progress.user, {})[progress.weights.name] = digest
 
     def _on_peers(self, event: dict[str, Any]) -> None:
         if event["event"] == "refused":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ...ground.billing.ledger import Ledger
@@ -77,8 +76,8 @@ class Metering:
         if told is not None and told.revision == revision:
             disk_gb = told.disk_gb
         else:
-            sizes: Callable[[str], dict[str, int]] = self._functions.store.sizes
-            disk_gb = sum((await asyncio.to_thread(sizes, function)).values()) / GB
+            sizes = await asyncio.to_thread(self._functions.store.function(function).sizes)
+            disk_gb = sum(sizes.values()) / GB
         self._told[function] = _Told(memory, revision, disk_gb)
         account = live.function.account
         account.measured(_holding(account.holding, memory, disk_gb, live.devices))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ...ground.telemetry.background import BackgroundTasks
 from ..functions.live import Live
-from ..functions.registry import Functions
+from ..functions.revisions import Revisions
 
 GATEWAY, BASES = "(gateway)", "(bases)"
 """The names under which memory is shown that belongs to no single function. No function can have such a name."""
@@ -117,8 +117,8 @@ _Processes = list[tuple[int, str]]
 class MemoryMeter:
     """Measures the node's memory in a thread, after processes have changed and while workers run."""
 
-    def __init__(self, functions: Functions, tasks: BackgroundTasks) -> None:
-        self._functions, self._tasks = functions, tasks
+    def __init__(self, revisions: Revisions, tasks: BackgroundTasks) -> None:
+        self._revisions, self._tasks = revisions, tasks
         self.followers: list[Callable[[NodeMemory], Awaitable[float]]] = []
         """Called with each measurement that a change has caused. They return in how many seconds to measure again."""
         self._timer: asyncio.TimerHandle | None = None
@@ -142,7 +142,7 @@ class MemoryMeter:
         # The functions whose processes have started or ended since the function was last measured, and the functions whose
         # workers were measured before.
         self._changed, self._known = set[str](), set[str]()
-        events = functions.events
+        events = revisions.functions.events
         for notice in (events.processes, events.activated, events.live, events.removed):
             notice.append(self.note_change)
 
@@ -188,7 +188,7 @@ class MemoryMeter:
         if not self.is_current and not self._are_starting():
             # The processes have changed since the measurement began. The end of a start calls `note_change`.
             again_s = min(again_s, SETTLE_S if self._changed <= self._known else FIRST_S)
-        if any(live.workers.replicas.held for live in self._functions.running):
+        if any(live.workers.replicas.held for live in self._revisions.running):
             again_s = min(again_s, EVERY_S)
         if again_s < math.inf:
             self.measure_in(again_s)
@@ -199,7 +199,7 @@ class MemoryMeter:
         return self._measured_changes == self._changes
 
     def _are_starting(self) -> bool:
-        return any(live.workers.replicas.starting for live in self._functions.running)
+        return any(live.workers.replicas.starting for live in self._revisions.running)
 
     # -- one measurement
 
@@ -232,8 +232,8 @@ class MemoryMeter:
         began_changes = self._changes
         # This measurement does not include processes that start later. The next measurement does.
         due = self._list_due()
-        due[GATEWAY] = [(pid, "") for pid in (os.getpid(), *self._functions.weights.pids)]
-        due[BASES] = [(pid, "") for pid in self._functions.launcher.base_pids()]
+        due[GATEWAY] = [(pid, "") for pid in (os.getpid(), *self._revisions.weights.pids)]
+        due[BASES] = [(pid, "") for pid in self._revisions.launcher.base_pids()]
         self._stopped = self._measured_s > time.monotonic() - OLDEST_S and self._are_starting()
         found, self._took_s = await asyncio.to_thread(self._read, due)
         gateway, bases = (found.pop(name, NO_MEMORY) for name in (GATEWAY, BASES))
@@ -261,7 +261,7 @@ class MemoryMeter:
     def _list_due(self) -> dict[str, _Processes]:
         """Return the functions to measure, each with its processes."""
         changed, self._changed = self._changed, set()
-        running = {(live.record.function, live.record.revision): live for live in self._functions.running}
+        running = {(live.record.function, live.record.revision): live for live in self._revisions.running}
         for ended in self._processes.keys() - running.keys():
             changed.add(ended[0])
             del self._processes[ended]
@@ -285,7 +285,7 @@ class MemoryMeter:
 
 def _processes_of(live: Live) -> Iterable[tuple[int, str]]:
     idle = [replica.child.pid for replica in live.workers.replicas.idle[:1]]
-    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.process_rows)
+    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.workers.holdings.processes())
 
 
 def memory_of(pid: int) -> ProcessMemory:

@@ -39,7 +39,7 @@ class HeldWeights:
     @property
     def resident_bytes(self) -> int:
         """The number of bytes of these weights that are in memory."""
-        return self._fetcher.resident_bytes(self) if self._spec.remote else 0
+        return self._fetcher.resident.bytes_of(self) if self._spec.remote else 0
 
     async def fetch(self, activation: Activation) -> None:
         """Fetch and hold the weights that are not held yet, and again the weights whose fetch failed."""
@@ -89,7 +89,7 @@ class HeldWeights:
         """End all holds: the revision has ended."""
         self.release()
         if self._spec.remote:
-            self._fetcher.forget(self)
+            self._fetcher.resident.forget(self)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""

@@ -133,7 +133,7 @@ class AsgiApi(ApiPlugin):
         try:
             return await self._read(request, live)
         except PilotflameError as error:
-            self.backend.functions.note_refused(live.record.function, error)
+            self.backend.functions.events.refused(live.record.function, error)
             raise
 
     async def _read(self, request: web.Request, live: Live) -> tuple[bytes, bool]:
@@ -172,6 +172,6 @@ class AsgiApi(ApiPlugin):
             )  # fmt: skip
             live.revision.submit(invocation)
         except PilotflameError as error:
-            self.backend.functions.note_refused(name, error)
+            self.backend.functions.events.refused(name, error)
             raise
         return live.revision, invocation

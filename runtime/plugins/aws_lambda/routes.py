@@ -185,7 +185,7 @@ class LambdaApi(ApiPlugin):
         try:
             live.revision.submit(invocation)
         except PilotflameError as error:
-            self._backend.functions.note_refused(name, error)
+            self._backend.functions.events.refused(name, error)
             raise
         return live, qualifier, invocation
 

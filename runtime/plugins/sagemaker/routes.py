@@ -155,7 +155,7 @@ class SageMakerApi(ApiPlugin):
                 function, headers, id_of(request), body, received_s, caller_of(request), content_type=kind, extra=extra
             )  # fmt: skip
         except PilotflameError as error:
-            self.backend.functions.note_refused(function, error)
+            self.backend.functions.events.refused(function, error)
             raise
 
     async def _read(self, request: web.Request, function: str) -> tuple[bytes, str]:

@@ -274,9 +274,9 @@ async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
             error = failure(await gateway.client.post("/v1/functions/mine/prefetch"))
             assert error["type"] == "function_barred"
             assert gateway.server is not None
-            functions = gateway.server.functions
+            spec = gateway.server.functions.get("mine").revision.spec
             with pytest.raises(SourceDenied, match="its address may not be connected to: loopback"):
-                await functions.weights.prefetch(functions.get("mine").revision.spec, {})
+                await gateway.server.node.revisions.weights.prefetch(spec, {})
             # The same holds for its event sources.
             assert identity(gateway.server.functions, "mine").access.own_only
         assert len(server.requests) == counted

@@ -53,6 +53,27 @@ async def test_a_task_that_does_not_end_is_cancelled_at_the_end(monkeypatch, cap
     assert record.getMessage() == "background task reap 7 is cancelled: it had not ended after 0 s"
 
 
+async def test_a_change_is_completed_although_its_caller_is_cancelled():
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def change() -> None:
+        begun.set()
+        await may_end.wait()
+        ended.append("change")
+
+    async with asyncio.timeout(LIMIT_S), BackgroundTasks() as tasks:
+        with pytest.raises(ZeroDivisionError, match="of the test"):
+            await tasks.complete(fails())
+        caller = tasks.create_task(tasks.complete(change()))
+        await begun.wait()
+        caller.cancel()
+        await asyncio.wait([caller])
+        may_end.set()
+    assert (caller.cancelled(), ended) == (True, ["change"])
+    # The caller has the error.
+    assert not tasks.failures
+
+
 async def test_a_group_that_is_cancelled_cancels_its_tasks():
     async def group() -> None:
         async with BackgroundTasks() as tasks:

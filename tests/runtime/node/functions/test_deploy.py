@@ -20,17 +20,21 @@ from pilotflame.errors import (
     SnapshotError,
 )
 from pilotflame.handlers.recognise import installed_dialects
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings, Scale
 from pilotflame.runtime.ground.settings.resources import Resources
 from pilotflame.runtime.node.functions.deploy import (
     Deployment,
+    Preparation,
     fair_threads,
     heavy_imports,
-    prepare,
     requirements_of,
     worker_spec,
 )
-from pilotflame.runtime.node.functions.store import RevisionFields, RevisionRecord, Store
+from pilotflame.runtime.node.functions.progress import Progress
+from pilotflame.runtime.node.functions.revision_record import RevisionFields, RevisionRecord
+from pilotflame.runtime.node.functions.store import Store
 from pilotflame.runtime.node.packaging.requirements import requirements_digest
 from pilotflame.runtime.node.packaging.snapshots import MANIFEST_FILE
 from pilotflame.snapshot.format.compared import ComparedShards
@@ -57,7 +61,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def prepared(store: Store, folder: Path | None = None, **request: Any) -> tuple[Path, RevisionFields]:
-    return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), installed_dialects(), Deployment(path=folder, **request), lambda _text: None)  # fmt: skip
+    return preparation(
+        store, (folder and folder.parent / "env") or Path("/nowhere"), Deployment(path=folder, **request)
+    ).run()
+
+
+def preparation(
+    store: Store, environments: Path, request: Deployment, log: Callable[[str], None] = lambda _text: None
+) -> Preparation:
+    return Preparation(
+        store, environments, installed_dialects(), request, log, lambda _function: {}, Progress(),
+        lambda _settings, _outside: None, DeployPolicies(),
+    )  # fmt: skip
+
+
+def spec_of(store: Store, record: RevisionRecord) -> WorkerSpec:
+    return worker_spec(store, record, Path("cache"), installed_dialects(), DeployPolicies())
 
 
 def published(store: Store, made: tuple[Path, RevisionFields]) -> RevisionRecord:
@@ -88,7 +107,7 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
     assert (made[0] / "code/handler.py").read_text() == HANDLER
     assert (made[1].settings.name, made[1].python) == ("chime", Path(sys.executable))
     record = published(store, made)
-    spec = worker_spec(store, record, Path("cache"), installed_dialects())
+    spec = spec_of(store, record)
     assert (spec.function, spec.revision, spec.concurrency, spec.threads) == ("chime", record.revision, 3, 2)
     assert (spec.env, spec.weights, spec.preload) == ({"A": "1"}, (), ())
     assert (spec.code / "handler.py").read_text() == HANDLER
@@ -132,9 +151,7 @@ def test_the_requirements_of_a_stored_revision_are_those_of_its_deploy(store: St
     )
     (folder / "requirements.txt").write_text("packaging\n")
     record = published(store, prepared(store, folder))
-    text = requirements_of(
-        worker_spec(store, record, Path("cache"), installed_dialects()), installed_dialects()
-    )
+    text = requirements_of(spec_of(store, record), installed_dialects())
     assert requirements_digest(text) == record.requirements_digest != requirements_digest("packaging\n")
     assert record.setting_origins["name"] == "the folder's name"
 
@@ -152,12 +169,7 @@ def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
 
 
 def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store, folder: Path) -> None:
-    spec = worker_spec(
-        store,
-        published(store, prepared(store, folder, overrides={"scale.max": 1000})),
-        Path("cache"),
-        installed_dialects(),
-    )
+    spec = spec_of(store, published(store, prepared(store, folder, overrides={"scale.max": 1000})))
     assert spec.threads == 1
     one, two = (FunctionSettings(name="f", scale=Scale(max=workers)) for workers in (1, 2))
     assert fair_threads(one) >= fair_threads(two) >= 1
@@ -179,7 +191,7 @@ def test_workers_know_whether_the_gateway_may_park_them(
     store: Store, folder: Path, settings: str, parks: bool
 ) -> None:
     (folder / "pilotflame.toml").write_text(f"wait_for_weights = true\n{settings}\n")
-    spec = worker_spec(store, published(store, prepared(store, folder)), Path("cache"), installed_dialects())
+    spec = spec_of(store, published(store, prepared(store, folder)))
     assert (spec.parks, spec.wait_for_weights) == (parks, True)
 
 
@@ -221,9 +233,7 @@ def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(
     store: Store, tmp_path: Path, request_fields: dict[str, Any], kind: type[PilotflameError]
 ) -> None:
     with pytest.raises(kind) as caught:
-        prepare(
-            store, tmp_path / "env", installed_dialects(), Deployment(**request_fields), lambda _text: None
-        )
+        preparation(store, tmp_path / "env", Deployment(**request_fields)).run()
     assert caught.value.remedy
     assert staged(tmp_path) == []
 
@@ -252,9 +262,9 @@ def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
 ) -> None:
     lines: list[str] = []
     request = Deployment(path=folder, overrides={"snapshot": str(weights)})
-    made = prepare(store, folder / "env", installed_dialects(), request, lines.append)
+    made = preparation(store, folder / "env", request, lines.append).run()
     record = published(store, made)
-    spec = worker_spec(store, record, Path("cache"), installed_dialects())
+    spec = spec_of(store, record)
     (found,) = spec.weights
     assert (found.name, found.root, found.source, found.cache) == ("", weights, "", None)
     assert found.manifest == spec.code.parent / MANIFEST_FILE
@@ -268,7 +278,7 @@ def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, we
     weights.rename(folder / "weights")
     made = prepared(store, folder, overrides={"snapshot": "weights"})
     assert not (made[0] / "code/weights").exists()
-    (found,) = worker_spec(store, published(store, made), Path("cache"), installed_dialects()).weights
+    (found,) = spec_of(store, published(store, made)).weights
     assert found.root == folder / "weights"
 
 
@@ -282,7 +292,7 @@ def test_named_weights_have_a_manifest_each_and_are_not_copied(
     (folder / "pilotflame.toml").write_text(toml)
     made = prepared(store, folder)
     assert not (made[0] / "code/base").exists()
-    spec = worker_spec(store, published(store, made), Path("cache"), installed_dialects())
+    spec = spec_of(store, published(store, made))
     assert [(one.name, one.root) for one in spec.weights] == [("base", folder / "base"), ("style", other)]
     names = [[entry.name for entry in Manifest.read(one.manifest).tensors] for one in spec.weights]
     assert names == [["w"], ["v"]]
@@ -304,9 +314,7 @@ def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) 
         "weights/model.safetensors": data,
         "pilotflame.toml": 'name = "tone"\nsnapshot = "weights"\n',
     }
-    spec = worker_spec(
-        store, published(store, prepared(store, archive=archive(files))), Path("cache"), installed_dialects()
-    )
+    spec = spec_of(store, published(store, prepared(store, archive=archive(files))))
     (found,) = spec.weights
     assert found.root == spec.code / "weights"
     assert (found.root / "model.safetensors").read_bytes() == data
@@ -320,9 +328,7 @@ def test_uploaded_named_weights_move_with_their_revision(store: Store, weights: 
         "two/model.safetensors": data,
         "pilotflame.toml": 'name = "tone"\n[snapshots]\na = "one"\nb = "two/model.safetensors"\n',
     }
-    spec = worker_spec(
-        store, published(store, prepared(store, archive=archive(files))), Path("cache"), installed_dialects()
-    )
+    spec = spec_of(store, published(store, prepared(store, archive=archive(files))))
     assert {one.name: one.root.relative_to(spec.code).as_posix() for one in spec.weights} == {
         "a": "one", "b": "two/model.safetensors",
     }  # fmt: skip
@@ -346,7 +352,7 @@ def test_a_revision_has_copies_of_the_assets_and_links_to_the_rest(
     }.items():
         (weights / name).write_text(text)
     made = prepared(store, folder, overrides={"snapshot": str(weights)})
-    (found,) = worker_spec(store, published(store, made), Path("cache"), installed_dialects()).weights
+    (found,) = spec_of(store, published(store, made)).weights
     assert found.assets is not None
     assert {path.relative_to(found.assets).as_posix() for path in found.assets.rglob("*") if path.is_symlink()} == {
         "model.safetensors", "pooling/model.onnx",
@@ -365,7 +371,7 @@ def test_revisions_share_large_assets(store: Store, folder: Path, weights: Path)
     inodes = set[int]()
     for _ in range(2):
         record = published(store, prepared(store, folder, overrides={"snapshot": str(weights)}))
-        (found,) = worker_spec(store, record, Path("cache"), installed_dialects()).weights
+        (found,) = spec_of(store, record).weights
         assert found.assets is not None
         inodes.add((found.assets / "tokenizer.json").stat().st_ino)
     assert len(inodes) == 1
@@ -377,7 +383,7 @@ def test_a_link_to_a_version_of_the_weights_is_followed_at_the_deploy(
 ) -> None:
     (current := tmp_path / "current").symlink_to(weights)
     made = prepared(store, folder, overrides={"snapshot": str(current)})
-    (found,) = worker_spec(store, published(store, made), Path("cache"), installed_dialects()).weights
+    (found,) = spec_of(store, published(store, made)).weights
     assert found.root == weights
 
 

@@ -90,7 +90,7 @@ async def test_a_revision_that_a_rollback_proves_is_not_pruned(state, gate: Gate
         assert await running == "runs"
 
         async def pruned() -> bool:
-            return not gateway.server.functions._retirements
+            return not gateway.server.node.retirements._ending
 
         await until(pruned, "the end of the retirement")
         gate.open()

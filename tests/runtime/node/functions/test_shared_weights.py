@@ -26,8 +26,8 @@ def weights(tmp_path: Path) -> SharedWeights:
 def test_equal_weights_are_one_file_whatever_their_name(weights: SharedWeights, tmp_path: Path):
     one = staged(tmp_path, "one", {"a.safetensors": WEIGHTS})
     two = staged(tmp_path, "two", {"deep/b.bin": WEIGHTS, "c.bin": WEIGHTS[:-1] + b"x"})
-    assert weights.share(one, []) == 0
-    assert weights.share(two, []) == len(WEIGHTS)
+    weights.share(one, [])
+    weights.share(two, [])
     assert (one / "a.safetensors").samefile(two / "deep/b.bin")
     assert not (one / "a.safetensors").samefile(two / "c.bin")
     assert (two / "deep/b.bin").read_bytes() == WEIGHTS
@@ -44,9 +44,11 @@ def test_only_weights_are_shared(weights: SharedWeights, tmp_path: Path):
     files = {"data.db": WEIGHTS, "small.bin": b"x", "model/vocabulary": WEIGHTS}
     one, two = (staged(tmp_path, name, files) for name in ("one", "two"))
     weights.share(one, [one / "model"])
-    assert weights.share(two, [two / "model"]) == len(WEIGHTS)
+    weights.share(two, [two / "model"])
     assert (one / "model/vocabulary").samefile(two / "model/vocabulary")
-    assert (one / "data.db").stat().st_nlink == (one / "small.bin").stat().st_nlink == 1
+    assert [(code / file).stat().st_nlink for code in (one, two) for file in ("data.db", "small.bin")] == [
+        1
+    ] * 4
 
 
 def test_weights_go_with_their_last_revision(weights: SharedWeights, tmp_path: Path):

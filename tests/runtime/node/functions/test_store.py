@@ -1,6 +1,5 @@
 """The store after crashes: a child kills itself at each system call in turn."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -17,16 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownFunction, UnknownRevision
+from pilotflame.errors import BadInput, SettingsError, UnknownFunction, UnknownRevision
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.settings.resources import Resources
-from pilotflame.runtime.node.functions.store import (
-    Retention,
-    RevisionFields,
-    RevisionRecord,
-    Store,
-    StoredSnapshot,
-)
+from pilotflame.runtime.node.functions.revision_record import RevisionFields, RevisionRecord, StoredSnapshot
+from pilotflame.runtime.node.functions.store import Retention, Store
 
 
 def fields(name: str = "tone", **more: Any) -> RevisionFields:
@@ -58,11 +52,12 @@ def placed(store: Store, revision: RevisionFields, content: str = "x") -> Revisi
 
 def revisions(store: Store, name: str) -> list[RevisionRecord]:
     """The records that can be read, oldest first."""
-    found = []
-    for revision in store._revision_ids(name):
-        with contextlib.suppress(GatewayError):
-            found.append(store._read(name, revision))
-    return found
+    return store.function(name).records()[::-1]
+
+
+def keeping(store: Store, count: int) -> Store:
+    """The same store, which keeps `count` revisions."""
+    return Store(store.curves.parent, Reports(), Retention(count))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +106,7 @@ def test_compiled_code_goes_with_its_function(tmp_path: Path, reports: Reports) 
     folders = {}
     for name in ("tone", "other", "failing"):
         record = placed(store, fields(name))
-        place = store.compiled(record)
+        place = store.computed.compiled(record)
         assert place is not None
         folders[name] = place.folder
         (place.folder / "key" / "inductor").mkdir(parents=True)
@@ -128,7 +123,7 @@ def test_compiled_code_goes_with_its_function(tmp_path: Path, reports: Reports) 
     assert staged(tmp_path) == []
     nothing = Store(tmp_path, reports, Retention(compiled_bytes=0))
     nothing.start()
-    assert nothing.compiled(record) is None
+    assert nothing.computed.compiled(record) is None
     assert not list((tmp_path / "compiled").iterdir())
 
 
@@ -139,17 +134,17 @@ def test_stored_prefixes_go_with_their_function(tmp_path: Path, reports: Reports
     settings = FunctionSettings.model_validate({"name": "tone", "snapshot": "w", "prefixes": declared})
     record = placed(store, fields(settings=settings))
     store.promote(record)
-    kept = store.prefixes(record)
+    kept = store.computed.prefixes(record)
     assert kept is not None
     assert (kept.declared, kept.limit_bytes) == (declared, 7)
-    assert store.prefixes(deploy(store)) is None
+    assert store.computed.prefixes(deploy(store)) is None
     (kept.folder / "key").mkdir(parents=True)
     Store(tmp_path, reports).start()
     assert kept.folder.exists()
-    store.prune("tone", 2)
+    keeping(store, 2).prune("tone")
     assert kept.folder.exists()
     # The last revision that declares some is gone.
-    store.prune("tone", 1)
+    keeping(store, 1).prune("tone")
     assert not kept.folder.exists()
     (kept.folder / "key").mkdir(parents=True)
     store.delete("tone")
@@ -228,7 +223,7 @@ def test_the_store_starts_whatever_is_left(tmp_path: Path, reports: Reports) -> 
 
 
 def test_a_withdrawn_revision_leaves_compiled_code_to_the_others(store: Store, tmp_path: Path) -> None:
-    place = store.compiled(deploy(store))
+    place = store.computed.compiled(deploy(store))
     assert place is not None
     place.folder.mkdir(parents=True)
     store.withdraw(placed(store, fields()))
@@ -237,16 +232,16 @@ def test_a_withdrawn_revision_leaves_compiled_code_to_the_others(store: Store, t
 
 def test_the_key_of_compiled_code_is_of_what_runs(store: Store) -> None:
     changes: list[dict[str, Any]] = [{}, {"code_digest": "cd" * 32}, {"requirements_digest": "ab" * 32}]
-    codes = [store.compiled(placed(store, fields(**change))) for change in changes]
+    codes = [store.computed.compiled(placed(store, fields(**change))) for change in changes]
     assert len({place.code for place in codes if place is not None}) == 3
-    again = store.compiled(placed(store, fields()))
+    again = store.computed.compiled(placed(store, fields()))
     assert again == codes[0]
 
 
 @pytest.mark.parametrize("limited", [{"image": {"name": "other"}}, {"resources": {"files": "private"}}])
 def test_functions_whose_disk_is_limited_keep_no_compiled_code(store: Store, limited: dict[str, Any]) -> None:
     settings = FunctionSettings.model_validate({"name": "tone", **limited})
-    assert store.compiled(placed(store, fields(settings=settings))) is None
+    assert store.computed.compiled(placed(store, fields(settings=settings))) is None
 
 
 def test_a_promoted_revision_is_found_again(store: Store, tmp_path: Path, reports: Reports) -> None:
@@ -256,7 +251,7 @@ def test_a_promoted_revision_is_found_again(store: Store, tmp_path: Path, report
     assert before <= record.created_at <= datetime.now(UTC)
     again = Store(tmp_path, reports)
     again.start()
-    assert again.current("tone") == record
+    assert again.function("tone").current() == record
     assert again.functions() == {"tone": record}
     assert revisions(again, "tone") == [record]
     assert (again.code(record) / "handler.py").read_text() == "x"
@@ -276,7 +271,7 @@ def test_defaults_that_an_earlier_release_stored_are_no_limits(
     path.write_text(json.dumps(stored))
     again = Store(tmp_path, reports)
     again.start()
-    record = again.current("tone")
+    record = again.function("tone").current()
     assert record is not None
     assert record.settings.resources == Resources(memory_mb=64)
     assert reports == []
@@ -294,14 +289,14 @@ def test_each_deploy_is_a_revision(store: Store) -> None:
     assert first.revision.startswith("r1-")
     # The same content has the same digest.
     assert second.revision == first.revision.replace("r1-", "r2-")
-    assert store.current("tone") == second
+    assert store.function("tone").current() == second
     assert revisions(store, "tone") == [first, second]
     third = placed(store, fields(settings=FunctionSettings(name="tone", hold_s=1)))
     assert third.revision[3:] != first.revision[3:]
 
 
 def test_there_is_nothing_before_a_deploy(store: Store, reports: Reports) -> None:
-    assert store.current("tone") is None
+    assert store.function("tone").current() is None
     assert store.functions() == {}
     assert revisions(store, "tone") == []
     assert reports == []
@@ -313,13 +308,13 @@ def test_a_withdrawn_revision_leaves_the_live_one(store: Store, tmp_path: Path) 
     live = deploy(store)
     store.withdraw(placed(store, fields()))
     assert revisions(store, "tone") == [live]
-    assert store.current("tone") == live
+    assert store.function("tone").current() == live
     assert staged(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "A", "models", "x\0"])
 def test_no_name_leaves_the_folder(store: Store, name: str) -> None:
-    for call in (store.current, store.delete, lambda name: store.prune(name, 1)):
+    for call in (store.function, store.delete, store.prune):
         with pytest.raises(SettingsError):
             call(name)
 
@@ -337,17 +332,20 @@ def test_delete(store: Store, tmp_path: Path) -> None:
 def test_prune_keeps_the_newest_and_the_live_one(store: Store, tmp_path: Path) -> None:
     records = [deploy(store) for _ in range(5)]
     (tmp_path / "functions/tone/current").write_text(records[1].revision)
-    assert store.prune("tone", 2) == [records[0].revision, records[2].revision]
+    assert keeping(store, 2).prune("tone") == [records[0].revision, records[2].revision]
     assert revisions(store, "tone") == [records[1], records[3], records[4]]
-    assert store.prune("tone", 0) == [records[3].revision]
+    assert keeping(store, 0).prune("tone") == [records[3].revision]
     assert deploy(store).number == 6
     assert staged(tmp_path) == []
-    assert store.prune("nothing", 1) == []
+    assert keeping(store, 1).prune("nothing") == []
 
 
 def test_prune_keeps_what_is_draining(store: Store) -> None:
     records = [deploy(store) for _ in range(4)]
-    assert store.prune("tone", 1, busy={records[1].revision}) == [records[0].revision, records[2].revision]
+    assert keeping(store, 1).prune("tone", busy={records[1].revision}) == [
+        records[0].revision,
+        records[2].revision,
+    ]
 
 
 def test_prune_removes_by_size_and_counts_shared_weights_once(tmp_path: Path, reports: Reports) -> None:
@@ -369,22 +367,22 @@ def test_prune_removes_by_size_and_counts_shared_weights_once(tmp_path: Path, re
     assert store.prune("tone") == [large[0].revision]
     assert revisions(store, "tone") == [large[1], *equal]
     assert len(list((tmp_path / "weights").iterdir())) == 2
-    assert sum(store.sizes("tone").values()) < 5 << 20
+    assert sum(store.function("tone").sizes().values()) < 5 << 20
 
 
 def test_the_revision_to_roll_back_to(store: Store) -> None:
     records = [deploy(store) for _ in range(3)]
-    assert store.find(records[2], None) == records[1]
-    assert store.find(records[1], None) == records[0]
+    assert store.function("tone").find(records[2], None) == records[1]
+    assert store.function("tone").find(records[1], None) == records[0]
     for wanted in ("1", "r1", records[0].revision):
-        assert store.find(records[2], wanted) == records[0]
+        assert store.function("tone").find(records[2], wanted) == records[0]
     with pytest.raises(UnknownRevision, match="no older revision"):
-        store.find(records[0], None)
+        store.function("tone").find(records[0], None)
     for wanted in ("9", "r1-00000000", "../r1", ""):
         with pytest.raises(UnknownRevision, match="no revision"):
-            store.find(records[2], wanted)
+            store.function("tone").find(records[2], wanted)
     with pytest.raises(BadInput, match="live already"):
-        store.find(records[2], "r3")
+        store.function("tone").find(records[2], "r3")
 
 
 def test_a_revision_that_cannot_be_placed_leaves_nothing(store: Store, tmp_path: Path) -> None:
@@ -399,7 +397,7 @@ def test_a_revision_that_cannot_be_placed_leaves_nothing(store: Store, tmp_path:
 def test_nothing_is_pruned_where_the_live_revision_is_unknown(store: Store, tmp_path: Path) -> None:
     deploy(store), deploy(store)
     (tmp_path / "functions/tone/current").write_text("r2-")
-    assert store.prune("tone", 1) == []
+    assert keeping(store, 1).prune("tone") == []
 
 
 def test_each_thread_gets_another_number(store: Store) -> None:
@@ -409,7 +407,7 @@ def test_each_thread_gets_another_number(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert [record.number for record in revisions(store, "tone")] == list(range(1, 9))
-    assert store.current("tone") in revisions(store, "tone")
+    assert store.function("tone").current() in revisions(store, "tone")
 
 
 def _tear(path: Path) -> None:
@@ -516,7 +514,7 @@ def crashes(
         check(recovered, crashed)
         assert [report for report in reports if "no live revision" not in report] == []
         deploy(recovered, content="after")
-        live = recovered.current("tone")
+        live = recovered.function("tone").current()
         assert live is not None
         assert (recovered.code(live) / "handler.py").read_text() == "after"
         if not crashed:
@@ -526,7 +524,7 @@ def crashes(
 
 def test_a_crash_in_a_first_deploy_leaves_all_or_nothing(tmp_path: Path) -> None:
     def check(store: Store, crashed: bool) -> None:
-        live = store.current("tone")
+        live = store.function("tone").current()
         assert crashed or live is not None
         if live is not None:
             assert (store.code(live) / "handler.py").read_text() == "r1"
@@ -538,7 +536,7 @@ def test_a_crash_in_a_deploy_leaves_the_old_or_the_new_one(tmp_path: Path) -> No
     seen = set()
 
     def check(store: Store, crashed: bool) -> None:
-        live = store.current("tone")
+        live = store.function("tone").current()
         assert live is not None
         assert (store.code(live) / "handler.py").read_text() == f"r{live.number}"
         assert crashed or live.number == 2
@@ -551,7 +549,7 @@ def test_a_crash_in_a_deploy_leaves_the_old_or_the_new_one(tmp_path: Path) -> No
 def test_a_crash_in_a_delete_leaves_all_or_nothing(tmp_path: Path) -> None:
     def check(store: Store, crashed: bool) -> None:
         assert len(revisions(store, "tone")) in ((2, 0) if crashed else (0,))
-        assert (store.current("tone") is None) == (revisions(store, "tone") == [])
+        assert (store.function("tone").current() is None) == (revisions(store, "tone") == [])
 
     assert crashes(tmp_path, lambda store: store.delete("tone"), check, before=2) > 3
 
@@ -561,9 +559,9 @@ def test_a_crash_in_a_delete_beside_running_calls_leaves_all_or_nothing(tmp_path
 
     def check(store: Store, crashed: bool) -> None:
         assert len(revisions(store, "tone")) in ((2, 0) if crashed else (0,))
-        assert (store.current("tone") is None) == (revisions(store, "tone") == [])
-        if store.current("tone") is None:
-            assert store._revision_ids("tone") == []
+        assert (store.function("tone").current() is None) == (revisions(store, "tone") == [])
+        if store.function("tone").current() is None:
+            assert store.function("tone").ids() == []
 
     def work(store: Store) -> None:
         (busy,) = [record.revision for record in revisions(store, "tone") if record.number == 2]
@@ -582,14 +580,14 @@ def test_a_deleted_revision_keeps_its_code_for_its_calls_alone(store: Store, tmp
     assert (store.functions(), store.paused(), store.environments()) == ({}, set(), set())
     new = deploy(store, content="new")
     assert new.number == 3
-    assert [record.revision for record in store.revisions("tone")] == [new.revision]
+    assert [record.revision for record in store.function("tone").records()] == [new.revision]
     with pytest.raises(UnknownRevision):
-        store.find(new, busy.revision)
-    store.prune("tone", 1, busy=[busy.revision])
+        store.function("tone").find(new, busy.revision)
+    keeping(store, 1).prune("tone", busy=[busy.revision])
     assert (folder / busy.revision).is_dir()
     assert store.sweep("tone") == [busy.revision]
     assert store.sweep("tone") == []
-    assert [record.revision for record in store.revisions("tone")] == [new.revision]
+    assert [record.revision for record in store.function("tone").records()] == [new.revision]
 
 
 def test_a_delete_that_fails_takes_no_later_deploy_along(
@@ -609,7 +607,7 @@ def test_a_delete_that_fails_takes_no_later_deploy_along(
             store.delete("tone", busy=[busy.revision])
     new = deploy(store, content="new")
     store.start()
-    assert store.current("tone") == new
+    assert store.function("tone").current() == new
 
 
 def test_a_crash_in_a_prune_leaves_whole_revisions(tmp_path: Path) -> None:
@@ -617,7 +615,7 @@ def test_a_crash_in_a_prune_leaves_whole_revisions(tmp_path: Path) -> None:
         numbers = [record.number for record in revisions(store, "tone")]
         assert numbers in (([1, 2, 3], [2, 3], [3]) if crashed else ([3],))
 
-    assert crashes(tmp_path, lambda store: store.prune("tone", 1), check, before=3) > 3
+    assert crashes(tmp_path, lambda store: keeping(store, 1).prune("tone"), check, before=3) > 3
 
 
 def test_leftovers_of_every_kind_are_removed(store: Store, tmp_path: Path) -> None:
@@ -650,7 +648,7 @@ def test_a_function_may_make_folders_in_folders_without_end(
         os.close(place)
         place = inner
     os.close(place)
-    assert sum(store.sizes("tone").values()) > 0
+    assert sum(store.function("tone").sizes().values()) > 0
     store.delete("tone")
     assert not code.exists()
     assert not staged(tmp_path)

@@ -119,7 +119,7 @@ async def test_weights_that_no_function_has_used_are_given_back(
     assert await in_tier(memory)
     assert await in_tier(disk)
     assert gateway.server is not None
-    client = gateway.server.functions.weights
+    client = gateway.server.node.revisions.weights
 
     async def given_back() -> bool:
         return client.give_back() > 0

@@ -122,8 +122,11 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
         for function in many:
             await function.settled(standby=True)
         functions = gateway.server.functions
-        meter = MemoryMeter(functions, gateway.server.tasks)
-        pids = {live.record.function: {pid for pid, _, _ in live.process_rows} for live in functions.all()}
+        meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
+        pids = {
+            live.record.function: {pid for pid, _, _ in live.workers.holdings.processes()}
+            for live in functions.all()
+        }
         first = await meter.measure()
         assert set().union(*pids.values()) <= set(measured)
         measured.clear()
@@ -133,7 +136,7 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
         assert first is not None
         assert second is not None
         assert meter.is_current
-        changed = {pid for pid, _, _ in functions.get("f3").process_rows}
+        changed = {pid for pid, _, _ in functions.get("f3").workers.holdings.processes()}
         assert changed <= set(measured)
         assert not set(measured) & set().union(*(found for name, found in pids.items() if name != "f3"))
         assert second.functions["f3"].workers == 1
@@ -150,7 +153,7 @@ async def test_the_meter_keeps_no_ended_revision_in_memory(state, measured) -> N
     async with gateway_here(state, learn_upstreams=False) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event", name="f")
         await function.settled(standby=True)
-        meter = MemoryMeter(gateway.server.functions, gateway.server.tasks)
+        meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
         assert await meter.measure() is not None
         live = weakref.ref(gateway.server.functions.get("f"))
         await gateway.client.delete("/v1/functions/f")
@@ -168,10 +171,10 @@ async def test_shares_are_measured_again_when_many_processes_have_come(state, me
         few = await gateway.deploy(handler, name="few")
         await few.settled(standby=True)
         functions = gateway.server.functions
-        meter = MemoryMeter(functions, gateway.server.tasks)
+        meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
         await meter.measure()
         measured.clear()
         another = await gateway.deploy(handler, name="another")
         await another.settled(standby=True)
         await meter.measure()
-        assert {pid for pid, _, _ in functions.get("few").process_rows} <= set(measured)
+        assert {pid for pid, _, _ in functions.get("few").workers.holdings.processes()} <= set(measured)

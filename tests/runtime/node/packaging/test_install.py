@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from live import LIMIT_S, gateway_here, gone, until
-from pilotflame.runtime.node.functions.registry import DEPLOY_THREADS
+from pilotflame.runtime.node.functions.revisions import DEPLOY_THREADS
 from pilotflame.runtime.node.functions.store import Store
 from pilotflame.runtime.node.packaging import environment
 from pilotflame.runtime.node.packaging.requirements import requirements_digest
@@ -60,7 +60,7 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         assert len(list((state / "environments").glob("py*/"))) == 1
 
         async def tidied() -> bool:
-            return not gateway.server.functions._retirements
+            return not gateway.server.node.retirements._ending
 
         await until(tidied, "the end of what follows the first deploy")
         read, environments = list[Store](), Store.environments

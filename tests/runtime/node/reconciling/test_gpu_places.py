@@ -49,7 +49,7 @@ async def two_gpus(state: Path) -> AsyncIterator[Gateway]:
 
 
 async def held_mb(gateway: Gateway) -> dict[str, float]:
-    readings = await gateway.server.functions.gpus.readings()
+    readings = await gateway.server.node.revisions.reconciler.gpus.readings()
     held = next(one for one in readings if one.name == "gpu_held_bytes")
     return {gpu: size / (1 << 20) for (gpu,), size in held.values.items()}
 
@@ -250,7 +250,7 @@ async def test_a_deploy_comes_before_those_who_wait(one_gpu: Gateway, gate: Gate
     deploying = asyncio.create_task(one_gpu.send(PLAIN, needs(), gate=gate))
 
     async def waits() -> bool:
-        readings = await one_gpu.server.functions.gpus.readings()
+        readings = await one_gpu.server.node.revisions.reconciler.gpus.readings()
         return next(one for one in readings if one.name == "gpu_waiting").values == {(): 2.0}
 
     await until(waits, "a deploy that waits for room")

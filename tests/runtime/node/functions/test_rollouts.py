@@ -1,16 +1,14 @@
-"""Functions are deployed, replaced and deleted under load, and restored after a restart."""
+"""Functions are deployed and replaced under load."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from live import Function, Gate, failure, gateway_here, gone, until
+from live import Function, Gate, failure, gone, until
 from pilotflame.runtime.node.packaging.code import pack
 from pilotflame.runtime.node.reconciling import revision_workers
 
@@ -189,61 +187,6 @@ async def test_a_deploy_that_fails_leaves_the_old_revision(gateway, deploy, sour
     assert await function.answer() == "good"
 
 
-async def test_a_delete_finishes_accepted_invocations(gateway, deploy, gate: Gate):
-    function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
-    running = asyncio.create_task(function.answer("runs"))
-    worker = (await gate.next("runs")).pid
-    waiting = asyncio.create_task(function.answer("waits"))
-    await function.settled(ready=1, queued=1)
-    zygotes = await function.pids("zygote")
-    path = f"/v1/functions/{function.name}"
-    revision = gateway.server.functions.live(function.name)
-    deleting = asyncio.create_task(gateway.client.delete(path))
-
-    async def retiring() -> bool:
-        return revision.retiring
-
-    await until(retiring, "the start of the delete")
-    assert (await gateway.client.get(path)).status_code == 404
-    assert (await function.call("late")).status_code == 404
-    gate.open()
-    assert await asyncio.gather(running, waiting) == ["runs", "waits"]
-    assert (await deleting).status_code == 200
-    for pid in (worker, *zygotes):
-        await gone(pid)
-
-    async def removed() -> bool:
-        return not (gateway.state / "functions" / function.name).exists()
-
-    await until(removed, "the end of its files")
-
-
-async def test_a_restart_brings_functions_back_at_zero(state):
-    async with gateway_here(state) as gateway:
-        for name in ("one", "two"):
-            function = await gateway.deploy(f"def handler(event):\n    return '{name}'", name=name)
-            assert await function.answer() == name
-        await gateway.send("def handler(event):\n    return 'two again'", {"scale.max": 2}, name="two")
-    async with gateway_here(state) as gateway:
-        listed = (await gateway.client.get("/v1/functions")).json()["functions"]
-        assert [one["name"] for one in listed] == ["one", "two"]
-        assert [one["workers"] for one in listed] == [
-            {"ready": 0, "parked": 0, "starting": 0, "draining": 0}
-        ] * 2
-        two = gateway.function("two")
-        assert (await two.status())["settings"]["scale"]["max"] == 2
-        response = await two.call()
-        assert (response.json(), response.headers["x-cold-start"]) == ("two again", "true")
-        # The imports of `one` take no time, so it has no processes until its first use.
-        await gateway.function("one").settled(standby=False, zygote=False)
-        assert await gateway.function("one").answer() == "one"
-        await gateway.function("one").settled(ready=1, standby=True, zygote=True)
-        await gateway.client.delete("/v1/functions/one")
-    async with gateway_here(state) as gateway:
-        listed = (await gateway.client.get("/v1/functions")).json()["functions"]
-        assert [one["name"] for one in listed] == ["two"]
-
-
 async def test_deploys_of_one_name_at_the_same_time(gateway, deploy):
     await deploy("def handler(event):\n    return -1", name="raced")
     sources = [f"def handler(event):\n    return {n}" for n in range(4)]
@@ -323,33 +266,3 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
-
-
-async def test_after_a_start_zygotes_warm_one_after_the_other_by_expected_need(state, gate: Gate):
-    source = "import gate, time\ntime.sleep(0.3)\ngate.wait({!r})\ndef handler(event):\n    return event"
-    idle_s = {"hourly": 600.0, "busy": 1.0, "never": None, "daily": 6000.0, "often": 60.0}
-    async with gateway_here(state) as gateway:
-        for name in idle_s:
-            deploying = asyncio.create_task(gateway.deploy(source.format(name), name=name, gate=gate))
-            (await gate.next(name)).go()
-            await deploying
-    for name, seconds in idle_s.items():
-        file = state / "habits" / "functions" / f"{name}.json"
-        idles = {"idles": [seconds] * 20 if seconds else []}
-        idling = {"idling": {"since_at": time.time() - (seconds or 24 * 3600), "since_wake_s": 0.0}}
-        file.write_text(json.dumps(json.loads(file.read_text()) | idles | idling))
-    async with gateway_here(state) as gateway:
-        for name in ("busy", "often", "hourly"):
-            arrival = await gate.next()
-            assert arrival.word == name
-            # The other functions wait until this start ends. Otherwise they would arrive within 0.3 s.
-            await asyncio.sleep(0.4)
-            assert gate.arrived[-1] is arrival
-            arrival.go()
-        # A caller does not wait for the turn of the function.
-        call = asyncio.create_task(gateway.function("never").answer(1))
-        first, second = await gate.next(), await gate.next()
-        assert {first.word, second.word} == {"daily", "never"}
-        for arrival in (first, second):
-            arrival.go()
-        assert await call == 1

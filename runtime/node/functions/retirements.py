@@ -1,0 +1,167 @@
+"""Ends replaced and deleted revisions, and removes the files that no revision needs any more."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....errors import PilotflameError, RevisionsDraining, UnknownFunction
+from ...ground.telemetry.logs import LogChannel
+from ..packaging.environment import discard_unused, shrink_cache
+from .live import Live
+from .registry import Functions
+from .revisions import Revisions
+
+# While this number of replaced revisions of a function run calls, no other revision of it is replaced: each holds its
+# workers, a zygote and its weights.
+MOST_DRAINING = 3
+# A deletion waits this long for the end of the function's processes, unless calls run.
+DELETED_S = 1.0
+
+
+@dataclass(eq=False)
+class Retirements:
+    """The replaced and the deleted revisions of one gateway, until they have finished their invocations."""
+
+    functions: Functions
+    revisions: Revisions
+    untidy: bool = field(default=True, init=False)
+    """True if there may be an environment that no revision needs, which a crash or a failed deploy has left."""
+    # The retiring revisions by the task that ends them. After a first deploy, a task ends no revision, and only removes
+    # files.
+    _ending: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
+
+    def busy(self, name: str, besides: Live | None = None) -> set[str]:
+        """Return the ids of a function's replaced revisions that still finish their invocations, `besides` left out."""
+        retiring = [old.record for old in self._ending.values() if old is not None and old is not besides]
+        return {record.revision for record in retiring if record.function == name}
+
+    def draining(self, name: str) -> dict[asyncio.Task[None], Live]:
+        """Return a function's replaced revisions that still run calls, by the tasks that end them."""
+        return {
+            task: old
+            # A copy, because a deploy calls this in a thread.
+            for task, old in list(self._ending.items())
+            if old is not None and old.record.function == name and old.workers.observed.unfinished
+        }
+
+    def check_room(self, name: str) -> None:
+        """Raise RevisionsDraining if the live revision of a function cannot be replaced now."""
+        if len(draining := self.draining(name)) < MOST_DRAINING:
+            return
+        revisions = ", ".join(old.record.revision for old in draining.values())
+        raise RevisionsDraining(
+            f"{len(draining)} replaced revisions of {name} still run calls ({revisions}), and each holds its processes"
+            " and weights.",
+            remedy="Try again when the calls of one of them have ended: the latest end is the function's timeout_s after"
+            " its replacement.",
+        )
+
+    def retire(self, old: Live | None, name: str, logs: LogChannel) -> None:
+        """Begin to retire the replaced revision of a function, if there is one, and to remove its old revisions."""
+        self._begin(self._retire(old, name, logs), old)
+
+    async def delete(self, name: str) -> None:
+        """Delete a function: refuse new invocations, and remove its secrets and files.
+
+        Accepted invocations finish in the background, and their revisions keep their code until then. Raise the errors
+        of `Functions.get`, or UnknownFunction if another caller has deployed or deleted the function while this method
+        waited for its lock.
+        """
+        functions = self.functions
+        revision = functions.get(name).record.revision
+        async with functions.lock(name):
+            # While this method waited, a restart may have replaced the processes, and so the object.
+            live = functions.find(name)
+            if live is None or live.record.revision != revision:
+                raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
+            await functions.tasks.complete(self._take_away(name, live))
+        ending = [task for task, old in self._ending.items() if old is live]
+        if ending and not live.workers.observed.unfinished:
+            await asyncio.wait(ending, timeout=DELETED_S)
+
+    async def close(self) -> None:
+        """Refuse new requests, finish accepted requests within `drain_s`, and end all processes."""
+        functions = self.functions
+        functions.closing = True
+        for live in self.revisions.running:
+            live.workers.drain.limit_shutdown(functions.settings.drain_s)
+        retiring = [self.revisions.end(live) for live in functions.all()]
+        # Replaced revisions may still be finishing their invocations.
+        if ends := {*map(functions.tasks.create_task, retiring), *self._ending}:
+            await asyncio.wait(ends)
+        await self.revisions.histories.close()
+
+    def _begin(self, end: Coroutine[Any, Any, None], old: Live | None) -> None:
+        """Run `end`, which retires the revision `old` and removes files."""
+        ending = self.functions.tasks.create_task(end)
+        self._ending[ending] = old
+        ending.add_done_callback(self._ending.pop)
+
+    async def _retire(self, old: Live | None, name: str, logs: LogChannel) -> None:
+        if old is not None:
+            await self.revisions.end(old)
+        busy = self.busy(name, besides=old)
+        if old is not None:
+            self._note_removed(name)
+        busy |= {revision for function, revision in self.functions.proving if function == name}
+        store = self.functions.store
+        await self._tidy(logs, lambda: store.prune(name, busy=busy) + store.sweep(name, busy=busy))
+
+    async def _take_away(self, name: str, live: Live) -> None:
+        functions, deleted = self.functions, asyncio.Event()
+        functions.remove(name)
+        live.function.secrets = functions.secrets.of(name)
+        self._begin(self._retire_deleted(name, live, deleted), live)
+        try:
+            await self.revisions.histories.forget(name)
+            # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
+            # get the old secrets.
+            await asyncio.to_thread(functions.secrets.forget, name)
+            delete = functools.partial(functions.store.delete, name, busy=self.busy(name))
+            await self.revisions.threads.run(delete)
+            live.logs.end()
+        finally:
+            deleted.set()
+
+    async def _retire_deleted(self, name: str, live: Live, deleted: asyncio.Event) -> None:
+        """Retire the revision of a deleted function. Then remove what a new function of this name does not use."""
+        await self.revisions.end(live)
+        await deleted.wait()
+        busy = self.busy(name, besides=live)
+        self._note_removed(name)
+        await self._tidy(live.logs, lambda: self.functions.store.sweep(name, busy=busy) or True)
+
+    def _note_removed(self, name: str) -> None:
+        """If no revision of a deleted function runs, and there is no new function of this name, report its end."""
+        running = any(one.record.function == name for one in self.revisions.running)
+        if self.functions.find(name) is None and not running:
+            self.functions.events.removed(name)
+
+    async def _tidy(self, logs: LogChannel, prune: Callable[[], object]) -> None:
+        """Call `prune` in a thread. If it has removed a revision, or a deploy has failed, remove unused environments.
+
+        If there were unused environments, also shrink the cache that uv keeps for further environments.
+        """
+        untidy, self.untidy = self.untidy, False
+        environments = self.revisions.environments
+        # A deleted function whose calls run has no record in the store.
+        running = {live.record.requirements_digest for live in self.revisions.running}
+
+        def needed() -> set[str]:
+            return self.functions.store.environments() | running
+
+        def tidy() -> None:
+            # Shrink the cache after the environments are gone: until then, the cache shares files with them as hard
+            # links, and does not count such files.
+            if (prune() or untidy) and discard_unused(environments, needed):
+                shrink_cache(environments)
+
+        try:
+            await self.revisions.threads.run(tidy)
+        # Only log this error, because files that cannot be removed do no harm.
+        except (OSError, PilotflameError) as error:
+            logs.write("gateway", f"old revisions were not removed: {error}")

@@ -1,0 +1,93 @@
+"""Defines the record of a stored revision."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field, model_validator
+
+from ....errors import LauncherError
+from ...calls.link.handler_facts import checked
+from ...ground.access.deploy_policy import Deployer
+from ...ground.settings.function_settings import FunctionSettings
+
+
+class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
+    """Where a revision's weights are: at a path on this node, or at a URL. A path inside the revision's code is
+    relative to the code.
+    """
+
+    root: Path | None = None
+    url: str | None = None
+
+
+def _facts(stored: Any) -> dict[str, Any]:
+    """Return the stored facts of a handler. Facts that cannot be true count as not known."""
+    try:
+        return checked(stored)
+    except LauncherError:
+        return {}
+
+
+class RevisionFields(BaseModel, frozen=True, extra="forbid"):
+    """The part of a revision's record that is known before the store gives the revision its id."""
+
+    code_digest: str
+    settings: FunctionSettings
+    setting_origins: dict[str, str] = Field(default_factory=dict)
+    snapshots: dict[str, StoredSnapshot] = Field(
+        default_factory=dict, description="By name; the only one has none."
+    )
+    python: Path
+    requirements_digest: str
+    handler: Annotated[dict[str, Any], BeforeValidator(_facts)] = Field(
+        default_factory=dict, description="The facts that its zygote has reported about its handler."
+    )
+    warnings: tuple[str, ...] = ()
+    deployed_by: str = Field("", description="The id of the API key that deployed it.")
+    deployer: str = Field("", description="The name of that key; the key may be revoked later.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_snapshots(cls, stored: Any) -> Any:
+        """Convert the fields in which an earlier release stored the only snapshot."""
+        if not isinstance(stored, dict) or not ({"snapshot_root", "snapshot_url"} & set(stored)):
+            return stored
+        found = {key: value for key, value in stored.items() if key not in {"snapshot_root", "snapshot_url"}}
+        root, url = stored.get("snapshot_root"), stored.get("snapshot_url")
+        return {**found, "snapshots": {"": {"root": root, "url": url}} if root or url else {}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_defaults(cls, stored: Any) -> Any:
+        """Remove the defaults that an earlier release stored as limits of `resources`."""
+        if isinstance(stored, dict) and isinstance(settings := stored.get("settings"), dict):
+            origins, limits = stored.get("setting_origins", {}), settings.get("resources", {})
+            kept = {key: limit for key, limit in limits.items() if f"resources.{key}" in origins}
+            return {**stored, "settings": {**settings, "resources": kept}}
+        return stored
+
+
+class RevisionRecord(RevisionFields):
+    """The content of `revision.json`. It never changes once the revision is live."""
+
+    function: str
+    revision: str
+    number: int
+    created_at: AwareDatetime
+
+    @property
+    def owner(self) -> Deployer:
+        """The API key that deployed it."""
+        return Deployer(self.deployed_by, self.deployer)
+
+    @classmethod
+    def of(cls, fields: RevisionFields, number: int) -> RevisionRecord:
+        """Return the record of a new revision, with the id that the revision gets."""
+        name, now = fields.settings.name, datetime.now(UTC)
+        content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
+        revision = f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}"
+        return cls(**dict(fields), function=name, revision=revision, number=number, created_at=now)

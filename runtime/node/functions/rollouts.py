@@ -1,0 +1,248 @@
+"""Makes a revision of a function live: after a deploy, a rollback or a restart, or because its secrets have changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ....errors import Forbidden, PilotflameError
+from ...ground.access.deploy_policy import Deployer
+from ...ground.settings.function_settings import FunctionSettings
+from ...ground.telemetry.logs import LogChannel
+from ..packaging.reuse import FileDigests, lacking
+from .deploy import Deployment, Preparation, stored_outside
+from .live import Live
+from .progress import Progress
+from .registry import Functions
+from .retirements import MOST_DRAINING, Retirements
+from .revision_record import RevisionRecord
+from .revisions import Revisions
+from .status import RevisionFacts
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Rollouts:
+    """The deploys, rollbacks and restarts of one gateway. For one function, they run one after the other.
+
+    Each of them replaces the live revision: it starts the new revision, checks it, and makes it live. Then the old
+    revision finishes its invocations in the background. If the new revision fails, the old revision stays live.
+    """
+
+    functions: Functions
+    revisions: Revisions
+    retirements: Retirements
+    # Functions whose secrets have changed since their processes were started last.
+    _renewing: set[str] = field(default_factory=set, init=False)
+
+    async def deploy(self, request: Deployment, progress: Progress | None = None) -> Live:
+        """Create a revision, check that it starts, make it live, and return its function.
+
+        If the deploy fails, raise its error.
+        """
+        functions, said, progress = self.functions, list[str](), progress or Progress()
+        deployer = Deployer(request.owner, request.deployer)
+        check = functools.partial(self._check, deployer=deployer, progress=progress)
+        preparation = Preparation(
+            functions.store, self.revisions.environments, self.revisions.dialects, request, said.append,
+            functions.secrets.of, progress, check, functions.policies,
+        )  # fmt: skip
+        try:
+            staged, fields = await self.revisions.threads.run(
+                preparation.run, owner=request.owner, undo=lambda made: _remove(made[0])
+            )
+        except PilotflameError as error:
+            self.retirements.untidy = True
+            LOG.warning("a deploy was refused: %s", error)
+            raise
+        name = fields.settings.name
+        logs = functions.logs.of_function(name)
+        for text in said:
+            logs.write("deploy", text)
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.revisions.threads.start, functools.partial(_remove, staged))
+            self.revisions.reconciler.gpus.check(name, fields.settings.resources)
+            async with functions.lock(name):
+                functions.check_open()
+                failing.pop_all()
+                place = functools.partial(functions.store.place, staged, fields)
+                record = await self.revisions.threads.run(place, undo=functions.store.withdraw)
+                withdraw = functools.partial(functions.store.withdraw, record)
+                return await self._replace(record, check=request.check, withdraw=withdraw, progress=progress)
+
+    async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
+        """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
+
+        The work counts for `owner`, and ends if this is cancelled. Raise the errors of `Functions.get`.
+        """
+        record, gone = self.functions.get(name).record, threading.Event()
+        missing = functools.partial(lacking, self.functions.store.code(record), wanted, gone)
+        try:
+            return record.revision, await self.revisions.threads.run(missing, owner=owner)
+        finally:
+            gone.set()
+
+    async def restart(self, name: str) -> Live:
+        """Replace a function's processes by new processes of the same revision, and return the function.
+
+        First, a new worker must become ready for each worker that is ready now, as far as `max_workers` has room. Then
+        the old workers drain. If the new workers do not become ready, raise the error and keep the old workers. Raise
+        the errors of `Functions.get`.
+        """
+        return await self._revive(name, lambda live: live)
+
+    async def rollback(self, name: str, revision: str | None = None) -> Live:
+        """Make the old revision live that `FunctionFolder.find` returns for `revision`, and return the function.
+
+        It replaces the live revision as in a deploy. Raise the errors of `Functions.get` and of `FunctionFolder.find`.
+        """
+        return await self._revive(name, lambda live: self.functions.store.function(name).find(live, revision))
+
+    async def _revive(self, name: str, choose: Callable[[RevisionRecord], RevisionRecord]) -> Live:
+        self.functions.get(name)
+        async with self.functions.lock(name):
+            live = self.functions.get(name).record
+            record = await self.revisions.threads.run(functools.partial(choose, live))
+            return await self._replace(record, check=True)
+
+    async def stored(self, name: str) -> list[RevisionFacts]:
+        """Return a function's stored revisions, the newest first. Raise the errors of `Functions.get`."""
+        self.functions.get(name)
+        folder, run = self.functions.store.function(name), self.revisions.threads.run
+        records, sizes = await run(folder.records), await run(folder.sizes)
+        live, busy = self.functions.get(name).record.revision, self.retirements.busy(name)
+        return [
+            RevisionFacts.of(
+                record, sizes.get(record.revision, 0), live=record.revision == live, busy=record.revision in busy
+            )
+            for record in records
+        ]  # fmt: skip
+
+    def renew(self, name: str) -> None:
+        """Replace a function's processes in the background, because its secrets have changed.
+
+        Do nothing if the function has no processes. If the new zygote or the new workers fail, the log says why, and
+        the old processes stay.
+        """
+        proving = any(function == name for function, _ in self.functions.proving)
+        if (proving or self.functions.find(name) is not None) and name not in self._renewing:
+            self._renewing.add(name)
+            self.functions.tasks.create_task(self._renew(name))
+
+    async def _renew(self, name: str) -> None:
+        while draining := await self._renew_now(name):
+            await asyncio.wait(draining, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _renew_now(self, name: str) -> Mapping[asyncio.Task[None], Live]:
+        """Replace a function's processes. If too many revisions drain, return these by the tasks that end them instead."""
+        async with self.functions.lock(name):
+            live, draining = self.functions.find(name), self.retirements.draining(name)
+            needed = live is not None and not self.functions.closing and live.workers.holdings.exist
+            if needed and len(draining) >= MOST_DRAINING:
+                text = f"{name} has changed secrets, which wait for the end of a replaced revision"
+                self.functions.log(name, text)
+                return draining
+            # The code below reads the present secrets. So a later change needs another replacement.
+            self._renewing.discard(name)
+            if live is None or not needed:
+                return {}
+            try:
+                # Start a worker to check the secrets only if the function has a ready worker now.
+                await self._replace(live.record, check=bool(live.workers.replicas.ready))
+            except PilotflameError as error:
+                text = f"{name} does not have its changed secrets: {error.message}"
+                live.logs.write("gateway", text, "error")
+        return {}
+
+    async def _replace(
+        self, record: RevisionRecord, *, check: bool, withdraw: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
+    ) -> Live:  # fmt: skip
+        """Check that a placed revision starts, make it live, and return its function.
+
+        If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
+        """
+        functions, progress = self.functions, progress or Progress()
+        old, logs = functions.find(record.function), functions.logs.of_function(record.function)
+        live: Live | None = None
+        functions.proving.append((record.function, record.revision))
+        try:
+            # While a deploy waited for the lock, another deploy may have made a revision live.
+            self._check(record.settings, stored_outside(record), record.owner, progress)
+            await self.revisions.check_signatures(record)
+            live = await self.revisions.make(record)
+            ready = len(old.workers.replicas.ready) if old is not None else 0
+            await live.prove(check=check, ready=ready, progress=progress)
+            functions.check_open()
+            functions.hosts.check(record.settings)
+        except BaseException as error:
+            _log_failure(logs, record, error)
+            await functions.tasks.complete(self._abandon(record, live, withdraw))
+            raise
+        await functions.tasks.complete(self._go_live(live, old, withdraw))
+        return live
+
+    async def _abandon(self, record: RevisionRecord, live: Live | None, withdraw: Callable[[], None]) -> None:
+        self.retirements.untidy = True
+        try:
+            if live is not None:
+                await self.revisions.end(live, 0.0)
+            if self.functions.find(record.function) is None:
+                await self.revisions.histories.forget(record.function)
+            await self.revisions.threads.run(withdraw)
+        finally:
+            self.functions.proving.remove((record.function, record.revision))
+
+    async def _go_live(self, live: Live, old: Live | None, withdraw: Callable[[], None]) -> None:
+        """Make a placed revision live, and begin to retire the old revision."""
+        name = live.record.function
+        try:
+            await self.revisions.threads.run(functools.partial(self.functions.store.promote, live.record))
+        except BaseException as error:
+            _log_failure(live.logs, live.record, error)
+            await self._abandon(live.record, live, withdraw)
+            raise
+        self.functions.proving.remove((name, live.record.revision))
+        # A revision that the policies allow may replace a revision that they do not allow any more.
+        live.function.barred = ""
+        self.functions.put(live)
+        live.workers.go_live()
+        live.logs.write("gateway", f"revision {live.record.revision} is live")
+        self.functions.events.live(name)
+        self.retirements.retire(old, name, live.logs)
+
+    def _check(
+        self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: Progress
+    ) -> None:  # fmt: skip
+        """Raise Forbidden, RevisionsDraining or PolicyViolation if a key may not make a revision with these settings live.
+
+        A deploy calls this once it knows the settings, before it builds anything, and again when it holds the function's lock.
+        Rollbacks and restarts only call it then. `progress` gets the live function once its owner is checked.
+        """
+        old, policies = self.functions.find(settings.name), self.functions.policies
+        if old is not None:
+            # The new revision would get the function's secrets, and could get an environment variable that changes what it runs.
+            if not policies.same_owner(old.record.owner, deployer):
+                message = f"{settings.name} was deployed with another key."
+                raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
+            self.retirements.check_room(settings.name)
+        progress.note_target(settings.name, old.record if old is not None else None)
+        policies.check(settings, outside, deployer.key_id)
+
+
+def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException) -> None:
+    if isinstance(error, PilotflameError):
+        text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+        logs.write("deploy", text, "error", revision=record.revision)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
