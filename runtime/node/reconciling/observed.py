@@ -66,7 +66,7 @@ class ObservedRevision:
         self.row = row._replace(rest=rest, again_s=min(row.again_s, rest.again_s))
         self.quiet_s = min(QUIET_S, spec.scale_to_zero_s, spec.park_after_s)
         # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
-        looks_first = function.ladder.idle or seen.parked
+        looks_first = function.ladder.watch.period or seen.parked
         self._one.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         return self.row, seen
 
@@ -91,7 +91,7 @@ class ObservedRevision:
         follow_at_s, self.stand = math.inf, Stand()
         if one.function.ladder.drives(one):
             follow_at_s, self.stand = self._follow_idling(now_s), self._take_stand(now_s)
-            one.revision.follows_until_s = one.function.ladder.follows_until_s
+            one.revision.follows_until_s = one.function.ladder.past.follows_until_s
         drains_s = now_s + DRAIN_LOOK_S if one.phase is Phase.RETIRING else math.inf
         return min(self.stand.again_s, follow_at_s, account.due_s, one.pool.zygote.relaunch_at_s, drains_s)
 
@@ -207,7 +207,7 @@ class ObservedRevision:
 
     def _cost(self, freed_bytes: float) -> float:
         ladder = self._one.function.ladder
-        below = ladder.below(RungName.READY)[0]
+        below = ladder.measured.spec.below(RungName.READY)[0]
         return waiting_per_byte(ladder.step_down(self._one.spec.function, RungName.READY, below, freed_bytes))
 
 
@@ -249,7 +249,7 @@ class CallReports(CallWatcher):
             self._one.node.reconciler.look_by(self._one.key, at_s)
 
     def on_followed(self, arrived_s: float) -> None:
-        self._one.function.ladder.note_arrival(arrived_s)
+        self._one.function.ladder.past.note_arrival(arrived_s)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         return self._one.pool.weights.explain(error)

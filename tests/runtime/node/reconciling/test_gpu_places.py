@@ -137,7 +137,7 @@ async def test_two_that_fit_share_the_gpu(one_gpu: Gateway, gate: Gate):
     # Each is billed for its half of the GPU.
     lives = [one_gpu.server.functions.get(one.name) for one in functions]
     assert [live.devices for live in lives] == [0.5, 0.5]
-    assert [live.workers.function.ladder.figures.devices for live in lives] == [0.5, 0.5]
+    assert [live.workers.function.ladder.measured.figures.devices for live in lives] == [0.5, 0.5]
 
 
 async def test_a_busy_worker_is_left_alone_and_the_caller_is_told(one_gpu: Gateway, gate: Gate):
