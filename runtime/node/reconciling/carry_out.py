@@ -128,7 +128,7 @@ class CarryOut:
             else:
                 self.renew_standby()
         if ended := [key for key in grant.end if isinstance(key, Replica)]:
-            calls = self.end(ended, replaced(one.spec.function, one.node.reconciler.drain_s), MIN_TEARDOWN_S)
+            calls = self.end(ended, replaced(one.spec.function, one.node.limits.drain_s), MIN_TEARDOWN_S)
             self._note("end", "replaced", seen, workers=len(ended), calls=calls)
         one.pool.park([key for key in grant.park if isinstance(key, Replica)], given=True)
         wakes = [key for key in grant.wake if isinstance(key, Replica)]

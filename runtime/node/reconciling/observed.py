@@ -187,10 +187,6 @@ class ObservedRevision:
         asked = hold is not None and signal_of(hold.cause) in URGENT
         return len(self._one.revision.dispatcher.queue) > 0 or asked or self._one.phase is Phase.PROVING
 
-    def fits_gpus(self, workers: int) -> bool:
-        """Return True if the GPUs have room for this number of additional workers that are awake."""
-        return self._one.node.gpus.fits(self._one, self._one.replicas.parked, workers)
-
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
         row, one, replicas = self.desired(), self._one, self._one.replicas
@@ -240,7 +236,7 @@ class CallReports(CallWatcher):
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
         idle = not replica.outstanding.calls
         if idle:
-            self._one.node.reconciler.note_change()
+            self._one.node.limits.note_change()
         if waiting or self._one.phase is Phase.RETIRING:
             self.look()
         elif idle:

@@ -73,7 +73,7 @@ class ProcessEvents(PoolEvents):
         )
         self._on_activation("ready")
         # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.look()
 
     def on_zygote(self) -> None:
@@ -81,11 +81,11 @@ class ProcessEvents(PoolEvents):
 
     def on_processes_changed(self) -> None:
         # From now on, the start of a forked worker can be cancelled to make room.
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._on_processes()
 
     def on_leaving(self, replica: Replica) -> None:
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.look()
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
@@ -134,7 +134,7 @@ class ProcessEvents(PoolEvents):
         self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready:
             self._one.revision.dispatcher.fail_queued(error)
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.look()
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
@@ -147,7 +147,7 @@ class ProcessEvents(PoolEvents):
             # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
             self.unexplained += 1
             self._one.update_row()
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
         self._endings.add(ending)

@@ -121,7 +121,7 @@ class RevisionWorkers:
     @property
     def reached(self) -> ReachedLimit | None:
         """The limit that keeps wanted workers from starting, or None."""
-        return self.node.reconciler.reached(self)
+        return self.node.limits.reached(self)
 
     def worker_counts(self) -> WorkerCounts:
         return self.holdings.worker_counts()

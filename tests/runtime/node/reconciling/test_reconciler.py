@@ -234,7 +234,7 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _loop, context: told.append(str(context["exception"])))
     try:
-        reconciler = Reconciler(GpuPlaces())
+        reconciler = Reconciler(GpuPlaces(), None, lambda _owner: None, math.inf)
         members = [Due("first", fails=True), Due("second"), Due("third")]
         for number, one in enumerate(members):
             reconciler.join(one)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ class Wanting:
     """A revision with one draining worker, whose row wants a number of workers. It is its own observations and steps."""
 
     gpu_need, owner, urgent, row = None, "", False, Row(0, 0)
-    replicas = SimpleNamespace(held=1)
+    replicas = SimpleNamespace(held=1, parked=[])
 
     def __init__(self, key: str, wants: dict[WorkerTier, int]) -> None:
         self.key, self.wants, self.granted = key, wants, list[Grant]()
@@ -263,9 +263,6 @@ class Wanting:
         return RevisionClaim(
             self.key, self.key, "", self.wants, most, most, drains, waiting_since_s=waiting_since_s
         )
-
-    def fits_gpus(self, _workers: int) -> bool:
-        return True
 
     def update_row(self, _now_s: float, _arriving: int = 0) -> tuple[Row, Seen]:
         return Row(2, 2, (Proposal(Rank.AHEAD, "warmup", 2),)), Seen(0, 0, 0, 0)
@@ -284,7 +281,7 @@ class Wanting:
 
 
 async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_workers():
-    reconciler = Reconciler(GpuPlaces(), most=3)
+    reconciler = Reconciler(GpuPlaces(), 3, lambda _owner: None, math.inf)
     ends, waits = Wanting("ends", {WorkerTier.LOAD: 1}), Wanting("waits", {WorkerTier.AHEAD: 2})
     for one in (ends, waits):
         reconciler.join(one)  # type: ignore[arg-type]
