@@ -83,11 +83,11 @@ class Checks:
 
     def _watch(self, one: RevisionWorkers) -> None:
         """Have the methods that decide and act call this object."""
-        pool, zygote = one.pool, one.pool.zygote
+        pool, zygote, standby = one.pool, one.pool.zygote, one.pool.standby
         changed: tuple[tuple[object, str, Callable[..., Any]], ...] = (
             (one.observed, "update_row", self._on_decide), (pool, "start", self._on_start), (pool, "stop", self._on_stop),
             (pool, "park", self._on_park), (pool, "wake", self._on_wake), (zygote, "rest", self._on_rest),
-            (zygote, "end_standby", self._on_end_standby), (one.events, "on_lost", self._on_lost),
+            (standby, "end", self._on_end_standby), (one.events, "on_lost", self._on_lost),
             (one.events, "_note_death", self._on_death),
         )  # fmt: skip
         for target, name, method in changed:

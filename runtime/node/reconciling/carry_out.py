@@ -60,15 +60,15 @@ class CarryOut:
 
     def at_rest(self, rest: AtRest) -> None:
         """Launch and end the zygote and the standby, and let go of the weights, as a row says."""
-        zygote = self._one.pool.zygote
+        zygote, standby = self._one.pool.zygote, self._one.pool.standby
         if rest.zygote is Aim.END:
             zygote.rest()
         elif rest.zygote is Aim.WANT:
             zygote.launch()
         if rest.standby is Aim.WANT:
-            zygote.replenish()
+            standby.replenish()
         elif rest.standby is Aim.END:
-            zygote.stop_standbys()
+            standby.stop()
         if self._fetches and rest.weights is not RungName.READY:
             self._one.pool.weights.release()
             if rest.weights is RungName.LOCAL and self._one.pool.weights.resident_bytes:
@@ -145,7 +145,7 @@ class CarryOut:
 
         The next look forks another one.
         """
-        if not self._one.pool.zygote.end_standby():
+        if not self._one.pool.standby.end():
             return False
         self._one.node.reconciler.look_by(self._one.key, time.monotonic())
         return True

@@ -130,8 +130,9 @@ class ObservedRevision:
         return RestPlan(keeps, climbs, stand.rung is RungName.LOCAL)
 
     def _present(self) -> Present:
-        held, ending, zygote = self._one.replicas.held, self._one.pool.ending, self._one.pool.zygote
-        return Present(held, ending, zygote.lacks_standby, zygote.standby_due_s, zygote.relaunch_at_s)
+        pool, standby = self._one.pool, self._one.pool.standby
+        held, relaunch_at_s = self._one.replicas.held, pool.zygote.relaunch_at_s
+        return Present(held, pool.ending, standby.lacks, standby.due_s, relaunch_at_s)
 
     def _has_begun(self) -> bool:
         """Return True if the revision retires, and no accepted invocation waits for its start."""

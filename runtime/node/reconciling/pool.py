@@ -22,7 +22,7 @@ from ..launching.launcher import Launcher
 from ..scaling.placement import Holding
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .held_weights import HeldWeights
-from .standby_places import StandbyPlaces
+from .standby import Standby
 from .zygote_supervisor import ZygoteSupervisor
 
 # An idle worker that is stopped is killed if it has not exited after this time.
@@ -60,9 +60,13 @@ class Pool:
         self.used_s = 0.0
         """The latest time at which a worker ended that had run invocations; 0 before the first such end."""
         self._rung = RungClock(time.monotonic())
+        stays, revision = scale.rest == "zygote", spec.revision.partition("-")[0]
+        names = (f"{spec.function}-{revision}-{number}" for number in numbers)
+        self.standby = Standby(
+            gpus, claimant, names, logs, tasks, self._note_rung, wanted=stays and scale.standby
+        )
         self.zygote = ZygoteSupervisor(
-            spec, scale, launcher, logs, tasks, self._note_rung, secrets, numbers, StandbyPlaces(gpus, claimant, tasks),
-            events.on_zygote,
+            spec, launcher, logs, tasks, secrets, names, self.standby, self._note_rung, events.on_zygote, stays=stays
         )  # fmt: skip
         self._spec, self._tasks, self._secrets = spec, tasks, secrets
         self._calls, self._events = calls, events
@@ -132,7 +136,7 @@ class Pool:
             self.activations += count
         for number in range(count):
             activation = Activation(time.monotonic(), signal=signal, cause=cause)
-            standby = self.zygote.take_standby()
+            standby = self.standby.take()
             at = places[number] if number < len(places) else None
             place = self._gpus.take(self._claimant, standby, at)
             if standby is not None and not self.weights.at_start:
