@@ -234,7 +234,7 @@ class Functions:
             logs.write("deploy", text)
         with contextlib.ExitStack() as failing:
             failing.callback(self._threads.start, functools.partial(_remove, staged))
-            self.gpus.check(name, fields.settings.resources)
+            self.gpus.hardware.check(name, fields.settings.resources)
             async with self._lock(name):
                 self._check_open()
                 failing.pop_all()

@@ -85,7 +85,7 @@ class RevisionMaker:
                 worker_spec, self.store, record, self.weights.cache, self.dialects, self.policies
             )
         )
-        if seen := self.reconciler.gpus.environment(spec.resources, contained=bool(spec.image)):
+        if seen := self.reconciler.gpus.hardware.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
         if self.call_observers:
             spec = spec.model_copy(update={"observers": tuple(self.call_observers)})

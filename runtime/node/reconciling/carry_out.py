@@ -33,10 +33,10 @@ class CarryOut:
 
     # -- a row
 
-    def row(self, row: Row, seen: Seen) -> bool:
+    def row(self, row: Row, seen: Seen, places: Sequence[Holding | None]) -> bool:
         """Start, wake, stop and park workers until the revision has the number of workers that the row names.
 
-        Return True if workers woke, stop or park: then the revision has a new row.
+        `places` are the planned holdings of workers that start and need GPUs. Return True if workers woke, stop or park: then the revision has a new row.
         """
         missing = row.start(seen)
         if not missing:
@@ -49,7 +49,7 @@ class CarryOut:
         # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
         room = max(0, row.most - seen.held)
         if missing:
-            self._start(min(missing, room), row, seen)
+            self._start(min(missing, room), row, seen, places)
         stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
         if stop:
             self._stop(stop, seen)
@@ -74,7 +74,7 @@ class CarryOut:
             if rest.weights is RungName.LOCAL and self._one.pool.weights.resident_bytes:
                 self._one.pool.weights.drop()
 
-    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None] = ()) -> None:
+    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None]) -> None:
         """Start workers for the proposals of a row."""
         one, number = self._one, 0
         for proposal, count in row.causes(seen, workers):

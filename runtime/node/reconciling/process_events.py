@@ -100,7 +100,10 @@ class ProcessEvents(PoolEvents):
         self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
     ) -> None:
         """Let other functions use the GPU memory that a parked worker has given back."""
-        parks, kept = replica.parks, await self._one.node.gpus.kept(place, replica.child, reserved)
+        parks, kept = (
+            replica.parks,
+            await self._one.node.gpus.hardware.kept(place.full, replica.child, reserved),
+        )
         # Meanwhile the worker may have been woken, and parked again.
         if parks == replica.parks:
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)

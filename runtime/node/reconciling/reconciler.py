@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
@@ -21,6 +21,7 @@ from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.metrics import Reading
 from ..scaling.allocation import allocate
 from ..scaling.claims import Allocation, Grant, Limits, RevisionClaim
+from ..scaling.placement import Holding
 from ..scaling.seen import Seen
 from ..scaling.table import AtRest, Row
 from .gpu_places import GpuClaimant, GpuPlaces
@@ -58,8 +59,11 @@ class Observations(Protocol):
 class Steps(Protocol):
     """The steps of one revision (carry_out.py)."""
 
-    def row(self, row: Row, seen: Seen) -> bool:
-        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row."""
+    def row(self, row: Row, seen: Seen, places: Sequence[Holding]) -> bool:
+        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row.
+
+        `places` are the planned holdings of workers that start and need GPUs.
+        """
 
     def at_rest(self, rest: AtRest) -> None:
         """Launch and end what the revision holds beside its workers."""
@@ -189,7 +193,7 @@ class SharedLimits:
     def forget(self, one: Member) -> None:
         """Forget a revision whose processes have ended."""
         self._leaving.pop(one.key, None)
-        self._gpus.leave(one)
+        self._gpus.rehearsals.leave(one)
         self.note_change()
 
     def reached(self, one: Member) -> ReachedLimit | None:
@@ -197,28 +201,32 @@ class SharedLimits:
         short = self._short.get(one)
         return short.reached if short is not None else None
 
-    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> bool:
-        """Return True if a revision may have `missing` more workers awake now. If not, the next allocation decides."""
-        if missing and not self._fits(one, missing, seen):
-            self._wait(one, missing, now_s)
-            return False
-        self._note_short(one, None)
-        return True
+    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[Holding] | None:
+        """Return the planned holdings of `missing` more workers of a revision, or None: then the next allocation decides.
 
-    def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
-        """Return True if there is room for `missing` more workers of a revision that are awake.
+        Workers without GPUs have no holdings.
+        """
+        plan = self._plan(one, missing, seen) if missing else ()
+        if plan is None:
+            self._wait(one, missing, now_s)
+        else:
+            self._note_short(one, None)
+        return plan
+
+    def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[Holding] | None:
+        """Return the planned holdings if there is room for `missing` more workers of a revision that are awake.
 
         The workers that other revisions wait for count as if they were there.
         """
         starting = max(0, missing - seen.parked)
         for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
             if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
-                return False
+                return None
         if one.gpu_need is not None and any(
             other.gpu_need is not None for other in self._short if other is not one
         ):
-            return False
-        return self._gpus.fits(one, one.replicas.parked, missing)
+            return None
+        return self._gpus.plan(one, one.replicas.parked, missing)
 
     def _awaited(self, one: Member, owner: str | None) -> int:
         """Return the number of workers that other revisions wait for."""
@@ -252,7 +260,7 @@ class SharedLimits:
             one.note_limit(None, 0)
             self.note_change()
         if before is not short:
-            self._gpus.waiting = sum(other.gpu_need is not None for other in self._short)
+            self._gpus.rehearsals.waiting = sum(other.gpu_need is not None for other in self._short)
 
     # -- the allocation
 
@@ -266,7 +274,7 @@ class SharedLimits:
         if not self._short:
             self._pending = False
             self._agenda.drop(ALLOCATION)
-            self._gpus.renew_standby()
+            self._gpus.rehearsals.renew()
         elif not self._pending:
             if self._rested_at_s <= time.monotonic():
                 self.allocate_soon()
@@ -388,9 +396,9 @@ class Reconciler:
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
         """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
-        if not self.limits.admit(one, row.start(seen), seen, now_s):
+        if (places := self.limits.admit(one, row.start(seen), seen, now_s)) is None:
             return False
-        changed = one.carry_out.row(row, seen)
+        changed = one.carry_out.row(row, seen, places)
         if changed:
             # A parked worker gives up its place sooner than a ready worker.
             self.limits.note_offer()

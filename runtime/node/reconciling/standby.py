@@ -85,8 +85,7 @@ class Standby:
             return
         finally:
             self._forking = False
-            if place is not None:
-                self._bind(place, child)
+            self._gpus.bind(place, child, self._tasks)
         if not self._wanted or self.child is not None or source is not self._source:
             child.link.close()
             return
@@ -103,17 +102,9 @@ class Standby:
         """
         if self._claimant.gpu_need is None:
             return None, None
-        if not facts.get("rehearses") or (place := self._gpus.take_standby(self._claimant)) is None:
+        if not facts.get("rehearses") or (place := self._gpus.rehearsals.take(self._claimant)) is None:
             return None, 0
         return place, min(place.holding.values())
-
-    def _bind(self, place: GpuPlace, child: Child | None) -> None:
-        """Record that `child` has the place. Give the place back when `child` ends, or at once if the fork failed."""
-        if child is None:
-            self._gpus.free(place)
-            return
-        place.child = child
-        self._tasks.create_task(self._gpus.free_at_end(place, child))
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.PRIMED:
@@ -125,7 +116,7 @@ class Standby:
 
     async def _shrink(self, place: GpuPlace, child: Child, reserved: list[int]) -> None:
         """Learn how much GPU memory the standby keeps after its rehearsal."""
-        self._gpus.note_rehearsed(place, await self._gpus.kept(place, child, reserved))
+        self._gpus.note_rehearsed(place, await self._gpus.hardware.kept(place.full, child, reserved))
 
     def _on_lost(self, child: Child) -> None:
         if self.child is child:

@@ -47,15 +47,23 @@ class GpuLedger(Generic[AnyBooking]):
             total.update(one.holding)
         return total
 
-    def held(self, but: Booking | None = None) -> list[Holding]:
-        return [one.holding for one in self.bookings if one is not but]
+    def plan(
+        self, need: GpuNeed, starting: int, waking: Sequence[Booking | None] = (), own: Booking | None = None
+    ) -> list[Holding] | None:
+        """Return the holdings of `starting` more workers; None if they have no room beside the workers that wake.
 
-    def room(self, need: GpuNeed, but: Booking | None = None) -> Holding | None:
-        """Return a holding for one more worker; None if there is no room.
-
-        If the standby with the booking `but` becomes that worker, its booking counts as free.
+        The parked workers `waking` count with their full memory. If the standby with the booking `own` becomes a worker,
+        its booking counts as free.
         """
-        return place(self.gpus, self.held(but), need)
+        held = [one.full if one in waking else one.holding for one in self.bookings if one is not own]
+        if not fits(self.gpus, held, dict.fromkeys((gpu.id for gpu in self.gpus), 0)):
+            return None
+        found = list[Holding]()
+        for _ in range(starting):
+            if (holding := place(self.gpus, [*held, *found], need)) is None:
+                return None
+            found.append(holding)
+        return found
 
     def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
         """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
@@ -77,12 +85,13 @@ class GpuLedger(Generic[AnyBooking]):
         self.bookings.append(booking)
 
     def promote(self, booking: Booking, found: Holding) -> None:
-        """Book a standby as the worker that it becomes, with the holding that `room` has found."""
+        """Book a standby as the worker that it becomes, with the holding that `plan` has found."""
         booking.full = booking.holding = found
 
     def wake(self, booking: Booking) -> bool:
         """Raise the booking of a parked worker to the full memory of a worker. Return False if there is no room."""
-        if not fits(self.gpus, self.held(booking), booking.full):
+        beside = [one.holding for one in self.bookings if one is not booking]
+        if not fits(self.gpus, beside, booking.full):
             return False
         booking.holding = booking.full
         return True

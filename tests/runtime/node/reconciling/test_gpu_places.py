@@ -18,6 +18,7 @@ import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.calls.serving import replica
 from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
+from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
 from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces, node_processes
 from pilotflame.runtime.node.scaling import allocation
 from pilotflame.runtime.node.scaling.claims import ProcessState
@@ -71,9 +72,9 @@ def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
 
 async def test_the_place_of_a_start_whose_process_has_died_may_be_given_back() -> None:
     """The start goes on, because it fetches weights."""
-    places = GpuPlaces((Gpu("0", MEMORY_MB),))
+    places = GpuPlaces((Gpu("0", MEMORY_MB),), NvidiaDriver())
     one = SimpleNamespace(gpu_need=GpuNeed(1, 1000), renew_standby=lambda: False)
-    place = places.take(one)  # type: ignore[arg-type]
+    place = places.take(one, {"0": 1000})  # type: ignore[arg-type]
     places.free(place)
     found = list(node_processes([], [place], places.of_owner(one)))  # type: ignore[arg-type]
     assert [process.state for process in found] == [ProcessState.STARTING]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, TRUSTED, Gate, Gateway, failure, gateway_here
+from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
 from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.node.reconciling.reconciler import Reconciler
 from pilotflame.runtime.node.scaling.claims import Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
@@ -234,7 +235,7 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _loop, context: told.append(str(context["exception"])))
     try:
-        reconciler = Reconciler(GpuPlaces(), None, lambda _owner: None, math.inf)
+        reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), None, lambda _owner: None, math.inf)
         members = [Due("first", fails=True), Due("second"), Due("third")]
         for number, one in enumerate(members):
             reconciler.join(one)  # type: ignore[arg-type]
@@ -281,7 +282,7 @@ class Wanting:
 
 
 async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_workers():
-    reconciler = Reconciler(GpuPlaces(), 3, lambda _owner: None, math.inf)
+    reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), 3, lambda _owner: None, math.inf)
     ends, waits = Wanting("ends", {WorkerTier.LOAD: 1}), Wanting("waits", {WorkerTier.AHEAD: 2})
     for one in (ends, waits):
         reconciler.join(one)  # type: ignore[arg-type]
