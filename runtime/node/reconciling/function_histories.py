@@ -198,8 +198,8 @@ def _restore(known: Function, stored: _Remembered) -> None:
     ladder.past.history = History(
         stored.idles, stored.intervals, waits, stored.periods, stored.bills, lasting_bills
     )
-    figures = RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.devices)
-    ladder.measured.remember(figures, SlowShare(**dict(stored.slow_share)))
+    ladder.measured.figures = RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.devices)
+    ladder.measured.slow_share = SlowShare(**dict(stored.slow_share))
     if stored.idling is not None:
         # The previous gateway ended during this period, so nothing is learned from its length.
         idle_s = max(0.0, time.time() - stored.idling.since_at)

@@ -157,16 +157,6 @@ class GpuPlaces:
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
         return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
 
-    def note_parking(self, replica: Replica, *, given: bool) -> None:
-        """Learn that a worker begins to give back GPU memory. `given` is True if another worker gets that memory."""
-        if (held := self.of(replica)) is not None:
-            held.given = given
-
-    def gives(self, replica: Replica) -> bool:
-        """Return True if a worker parks to make room for another worker."""
-        held = self.of(replica)
-        return held is not None and held.given
-
     def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
         """Learn that a worker has parked, and how much memory it keeps.
 

@@ -79,13 +79,8 @@ class PlannedPeriod:
         self, period: IdlePeriod, choice: Choice, target: LadderTarget, spec: LadderSpec, past: EndedPeriods
     ) -> None:
         """Begin on the plan's present rung if the target stands higher, but never climb at the beginning."""
-        self._period, self._choice, self._target, self._rungs, self._past = (
-            period,
-            choice,
-            target,
-            spec.rungs,
-            past,
-        )
+        self._period, self._choice, self._past = period, choice, past
+        self._target, self._rungs = target, spec.rungs
         self.stands_on = min(spec.number(target.rung), period.rung(choice.plan, time.monotonic()))
         """The number of the rung on which the plan stands."""
 
@@ -146,12 +141,10 @@ class PlannedPeriod:
 class IdleLadder:
     """Moves one function along its ladder: what is known of it, and the plan of its present idle period."""
 
-    def __init__(
-        self, decisions: Decisions, shared: SharedPrior | None = None, on_change: Callable[[], None] = lambda: None
-    ) -> None:  # fmt: skip
+    def __init__(self, decisions: Decisions, shared: SharedPrior, on_change: Callable[[], None]) -> None:
         """The ladder calls `on_change` after it has learned from idle periods, so that the new state can be stored."""
         self.measured = MeasuredLadder()
-        self.past = EndedPeriods(shared or SharedPrior(), self.measured.ladder)
+        self.past = EndedPeriods(shared, self.measured.ladder)
         self.watch = IdleWatch()
         self._decisions, self._on_change = decisions, on_change
         self._target: LadderTarget | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Protocol
 
 from ....errors import PilotflameError
 from ...calls.serving.replica import Replica
@@ -29,8 +28,7 @@ from .gpu_places import node_processes
 from .holdings import Holdings
 from .idle_ladder import Stand
 from .prewarms import signal_of
-from .process_events import ProcessEvents
-from .reconciler import Member
+from .process_events import ProcessEvents, Watched
 from .revision_parts import RevisionParts
 
 # The plan's prewarm holds a worker for this time.
@@ -51,7 +49,6 @@ class ObservedRevision:
         self.stand = Stand()
         """The stand of the keep-alive plan at the last look."""
         self.quiet_s = QUIET_S
-        """After this time without calls, the row may change, or an idle period begins."""
 
     # -- the row
 
@@ -191,15 +188,13 @@ class ObservedRevision:
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
         row, one, replicas = self.desired(), self._one, self._one.replicas
-        wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
-        first_s = min(
-            (each.activation.ready_s for each in replicas.ready + replicas.parked), default=math.inf
-        )
+        wants = {WorkerTier[rank.name]: count for rank, count in row.wants.items()}
+        ready_s = [each.activation.ready_s for each in replicas.ready + replicas.parked]
         places = one.node.gpus.of_owner(one) if one.gpu_need is not None else []
         processes = tuple(node_processes(replicas, one.pool.forking, places))
         return RevisionClaim(
             one.key, one.spec.function, one.owner, wants, row.awake, row.held, processes, one.gpu_need,
-            waiting_since_s, first_s, self._cost, one.phase is Phase.RETIRING,
+            waiting_since_s, min(ready_s, default=math.inf), self._cost, one.phase is Phase.RETIRING,
         )  # fmt: skip
 
     def _cost(self, freed_bytes: float) -> float:
@@ -208,23 +203,10 @@ class ObservedRevision:
         return waiting_per_byte(ladder.step_down(self._one.spec.function, RungName.READY, below, freed_bytes))
 
 
-_TIERS = {
-    Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
-}  # fmt: skip
-
-
-class Called(RevisionParts, Member, Protocol):
-    """One revision, as the reports of its invocations see it."""
-
-    observed: ObservedRevision
-
-    def warm(self, workers: int, cause: str) -> None: ...
-
-
 class CallReports(CallWatcher):
     """Passes on what a revision reports about its invocations: the reconciler looks when its row may have changed."""
 
-    def __init__(self, one: Called) -> None:
+    def __init__(self, one: Watched) -> None:
         self._one = one
 
     def look(self, arriving: int = 0) -> None:

@@ -200,7 +200,8 @@ class Pool:
         now_s = time.monotonic()
         for replica in replicas:
             replica.park(now_s)
-            self._gpus.note_parking(replica, given=given)
+            if (place := self._gpus.of(replica)) is not None:
+                place.given = given
 
     def wake(self, replicas: Iterable[Replica], most: int) -> int:
         """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.

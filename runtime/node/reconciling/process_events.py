@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -29,21 +30,20 @@ LAST_WORDS = 5
 MOST_IDS = 10
 
 
-class Watcher(RevisionParts, Protocol):
-    """One revision, as the events of its processes see it."""
+class Watched(RevisionParts, Protocol):
+    """The part of a revision that the events of its processes and of its invocations use."""
 
     carry_out: CarryOut
     holdings: Holdings
 
-    def update_row(self) -> None:
-        """Compute its row anew, without a look."""
+    def warm(self, workers: int, cause: str) -> None: ...
 
 
 class ProcessEvents(PoolEvents):
     """The events of the workers, the zygote and the standby of one revision."""
 
     def __init__(
-        self, one: Watcher, on_activation: Callable[[str], None], on_processes: Callable[[], None]
+        self, one: Watched, on_activation: Callable[[str], None], on_processes: Callable[[], None]
     ) -> None:
         """See `Listeners` for the callbacks."""
         self._one, self._tasks, self._logs = one, one.node.tasks, one.logs
@@ -89,11 +89,10 @@ class ProcessEvents(PoolEvents):
         self._one.look()
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
-        gpus = self._one.node.gpus
-        self._one.function.decisions.note(
-            "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
-        )
-        if (place := gpus.of(replica)) is not None:
+        place = self._one.node.gpus.of(replica)
+        cause = "gpus" if place is not None and place.given else "idle"
+        self._one.function.decisions.note("park", cause, freed_bytes=freed_bytes)
+        if place is not None:
             self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
 
     async def _note_kept(
@@ -149,7 +148,7 @@ class ProcessEvents(PoolEvents):
         if _died_in_start(replica):
             # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
             self.unexplained += 1
-            self._one.update_row()
+            self._one.observed.update_row(time.monotonic())
         self._one.node.limits.note_change()
         self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))

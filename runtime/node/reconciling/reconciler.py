@@ -41,6 +41,8 @@ class Observations(Protocol):
 
     row: Row
     """The row of the last look."""
+    quiet_s: float
+    """After this time without calls, the row may change, or an idle period begins."""
 
     @property
     def urgent(self) -> bool:
@@ -167,13 +169,8 @@ class SharedLimits:
         self, gpus: GpuPlaces, agenda: Agenda, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
     ) -> None:  # fmt: skip
         """See `Reconciler`."""
-        self._gpus, self._agenda, self._most, self._of_owner, self.drain_s = (
-            gpus,
-            agenda,
-            most,
-            of_owner,
-            drain_s,
-        )
+        self._gpus, self._agenda, self.drain_s = gpus, agenda, drain_s
+        self._most, self._of_owner = most, of_owner
         self.members: dict[str, Member] = {}
         """The revisions that may have workers, by key."""
         # Revisions that retire: their processes count until they have ended.
@@ -184,14 +181,19 @@ class SharedLimits:
         self._rested_at_s = 0.0
         gpus.on_freed = self.note_change
 
+    def join(self, one: Member) -> None:
+        self.members[one.key] = one
+
     def leave(self, one: Member) -> None:
-        """Give no more workers to a revision, because it retires. Its processes count until `forget`."""
+        """Stop looking at a revision, because it retires. Its processes count until `forget`."""
         if self.members.pop(one.key, None) is not None:
             self._leaving[one.key] = one
+        self._agenda.drop(one.key)
         self._note_short(one, None)
 
     def forget(self, one: Member) -> None:
         """Forget a revision whose processes have ended."""
+        self.leave(one)
         self._leaving.pop(one.key, None)
         self._gpus.rehearsals.leave(one)
         self.note_change()
@@ -220,21 +222,18 @@ class SharedLimits:
         """
         starting = max(0, missing - seen.parked)
         for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
-            if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
+            if most is not None and self._taken(one, scope) + starting > most:
                 return None
-        if one.gpu_need is not None and any(
-            other.gpu_need is not None for other in self._short if other is not one
-        ):
+        others = (other.gpu_need for other in self._short if other is not one)
+        if one.gpu_need is not None and any(need is not None for need in others):
             return None
         return self._gpus.plan(one, one.replicas.parked, missing)
 
-    def _awaited(self, one: Member, owner: str | None) -> int:
-        """Return the number of workers that other revisions wait for."""
+    def _taken(self, one: Member, owner: str | None) -> int:
+        """Return the number of workers that all revisions have, and that revisions other than `one` wait for."""
+        held = sum(each.replicas.held for each in self._all() if owner in (None, each.owner))
         waiting = (other for other in self._short if other is not one and owner in (None, other.owner))
-        return sum(self._short[other].missing for other in waiting)
-
-    def _held(self, owner: str | None = None) -> int:
-        return sum(one.replicas.held for one in self._all() if owner in (None, one.owner))
+        return held + sum(self._short[other].missing for other in waiting)
 
     def _all(self) -> Iterator[Member]:
         """Yield the revisions that have processes or may get some."""
@@ -243,13 +242,11 @@ class SharedLimits:
     def _wait(self, one: Member, missing: int, now_s: float) -> None:
         """Have the next allocation decide which workers a revision gets."""
         since_s = now_s if one.observed.urgent else math.inf
-        if (short := self._short.get(one)) is None:
-            self._note_short(one, _Short(since_s, missing))
-        else:
-            waits_anew = (since_s < math.inf) != (short.since_s < math.inf)
-            self._short[one] = short._replace(
-                missing=missing, since_s=since_s if waits_anew else short.since_s
-            )
+        short = self._short.get(one, _Short(since_s, missing))
+        if (since_s < math.inf) != (short.since_s < math.inf):
+            # The wait begins anew.
+            short = short._replace(since_s=since_s)
+        self._note_short(one, short._replace(missing=missing))
         self.note_change()
 
     def _note_short(self, one: Member, short: _Short | None) -> None:
@@ -311,8 +308,8 @@ class SharedLimits:
         return claim if one.key in self.members else claim._replace(wants={}, awake=0, held=0)
 
     def _limits(self, members: list[Member]) -> Limits:
-        owners = {owner: self._of_owner(owner) for owner in {one.owner for one in members}}
-        known = {owner: most for owner, most in owners.items() if most is not None}
+        owners = {one.owner for one in members}
+        known = {owner: most for owner in owners if (most := self._of_owner(owner)) is not None}
         return Limits(self._most, known, self.drain_s)
 
     def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
@@ -358,19 +355,6 @@ class Reconciler:
         self.gpus, self.agenda = gpus, Agenda(self._on_due)
         self.limits = SharedLimits(gpus, self.agenda, most, of_owner, drain_s)
         self._looks = 0
-
-    def join(self, one: Member) -> None:
-        self.limits.members[one.key] = one
-
-    def leave(self, one: Member) -> None:
-        """Stop looking at a revision, because it retires."""
-        self.agenda.drop(one.key)
-        self.limits.leave(one)
-
-    def forget(self, one: Member) -> None:
-        """Forget a revision whose processes have ended."""
-        self.leave(one)
-        self.limits.forget(one)
 
     async def readings(self) -> list[Reading]:
         """Return the number of looks at revisions so far."""

@@ -1,6 +1,6 @@
 """Keeps the standby of one revision: a child of the zygote, without weights, that becomes the next worker.
 
-A standby may rehearse on GPUs before it has weights. One without a place on them does not rehearse.
+A standby may rehearse on GPUs before it has weights. Without a place on the GPUs, the standby does not rehearse.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from ....errors import LauncherError
 from ...calls.link.child import Child
@@ -74,10 +73,13 @@ class Standby:
             self._tasks.create_task(self._fork(source))
 
     async def _fork(self, source: WorkerSource) -> None:
-        place, rehearsal_mb = self._take_place(source.facts)
-        child: Child | None = None
+        rehearsals, child = self._gpus.rehearsals, None
+        # The zygote knows whether the handler rehearses.
+        place = rehearsals.take(self._claimant) if source.facts.get("rehearses") else None
         try:
-            child = await source.fork(next(self._names), self._logs, rehearsal_mb)
+            child = await source.fork(
+                next(self._names), self._logs, rehearsals.limit_mb(self._claimant, place)
+            )
         except LauncherError as error:
             if source is self._source:
                 self._failed = True
@@ -93,18 +95,6 @@ class Standby:
         child.link.bind(self._on_frame, lambda: self._on_lost(child))
         # It can become a worker now, or be replaced.
         self._gpus.on_freed()
-
-    def _take_place(self, facts: Mapping[str, Any]) -> tuple[GpuPlace | None, int | None]:
-        """Return the place of the next standby, and the number of MiB of each GPU that it may use to rehearse.
-
-        The number is 0 if the standby must not rehearse on a GPU, and None if the function has no GPUs of its own. The
-        zygote has sent `facts` about the handler.
-        """
-        if self._claimant.gpu_need is None:
-            return None, None
-        if not facts.get("rehearses") or (place := self._gpus.rehearsals.take(self._claimant)) is None:
-            return None, 0
-        return place, min(place.holding.values())
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.PRIMED:

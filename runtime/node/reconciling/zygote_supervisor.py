@@ -128,9 +128,8 @@ class ZygoteSupervisor:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
-        self._logs.write(
-            "gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s", "error"
-        )
+        text = f"the zygote died; a new one is launched in {self._delay_s:.1f} s"
+        self._logs.write("gateway", text, "error")
         self.relaunch_at_s = time.monotonic() + self._delay_s
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
         self._on_zygote()

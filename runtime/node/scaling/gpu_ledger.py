@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ...ground.settings.resources import CONTEXT_MB
-from .placement import Gpu, GpuNeed, Holding, candidates, fits, place
+from .placement import Gpu, GpuNeed, Holding, candidates, fit, place
 
 # With less memory than this, a rehearsal would have no room beside the context of the GPU.
 REHEARSAL_MB = 2 * CONTEXT_MB
@@ -48,7 +48,7 @@ class GpuLedger(Generic[AnyBooking]):
         return total
 
     def plan(
-        self, need: GpuNeed, starting: int, waking: Sequence[Booking | None] = (), own: Booking | None = None
+        self, need: GpuNeed, starting: int, waking: Sequence[Booking | None], own: Booking | None
     ) -> list[Holding] | None:
         """Return the holdings of `starting` more workers; None if they have no room beside the workers that wake.
 
@@ -56,14 +56,10 @@ class GpuLedger(Generic[AnyBooking]):
         its booking counts as free.
         """
         held = [one.full if one in waking else one.holding for one in self.bookings if one is not own]
-        if not fits(self.gpus, held, dict.fromkeys((gpu.id for gpu in self.gpus), 0)):
-            return None
         found = list[Holding]()
-        for _ in range(starting):
-            if (holding := place(self.gpus, [*held, *found], need)) is None:
-                return None
+        while len(found) < starting and (holding := place(self.gpus, [*held, *found], need)) is not None:
             found.append(holding)
-        return found
+        return found if len(found) >= starting and fit(self.gpus, held) else None
 
     def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
         """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
@@ -90,8 +86,7 @@ class GpuLedger(Generic[AnyBooking]):
 
     def wake(self, booking: Booking) -> bool:
         """Raise the booking of a parked worker to the full memory of a worker. Return False if there is no room."""
-        beside = [one.holding for one in self.bookings if one is not booking]
-        if not fits(self.gpus, beside, booking.full):
+        if not fit(self.gpus, [one.full if one is booking else one.holding for one in self.bookings]):
             return False
         booking.holding = booking.full
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...ground.telemetry.rung_name import RungName
+from .ladder import Ladder
 from .rung_figures import HoldingPrices, RungFigures
 from .slow_share import SlowShare
 
@@ -42,20 +43,15 @@ class MeasuredLadder:
         self._counted = (0, 0)
         # The wake that is under way: the rung on which it began, and the time of its beginning.
         self._woken_from: tuple[RungName, float] | None = None
-        self.remember(self.figures, self.slow_share)
-
-    def remember(self, figures: RungFigures, slow_share: SlowShare) -> None:
-        """Go on with these measurements."""
-        self.figures, self.slow_share = figures, slow_share
-        self._measure()
 
     def adopt(self, spec: LadderSpec, figures: RungFigures, slow: tuple[int, int]) -> None:
         """Measure another revision, which begins with `figures`. `slow` are its present numbers for `count_slow`."""
         self.spec, self.figures, self._counted, self._woken_from = spec, figures, slow, None
-        self._measure()
 
-    def _measure(self) -> None:
-        self.ladder = self.figures.ladder(self.spec.rungs, self.prices)
+    @property
+    def ladder(self) -> Ladder:
+        """The ladder of the rungs that the owner allows."""
+        return self.figures.ladder(self.spec.rungs, self.prices)
 
     @property
     def prices(self) -> HoldingPrices:
@@ -82,13 +78,11 @@ class MeasuredLadder:
             return False
         rung, begun_s = begun
         self.figures = self.figures.with_wake(rung, now_s - begun_s, devices=devices)
-        self._measure()
         return True
 
     def note_held(self, rung: RungName, held_bytes: float) -> None:
         """Record how much memory all processes hold on a rung."""
         self.figures = self.figures.with_held(rung, held_bytes)
-        self._measure()
 
     def count_slow(self, slow: tuple[int, int]) -> None:
         """Learn from two numbers: of the invocations that were slow so far, and of all. All of them have ended."""
@@ -97,4 +91,3 @@ class MeasuredLadder:
         new_slow, requests = (now - before for now, before in zip(slow, self._counted, strict=True))
         self._counted = slow
         self.slow_share = self.slow_share.learn(self.spec.slow_share, new_slow, requests)
-        self._measure()

@@ -43,7 +43,7 @@ async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_
         first = await histories.of("one")
         assert await histories.of("one") is first
         first.ladder.past.history = KNOWN
-        first.ladder.measured.remember(FIGURES, SLOW)
+        first.ladder.measured.figures, first.ladder.measured.slow_share = FIGURES, SLOW
         first.ladder.watch.resume(time.monotonic() - 100.0, 7.0)
         first.upstreams.update(PAIRS)
         await histories.close()
@@ -69,7 +69,7 @@ async def test_a_file_of_a_thousand_idle_times_is_small_and_one_with_fewer_is_st
             kept = History(times_s[:known], times_s[:128], WAITS, known)
             ladder = (await histories.of("one")).ladder
             ladder.past.history = kept
-            ladder.measured.remember(FIGURES, SlowShare())
+            ladder.measured.figures = FIGURES
             await histories.close()
             again = await (await FunctionHistories.open(tmp_path / str(known), tasks, account)).of("one")
         assert again.ladder.past.history.idles == pytest.approx(times_s[:known], abs=0.001)

@@ -17,6 +17,7 @@ from pilotflame.runtime.ground.telemetry.decisions import DecisionRecord, Decisi
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
 from pilotflame.runtime.node.reconciling.function import Function as DeployedFunction
 from pilotflame.runtime.node.reconciling.idle_ladder import IdleLadder
+from pilotflame.runtime.node.scaling.idle_distribution import SharedPrior
 from pilotflame.runtime.node.scaling.measured_ladder import LadderSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -284,7 +285,7 @@ class Warm:
 
 async def test_a_deploy_after_a_restart_begins_its_plan_anew():
     async with BackgroundTasks() as tasks:
-        ladder = IdleLadder(Decisions())
+        ladder = IdleLadder(Decisions(), SharedPrior(), lambda: None)
         ladder.watch.resume(time.monotonic() - 1e6, 0.0)
         restored, deployed = Warm(), Warm()
         await ladder.adopt(restored, LadderSpec(), 0.1, tasks)
@@ -298,7 +299,7 @@ async def test_a_deploy_after_a_restart_begins_its_plan_anew():
 
 async def test_the_delays_at_which_a_plan_holds_a_worker_are_told_only_while_it_does():
     async with BackgroundTasks() as tasks:
-        ladder, target = IdleLadder(Decisions()), Warm()
+        ladder, target = IdleLadder(Decisions(), SharedPrior(), lambda: None), Warm()
         assert set(ladder.ready_shares()) == {0.0}
         await ladder.adopt(target, LadderSpec(), 0.1, tasks)
         # READY costs so little that it is held beyond all delays.
@@ -310,7 +311,7 @@ async def test_the_delays_at_which_a_plan_holds_a_worker_are_told_only_while_it_
 
 async def test_a_plan_made_for_guessed_memory_is_made_anew_once_the_memory_was_measured():
     async with BackgroundTasks() as tasks:
-        ladder, target = IdleLadder(Decisions()), Warm()
+        ladder, target = IdleLadder(Decisions(), SharedPrior(), lambda: None), Warm()
         await ladder.adopt(target, LadderSpec(), 0.1, tasks)
         guessed = ladder.next_step
         assert guessed is not None

@@ -238,7 +238,7 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
         reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), None, lambda _owner: None, math.inf)
         members = [Due("first", fails=True), Due("second"), Due("third")]
         for number, one in enumerate(members):
-            reconciler.join(one)  # type: ignore[arg-type]
+            reconciler.limits.join(one)  # type: ignore[arg-type]
             reconciler.look_by(one.key, time.monotonic() + 0.001 * number)
         async with asyncio.timeout(LIMIT_S):
             for one in members:
@@ -285,8 +285,8 @@ async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_
     reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), 3, lambda _owner: None, math.inf)
     ends, waits = Wanting("ends", {WorkerTier.LOAD: 1}), Wanting("waits", {WorkerTier.AHEAD: 2})
     for one in (ends, waits):
-        reconciler.join(one)  # type: ignore[arg-type]
-    reconciler.leave(ends)  # type: ignore[arg-type]
+        reconciler.limits.join(one)  # type: ignore[arg-type]
+    reconciler.limits.leave(ends)  # type: ignore[arg-type]
     reconciler.look(waits)  # type: ignore[arg-type]
     # The loop runs the allocation next.
     await asyncio.sleep(0)

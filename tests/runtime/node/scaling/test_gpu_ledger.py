@@ -32,8 +32,8 @@ def test_a_standby_needs_no_room_beside_itself_to_become_a_worker():
     standby = Booking({"0": 4096}, {"0": CONTEXT_MB})
     ledger.add(standby)
     whole = GpuNeed(1, None)
-    assert ledger.plan(whole, 1) is None
-    found = ledger.plan(whole, 1, own=standby)
+    assert ledger.plan(whole, 1, (), None) is None
+    found = ledger.plan(whole, 1, (), standby)
     assert found == [{"0": 4096}]
     ledger.promote(standby, found[0])
     assert ledger.booked == {"0": 4096}
@@ -106,7 +106,7 @@ class Node:
 
     def start(self) -> bool:
         need = self.chance.choice(self.needs)
-        if (found := self.ledger.plan(need, self.chance.randint(1, 2))) is None:
+        if (found := self.ledger.plan(need, self.chance.randint(1, 2), (), None)) is None:
             return False
         for holding in found:
             self.ledger.add(Process(holding, holding, need, "worker"))
@@ -137,7 +137,7 @@ class Node:
 
     def promote(self) -> bool:
         one = self.pick("standby")
-        if one is None or (found := self.ledger.plan(one.need, 1, own=one)) is None:
+        if one is None or (found := self.ledger.plan(one.need, 1, (), one)) is None:
             return False
         assert found[0].keys() == one.full.keys()
         self.ledger.promote(one, found[0])
@@ -161,7 +161,7 @@ class Node:
         """End processes until a worker has room, and start it there."""
         need = self.chance.choice(self.needs)
         bookings = self.chance.sample(self.ledger.bookings, len(self.ledger.bookings))
-        while (room := self.ledger.plan(need, 1)) is None and bookings:
+        while (room := self.ledger.plan(need, 1, (), None)) is None and bookings:
             self.ledger.remove(bookings.pop())
         self.check()
         if room is None:
