@@ -196,7 +196,7 @@ class History:
         owner = self.rng.choice(OWNERS[1:])
         self.node.owners[owner] = self.rng.choice((None, 1, 2, 3, 5))
         self.node.tell(f"{owner} may have {self.node.owners[owner]} workers")
-        self.node.reconciler.note_change()
+        self.node.reconciler.limits.note_change()
 
     def _reset(self, name: str) -> None:
         if (live := self.node.function(name).live) is not None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from pilotflame.runtime.calls.serving.replica import Replica, ReplicaState
 from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
+from pilotflame.runtime.node.reconciling.reconciler import ALLOCATION
 from pilotflame.runtime.node.reconciling.revision_workers import RevisionWorkers
 from pilotflame.runtime.node.scaling.allocation import PATIENCE_S
 from pilotflame.runtime.node.scaling.idle_period import QUIET_S
@@ -82,11 +83,11 @@ class Checks:
 
     def _watch(self, one: RevisionWorkers) -> None:
         """Have the methods that decide and act call this object."""
-        pool, zygote = one.pool, one.pool.zygote
+        pool, zygote, standby = one.pool, one.pool.zygote, one.pool.standby
         changed: tuple[tuple[object, str, Callable[..., Any]], ...] = (
             (one.observed, "update_row", self._on_decide), (pool, "start", self._on_start), (pool, "stop", self._on_stop),
             (pool, "park", self._on_park), (pool, "wake", self._on_wake), (zygote, "rest", self._on_rest),
-            (zygote, "end_standby", self._on_end_standby), (one.events, "on_lost", self._on_lost),
+            (standby, "end", self._on_end_standby), (one.events, "on_lost", self._on_lost),
             (one.events, "_note_death", self._on_death),
         )  # fmt: skip
         for target, name, method in changed:
@@ -223,7 +224,9 @@ class Checks:
             self._quiets += 1
             self.wakes += self.rests
             if self.wakes > MOST_WAKES:
-                raise Broken(f"the node is idle and does not come to rest: {self.node.reconciler._due}")
+                raise Broken(
+                    f"the node is idle and does not come to rest: {self.node.reconciler.agenda._due}"
+                )
             self._check_gpus()
             if self.node.reconciler.gpus.gpus:
                 self._check_memory()
@@ -248,14 +251,14 @@ class Checks:
         return True
 
     def _look_again(self) -> None:
-        reconciler = self.node.reconciler
-        self._shared = bool(reconciler._short)
-        self._allocation_due = reconciler._pending and reconciler._allocate_at_s < math.inf
+        limits = self.node.reconciler.limits
+        self._shared = bool(limits._short)
+        self._allocation_due = limits._pending and self._due_s(ALLOCATION) < math.inf
         self._rows = {one.key: one.observed.row.wants for one in self._members()}
         self._before = {
             key: (
                 one.observed.seen.unfinished > 0 or one.replicas.in_flight > 0,
-                reconciler.due_s(one),
+                self._due_s(key),
             )
             for key, one in self.node.members.items()
         }
@@ -263,8 +266,12 @@ class Checks:
             self.looks += 1
             one.look()
 
+    def _due_s(self, key: str) -> float:
+        """Return when the next look at a revision is due if no event causes an earlier look, or the next allocation."""
+        return self.node.reconciler.agenda._due.get(key, math.inf)
+
     def _members(self) -> list[RevisionWorkers]:
-        return [one for one in self.node.members.values() if one.key in self.node.reconciler._members]
+        return [one for one in self.node.members.values() if one.key in self.node.reconciler.limits.members]
 
     def _shares_anew(self) -> bool:
         """Return True if workers were shared anew, because that was due soon, or the load of a revision has changed unheard."""
@@ -312,17 +319,17 @@ class Checks:
             raise Broken(f"calls are in no queue and at no worker: {sorted(lost)[:5]}")
 
     def _check_rows(self) -> None:
-        reconciler = self.node.reconciler
+        short = self.node.reconciler.limits._short
         for one in self._members():
             row, seen = one.observed.update_row(self.now_s)
             missing = row.start(seen)
             if not missing:
                 continue
-            if one not in reconciler._short:
+            if one not in short:
                 raise Broken(f"{one.key}: {missing} workers are missing, and it waits for none")
-            if reconciler._short[one].reached is None and reconciler._allocate_at_s == math.inf:
+            if short[one].reached is None and self._due_s(ALLOCATION) == math.inf:
                 raise Broken(
-                    f"{one.key}: waits for {missing} workers, and no allocation is due: {reconciler._short[one]}"
+                    f"{one.key}: waits for {missing} workers, and no allocation is due: {short[one]}"
                 )
 
     # -- who waits
@@ -389,14 +396,14 @@ class Checks:
 
     def check_end(self) -> None:
         """Nothing happens any more: the node is at rest."""
-        node, reconciler = self.node, self.node.reconciler
+        node, agenda = self.node, self.node.reconciler.agenda
         if node.open_calls:
             raise Broken(
                 f"{len(node.open_calls)} calls were accepted and have not ended: {[*node.open_calls][:5]}"
             )
         for one in self._members():
             row, seen = one.observed.update_row(self.now_s)
-            if one not in reconciler._short and (row.awake, row.held) != (seen.ready, seen.held):
+            if one not in node.reconciler.limits._short and (row.awake, row.held) != (seen.ready, seen.held):
                 raise Broken(f"{one.key}: has {seen}, but the row is {row}")
             stand, ladder = one.observed.stand, one.function.ladder
             # A plan may keep a worker for more than a month.
@@ -406,9 +413,9 @@ class Checks:
                 raise Broken(
                     f"{one.key}: {seen.held} workers stay although nothing holds them: {row}, {seen}"
                 )
-            if (due_s := reconciler.due_s(one)) < math.inf:
+            if (due_s := self._due_s(one.key)) < math.inf:
                 raise Broken(
                     f"{one.key}: a look is due at {due_s - 1000:.3f} although nothing happens: {row}"
                 )
-        if reconciler._timer is not None:
-            raise Broken(f"the timer is set to {reconciler._timer_at_s - 1000:.3f}, although nothing happens")
+        if agenda._timer is not None:
+            raise Broken(f"the timer is set to {agenda._timer_at_s - 1000:.3f}, although nothing happens")

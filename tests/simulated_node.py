@@ -154,7 +154,7 @@ class SimulatedNode:
     def function(self, name: str) -> SimulatedFunction:
         if (found := self.functions.get(name)) is None:
             account = Account(name, Prices())
-            history = Known.new(name, account, self._shared)
+            history = Known.new(name, account, self._shared, lambda: None)
             found = self.functions[name] = SimulatedFunction(name, history)
         return found
 
@@ -228,7 +228,7 @@ class SimulatedNode:
             await self._retire(live)
             function.function.account.note_removed()
             if function.live is None:
-                function.function = Known.new(name, function.function.account, self._shared)
+                function.function = Known.new(name, function.function.account, self._shared, lambda: None)
 
     async def _retire(self, workers: RevisionWorkers, timeout_s: float | None = None) -> None:
         self.tell(f"{workers.key} retires")

@@ -471,13 +471,14 @@ def test_one_timer_decides_about_workers() -> None:
 # By part of a revision, what starts and ends its processes, and what brings and drops its weights.
 VERBS = {
     "pool": {"start", "wake", "park", "stop", "close"},
-    "zygote": {"open", "launch", "warm", "rest", "fork", "take_standby", "replenish", "stop_standbys", "end_standby", "close", "wait_closed"},
+    "zygote": {"open", "launch", "warm", "rest", "fork", "close", "wait_closed"},
+    "standby": {"take", "replenish", "stop", "end"},
     "weights": {"fetch", "fetch_on_use", "release", "drop", "close"},
 }  # fmt: skip
 # The pool forks the children that it starts while their weights are fetched, and closes both.
 OF_POOL = {
     "zygote.fork",
-    "zygote.take_standby",
+    "standby.take",
     "weights.fetch",
     "zygote.close",
     "zygote.wait_closed",

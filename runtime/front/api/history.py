@@ -153,7 +153,7 @@ class HistoryApi:
 
 def _rungs(live: Live) -> list[RungFacts]:
     """Return the rungs of a function's ladder, with estimates until the first measurements exist."""
-    figures = live.function.ladder.figures
+    figures = live.function.ladder.measured.figures
     names = ladder_spec_of(live.record, IN_BYTES).rungs
     rungs = figures.ladder(names, IN_BYTES).rungs
     devices = [figures.devices if name is RungName.READY else 0.0 for name in names]
@@ -164,7 +164,7 @@ def _rungs(live: Live) -> list[RungFacts]:
 
 
 def _prices(live: Live) -> PriceFacts:
-    memory_byte_s, device_s, waiting_s = live.function.ladder.prices
+    memory_byte_s, device_s, waiting_s = live.function.ladder.measured.prices
     return PriceFacts(
         memory_gb_hour=memory_byte_s * GB * HOUR_S, device_hour=device_s * HOUR_S, waiting_s=waiting_s
     )

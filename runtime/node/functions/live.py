@@ -19,8 +19,8 @@ from ...ground.telemetry.log_files import LogLine, LogQuery, function_file
 from ...ground.telemetry.logs import LogChannel, Logs
 from ...ground.telemetry.rung_name import RungName
 from ..reconciling.function import Function
-from ..reconciling.idle_ladder import PLANNED, LadderSpec
 from ..reconciling.revision_workers import RevisionWorkers
+from ..scaling.measured_ladder import PLANNED, LadderSpec
 from ..scaling.rung_figures import HoldingPrices
 from .progress import Progress
 from .revision_record import RevisionRecord

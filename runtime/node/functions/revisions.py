@@ -125,7 +125,7 @@ class Revisions:
         store, policies = self.functions.store, self.functions.policies
         made = functools.partial(worker_spec, store, record, self.weights.cache, self.dialects, policies)
         spec = await self.threads.run(made)
-        if seen := self.reconciler.gpus.environment(spec.resources, contained=bool(spec.image)):
+        if seen := self.reconciler.gpus.hardware.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
         if self.call_observers:
             spec = spec.model_copy(update={"observers": tuple(self.call_observers)})

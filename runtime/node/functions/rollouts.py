@@ -69,7 +69,7 @@ class Rollouts:
             logs.write("deploy", text)
         with contextlib.ExitStack() as failing:
             failing.callback(self.revisions.threads.start, functools.partial(_remove, staged))
-            self.revisions.reconciler.gpus.check(name, fields.settings.resources)
+            self.revisions.reconciler.gpus.hardware.check(name, fields.settings.resources)
             async with functions.lock(name):
                 functions.check_open()
                 failing.pop_all()

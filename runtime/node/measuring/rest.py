@@ -123,7 +123,7 @@ class Rest:
         for live in map(lives.__getitem__, unused):
             # A call may have arrived since the function was noted.
             if _idle(live.workers):
-                live.function.ladder.yield_to(live.function.ladder.below(RungName.ZYGOTE)[0])
+                live.function.ladder.yield_to(live.function.ladder.measured.spec.below(RungName.ZYGOTE)[0])
                 live.note_rest(0.0)
                 live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
         await self._relieve()
@@ -265,7 +265,7 @@ def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> It
         return
     resident_bytes = float(workers.holdings.resident_bytes)
     freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
-    for lower in live.function.ladder.below(upper):
+    for lower in live.function.ladder.measured.spec.below(upper):
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
             return
         step = live.function.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
@@ -307,7 +307,7 @@ def _unmeasured(workers: RevisionWorkers) -> bool:
 
     The memory of a rung is not known if the workers were busy in all checks so far.
     """
-    known = workers.function.ladder.figures.held_bytes
+    known = workers.function.ladder.measured.figures.held_bytes
     rests = any(role != "worker" for _, role, _ in workers.holdings.processes())
     held = {RungName.READY: bool(workers.replicas.ready), RungName.ZYGOTE: rests}
     return any(there and rung not in known for rung, there in held.items())

@@ -9,7 +9,8 @@ Start reading at `reconciler.py`.
         Bar             refuses the calls of a revision that may have no worker
         CallReports, ProcessEvents  pass on the events of its calls and of its processes, and have the reconciler look
         Pool            starts, parks, wakes and ends the revision's workers for CarryOut
-          ZygoteSupervisor  keeps the zygote, from which workers are forked, and the standby
+          ZygoteSupervisor  keeps the zygote, from which workers are forked
+          Standby           keeps the child of the zygote that becomes the next worker
           HeldWeights       keeps the fetched weights on this node while the revision has workers
       GpuPlaces         books the memory of the node's GPUs
       Function          tells whether a function may run; its revisions share its keep-alive plan, budget and signals

@@ -33,10 +33,10 @@ class CarryOut:
 
     # -- a row
 
-    def row(self, row: Row, seen: Seen) -> bool:
+    def row(self, row: Row, seen: Seen, places: Sequence[Holding | None]) -> bool:
         """Start, wake, stop and park workers until the revision has the number of workers that the row names.
 
-        Return True if workers woke, stop or park: then the revision has a new row.
+        `places` are the planned holdings of workers that start and need GPUs. Return True if workers woke, stop or park: then the revision has a new row.
         """
         missing = row.start(seen)
         if not missing:
@@ -49,7 +49,7 @@ class CarryOut:
         # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
         room = max(0, row.most - seen.held)
         if missing:
-            self._start(min(missing, room), row, seen)
+            self._start(min(missing, room), row, seen, places)
         stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
         if stop:
             self._stop(stop, seen)
@@ -60,21 +60,21 @@ class CarryOut:
 
     def at_rest(self, rest: AtRest) -> None:
         """Launch and end the zygote and the standby, and let go of the weights, as a row says."""
-        zygote = self._one.pool.zygote
+        zygote, standby = self._one.pool.zygote, self._one.pool.standby
         if rest.zygote is Aim.END:
             zygote.rest()
         elif rest.zygote is Aim.WANT:
             zygote.launch()
         if rest.standby is Aim.WANT:
-            zygote.replenish()
+            standby.replenish()
         elif rest.standby is Aim.END:
-            zygote.stop_standbys()
+            standby.stop()
         if self._fetches and rest.weights is not RungName.READY:
             self._one.pool.weights.release()
             if rest.weights is RungName.LOCAL and self._one.pool.weights.resident_bytes:
                 self._one.pool.weights.drop()
 
-    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None] = ()) -> None:
+    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None]) -> None:
         """Start workers for the proposals of a row."""
         one, number = self._one, 0
         for proposal, count in row.causes(seen, workers):
@@ -129,7 +129,7 @@ class CarryOut:
             else:
                 self.renew_standby()
         if ended := [key for key in grant.end if isinstance(key, Replica)]:
-            calls = self.end(ended, replaced(one.spec.function, one.node.reconciler.drain_s), MIN_TEARDOWN_S)
+            calls = self.end(ended, replaced(one.spec.function, one.node.limits.drain_s), MIN_TEARDOWN_S)
             self._note("end", "replaced", seen, workers=len(ended), calls=calls)
         one.pool.park([key for key in grant.park if isinstance(key, Replica)], given=True)
         wakes = [key for key in grant.wake if isinstance(key, Replica)]
@@ -146,7 +146,7 @@ class CarryOut:
 
         The next look forks another one.
         """
-        if not self._one.pool.zygote.end_standby():
+        if not self._one.pool.standby.end():
             return False
         self._one.node.reconciler.look_by(self._one.key, time.monotonic())
         return True

@@ -33,7 +33,7 @@ class Demand:
         replicas, queued = self._replicas, len(self._dispatcher.queue) + arriving
         leaving, starting, ready = replicas.leaving, replicas.starting, len(replicas.ready)
         in_flight = replicas.in_flight - leaving
-        load = self._predict(queued, starting, now_s)
+        load = self._note_load(queued, starting, now_s)
         peak = Seen(queued, max(in_flight, self._revision.peak), starting, ready, load=load)
         # This need leaves out the workers that signals and the owner ask for: other proposals keep them.
         self._need.note(now_s, buffered(spec, peak))
@@ -48,27 +48,24 @@ class Demand:
 
     def ahead(self, spec: ScaleSpec, invocations: int, now_s: float) -> int:
         """Return how many workers `invocations` invocations need. They run already, or are about to come."""
-        replicas, wake_s = self._replicas, self._dispatcher.durations.activation_s
-        in_flight = replicas.in_flight
-        queued = max(len(self._dispatcher.queue), invocations - in_flight)
-        starting, load = replicas.starting, None
-        if (work_s := self._dispatcher.durations.work_s(queued)) is not None:
-            started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
-            load = Load(work_s, wake_s, started_s, stuck=0.0, lasting=0.0)
+        replicas, in_flight = self._replicas, self._replicas.in_flight
+        queued, starting = max(len(self._dispatcher.queue), invocations - in_flight), replicas.starting
+        load = self._predict(queued, starting, now_s)
         return wanted(spec, Seen(queued, in_flight, starting, len(replicas.ready), load=load))
 
-    def _predict(self, queued: int, starting: int, now_s: float) -> Load | None:
-        """Return the predicted times of the load; None while the duration of an invocation is unknown."""
-        replicas, wake_s, queue = (
-            self._replicas,
-            self._dispatcher.durations.activation_s,
-            self._dispatcher.queue,
-        )
+    def _note_load(self, queued: int, starting: int, now_s: float) -> Load | None:
+        """Remember the present load, and return its predicted times."""
+        queue, late = self._dispatcher.queue, self._dispatcher.late
         lasting = self._load.note(now_s, self._pool.load_s(now_s), queued, queue.admitted, queue.emptied)
-        if (work_s := self._dispatcher.durations.work_s(queued)) is None:
+        if (load := self._predict(queued, starting, now_s)) is None:
             return None
-        started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
-        load = Load(work_s, wake_s, started_s, 0.0, lasting, self._dispatcher.durations.work_s(1) or 0.0)
-        if queued and (stuck := self._dispatcher.late.stuck()):
-            return load._replace(stuck=stuck)
-        return load
+        return load._replace(stuck=late.stuck() if queued else 0.0, lasting=lasting)
+
+    def _predict(self, queued: int, starting: int, now_s: float) -> Load | None:
+        """Return the predicted times of a load; None while the duration of an invocation is unknown."""
+        durations = self._dispatcher.durations
+        if (work_s := durations.work_s(queued)) is None:
+            return None
+        started_s = self._replicas.started_s(now_s, durations.activation_s) if starting else 0.0
+        each_s = durations.work_s(1) or 0.0
+        return Load(work_s, durations.activation_s, started_s, stuck=0.0, lasting=0.0, each_s=each_s)

@@ -21,12 +21,8 @@ class Drain:
         self._over = asyncio.Event()
         self._limit_s = self._until_s = math.inf
         self._timers: list[asyncio.TimerHandle] = []
-        self._end: CallEnd | None = None
-
-    @property
-    def end(self) -> CallEnd | None:
+        self.end: CallEnd | None = None
         """The errors of the invocations that have not ended in time; None if the gateway does not end."""
-        return self._end
 
     def limit(self, timeout_s: float) -> None:
         """Let the drain end at the latest `timeout_s` from now, whether it has begun or not."""
@@ -35,7 +31,7 @@ class Drain:
 
     def limit_shutdown(self, drain_s: float) -> None:
         """Let the drain end at the latest `drain_s` from now, because the gateway ends."""
-        self._end = shutting_down(drain_s)
+        self.end = shutting_down(drain_s)
         self.limit(drain_s)
 
     def note_empty(self) -> None:

@@ -47,14 +47,8 @@ class Function:
         self.prewarms = Prewarms(self.decisions)
 
     @classmethod
-    def new(
-        cls,
-        name: str,
-        account: Account,
-        shared: SharedPrior | None = None,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> Function:
-        """Return a function without any history."""
+    def new(cls, name: str, account: Account, shared: SharedPrior, on_change: Callable[[], None]) -> Function:
+        """Return a function without any history. See `IdleLadder` for `on_change`."""
         decisions = Decisions()
         return cls(name, IdleLadder(decisions, shared, on_change), account, decisions)
 

@@ -165,12 +165,13 @@ def _remembering(known: Function) -> Callable[[], _Remembered]:
     """
     ladder = known.ladder
     delays = {name: (one.calls, tuple(one.hits)) for name, one in known.upstreams.items()}
-    learning, figures, idle = ladder.learning(), ladder.figures, ladder.idle_for_s()
-    slow_share = _SlowShare.model_validate(asdict(ladder.slow_share))
-    idling = _Idling(since_at=time.time() - idle[0], since_wake_s=idle[1]) if idle is not None else None
+    learning, figures = ladder.past.learning(ladder.measured.ladder), ladder.measured.figures
+    slow_share = _SlowShare.model_validate(asdict(ladder.measured.slow_share))
+    period, clock_at = ladder.watch.period, time.time() - time.monotonic()
+    idling = _Idling(since_at=clock_at + period.begun_s, since_wake_s=period.since_s) if period else None
 
     def remembered() -> _Remembered:
-        history = learning()
+        history = learning.history()
         upstreams = {name: _Delays(calls=calls, hits=hits) for name, (calls, hits) in delays.items()}
         return _Remembered(
             idles=_rounded(history.idles), intervals=_rounded(history.intervals), burst_waits=history.waits, periods=history.periods,
@@ -194,11 +195,15 @@ def _restore(known: Function, stored: _Remembered) -> None:
     )
     lasting_bills = stored.lasting_bills or stored.bills
     waits = tuple(BurstWait(*pair) for pair in stored.burst_waits)
-    history = History(stored.idles, stored.intervals, waits, stored.periods, stored.bills, lasting_bills)
-    figures = RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.devices)
-    ladder.remember(history, figures, SlowShare(**dict(stored.slow_share)))
+    ladder.past.history = History(
+        stored.idles, stored.intervals, waits, stored.periods, stored.bills, lasting_bills
+    )
+    ladder.measured.figures = RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.devices)
+    ladder.measured.slow_share = SlowShare(**dict(stored.slow_share))
     if stored.idling is not None:
-        ladder.resume(max(0.0, time.time() - stored.idling.since_at), stored.idling.since_wake_s)
+        # The previous gateway ended during this period, so nothing is learned from its length.
+        idle_s = max(0.0, time.time() - stored.idling.since_at)
+        ladder.watch.resume(time.monotonic() - idle_s, stored.idling.since_wake_s)
 
 
 def _read(file: Path) -> _Remembered:

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ....errors import SettingsError
 from ...calls.link.child import Child
 from ...calls.serving.replica import Replica, ReplicaState
-from ...ground.settings.resources import CONTEXT_MB, Resources
+from ...ground.settings.resources import CONTEXT_MB
 from ...ground.telemetry.metrics import Reading
-from ..launching.gpu_driver import MIB, GpuDriver, GpuUse
-from ..launching.gpus import names_within
-from ..launching.nvidia_gpus import NvidiaDriver
+from ..launching.gpu_driver import GpuDriver
 from ..scaling.claims import NodeProcess, ProcessState
 from ..scaling.gpu_ledger import Booking, GpuLedger
-from ..scaling.placement import Gpu, GpuNeed, Holding, candidates, fits, need_of, place
+from ..scaling.placement import Gpu, GpuNeed, Holding, candidates
+from .gpu_hardware import GpuHardware
 
 
 class GpuClaimant(Protocol):
@@ -61,95 +59,90 @@ class GpuPlace(Booking):
         return self.standby and self.child is not None and not self.child.link.closed
 
 
-class GpuPlaces:
-    """The bookings of each GPU's memory. On a node without GPUs, no function that needs a GPU can be deployed."""
+class Rehearsals:
+    """The places of standbys that rehearse, and the revisions whose standby had no room to rehearse."""
 
-    def __init__(self, gpus: Sequence[Gpu] = (), driver: GpuDriver | None = None) -> None:
-        self.gpus, self._driver = tuple(gpus), driver or NvidiaDriver()
-        self._ledger: GpuLedger[GpuPlace] = GpuLedger(self.gpus)
-        # The revisions whose standby had no room to rehearse.
-        self._unrehearsed: dict[GpuClaimant, None] = {}
-        self.on_freed: Callable[[], None] = lambda: None
-        """Called when less memory is booked than before, and when a standby can become a worker."""
+    def __init__(self, ledger: GpuLedger[GpuPlace]) -> None:
+        self._ledger = ledger
+        self._without_room: dict[GpuClaimant, None] = {}
         self.waiting = 0
         """The number of revisions that wait for room. While a revision waits, no standby takes a place."""
 
-    def check(self, function: str, resources: Resources) -> None:
-        """Raise SettingsError if no worker of a function could ever have a place here."""
-        if (need := need_of(resources)) is None or place(self.gpus, (), need) is not None:
-            return
-        memory = f" with {need.memory_mb} MiB of each" if need.memory_mb is not None else ""
-        there = ", ".join(f"{gpu.id} with {gpu.memory_mb} MiB" for gpu in self.gpus) or "none"
-        sliced = need.gpus > 1 and any(gpu.slice for gpu in self.gpus)
-        why = "; a process can use one MIG slice only" if sliced else ""
-        raise SettingsError(
-            f"{function!r} needs {need.gpus} GPU{'s' if need.gpus > 1 else ''}{memory} (resources.gpus); this node has: {there}{why}.",
-            remedy="Lower resources.gpus or resources.gpu_memory_mb, leave them out to run without a GPU of its own, or"
-            " see `pilotflame doctor` and the gateway's setting `gpus`.",
-        )
-
-    # -- the places
-
-    def fits(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> bool:
-        """Return True if `missing` more workers of a revision fit. First parked workers wake, then others start."""
-        if one.gpu_need is None:
-            return True
-        # The standby becomes the first worker that starts, so its own place counts as free.
-        own = self.standby_of(one) if missing > len(parked) else None
-        waking = [self.of(replica) for replica in parked[::-1][:missing]]
-        beside = [each for each in self._ledger.bookings if each is not own]
-        holdings = [each.full if each in waking else each.holding for each in beside]
-        if not fits(self.gpus, holdings, dict.fromkeys((gpu.id for gpu in self.gpus), 0)):
-            return False
-        for _ in range(missing - len(parked)):
-            if (found := place(self.gpus, holdings, one.gpu_need)) is None:
-                return False
-            holdings.append(found)
-        return True
-
-    def take(
-        self, one: GpuClaimant, standby: Child | None = None, at: Holding | None = None
-    ) -> GpuPlace | None:
-        """Book a place for a worker that is about to start, at `at` if that is given, and return the place.
-
-        Return None if the worker needs no GPU, or if there is no room. If the worker was a standby with a place, that
-        place becomes the worker's place.
-        """
-        if (need := one.gpu_need) is None:
-            return None
-        own = self._of_standby(standby)
-        if (found := at if at is not None else self._ledger.room(need, own)) is None:
-            return None
-        if own is not None:
-            self._ledger.promote(own, found)
-            own.standby = False
-            own.parked = dict.fromkeys(found, CONTEXT_MB)
-            return own
-        taken = GpuPlace(found, found, one)
-        self._ledger.add(taken)
-        return taken
-
-    def take_standby(self, one: GpuClaimant) -> GpuPlace | None:
+    def take(self, one: GpuClaimant) -> GpuPlace | None:
         """Book a place for a standby that is about to be forked, and return the place; None if it must not rehearse."""
         if (need := one.gpu_need) is None:
             return None
         room = self._ledger.rehearsal_room(need)
         if room is None or self.waiting:
-            self._unrehearsed[one] = None
+            self._without_room[one] = None
             return None
         taken = GpuPlace(*room, one, standby=True)
         self._ledger.add(taken)
         return taken
 
-    def rehearsal_mb(self, one: GpuClaimant, held: GpuPlace | None) -> int | None:
+    def limit_mb(self, one: GpuClaimant, held: GpuPlace | None) -> int | None:
         """Return how many MiB of each GPU a process may use before it is activated; None if there is no limit.
 
         If the node has more GPUs than a worker needs, the process does not know its GPUs yet, and the result is 0.
         """
         if one.gpu_need is None:
             return None
-        known = len(candidates(self.gpus, one.gpu_need)) == one.gpu_need.gpus
+        known = len(candidates(self._ledger.gpus, one.gpu_need)) == one.gpu_need.gpus
         return min(held.holding.values()) if known and held is not None else 0
+
+    def renew(self) -> None:
+        """If there is room now, replace one standby that could not rehearse. The next follows after that rehearsal."""
+        for one in self._without_room:
+            if one.gpu_need is None or self.waiting:
+                continue
+            if self._ledger.rehearsal_room(one.gpu_need) is not None and one.renew_standby():
+                del self._without_room[one]
+                return
+
+    def leave(self, one: GpuClaimant) -> None:
+        """Forget that a revision's standby could not rehearse, because the revision ends."""
+        self._without_room.pop(one, None)
+
+
+class GpuPlaces:
+    """The bookings of each GPU's memory. On a node without GPUs, no function that needs a GPU can be deployed."""
+
+    def __init__(self, gpus: Sequence[Gpu], driver: GpuDriver) -> None:
+        self.hardware = GpuHardware(gpus, driver)
+        self.gpus = self.hardware.gpus
+        self._ledger: GpuLedger[GpuPlace] = GpuLedger(self.gpus)
+        self.rehearsals = Rehearsals(self._ledger)
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called when less memory is booked than before, and when a standby can become a worker."""
+
+    # -- the places
+
+    def plan(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> list[Holding] | None:
+        """Plan `missing` more workers of a revision: first parked workers wake, then others start.
+
+        Return the holdings of the workers that start; an empty list if the revision needs no GPU, and None if there is no
+        room for all.
+        """
+        if one.gpu_need is None:
+            return []
+        # The standby becomes the first worker that starts, so its own place counts as free.
+        own = self.standby_of(one) if missing > len(parked) else None
+        waking = [self.of(replica) for replica in parked[::-1][:missing]]
+        return self._ledger.plan(one.gpu_need, missing - len(parked), waking, own)
+
+    def take(self, one: GpuClaimant, at: Holding, standby: Child | None = None) -> GpuPlace:
+        """Book a place for a worker that is about to start, at a planned holding, and return the place.
+
+        If the worker was a standby with a place, that place becomes the worker's place.
+        """
+        if (own := self._of_standby(standby)) is not None:
+            self._ledger.promote(own, at)
+            own.standby = False
+            own.parked = dict.fromkeys(at, CONTEXT_MB)
+            return own
+        taken = GpuPlace(at, at, one)
+        self._ledger.add(taken)
+        return taken
 
     def note_rehearsed(self, held: GpuPlace, kept: Holding) -> None:
         """Book the memory that a standby holds after its rehearsal."""
@@ -157,39 +150,12 @@ class GpuPlaces:
             self._ledger.note_held(held, kept)
             self.on_freed()
 
-    def note_forked(self) -> None:
-        """Learn that a standby was forked: it can become a worker now, or be replaced."""
-        self.on_freed()
-
-    async def kept(self, held: GpuPlace, child: Child, reserved: Sequence[int]) -> Holding:
-        """Return the memory that a process still holds after it has given memory back: a measurement of the driver, or an estimate.
-
-        The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes, in the order of the
-        place's GPUs), and an allowance for the context of the GPU.
-        """
-        measured = await asyncio.to_thread(self._driver.held_by, child.pid)
-        torchs = dict(zip(held.full, reserved, strict=False))
-        return {
-            gpu: -(-measured[gpu] // MIB) if gpu in measured else CONTEXT_MB - (-torchs.get(gpu, 0) // MIB)
-            for gpu in held.full
-        }
-
     def share(self, replica: Replica) -> float | None:
         """Return the number of GPUs that a worker holds, as the sum of its shares of memory; None without a place."""
         if (held := self.of(replica)) is None:
             return None
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
         return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
-
-    def note_parking(self, replica: Replica, *, given: bool) -> None:
-        """Learn that a worker begins to give back GPU memory. `given` is True if another worker gets that memory."""
-        if (held := self.of(replica)) is not None:
-            held.given = given
-
-    def gives(self, replica: Replica) -> bool:
-        """Return True if a worker parks to make room for another worker."""
-        held = self.of(replica)
-        return held is not None and held.given
 
     def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
         """Learn that a worker has parked, and how much memory it keeps.
@@ -212,10 +178,6 @@ class GpuPlaces:
         held.given = False
         return True
 
-    def assign(self, held: GpuPlace, replica: Replica) -> None:
-        """Learn that `replica` has a place."""
-        held.replica, held.child = replica, replica.child
-
     def of(self, replica: Replica) -> GpuPlace | None:
         """Return the place of a worker; None without a place."""
         return next((each for each in self._ledger.bookings if each.replica is replica), None)
@@ -237,43 +199,20 @@ class GpuPlaces:
         """The revisions that hold memory of GPUs. A revision is included until its last process has ended."""
         return list(dict.fromkeys(each.owner for each in self._ledger.bookings))
 
-    def leave(self, one: GpuClaimant) -> None:
-        """Forget that a revision's standby could not rehearse, because the revision ends."""
-        self._unrehearsed.pop(one, None)
+    def bind(self, held: GpuPlace | None, child: Child | None, tasks: asyncio.TaskGroup) -> None:
+        """Give a place to a process until it has ended. Without a process, because a fork failed, free the place now."""
+        if child is None:
+            self.free(held)
+        elif held is not None:
+            held.child = child
+            tasks.create_task(self._free_at_end(held, child))
 
-    def renew_standby(self) -> None:
-        """If there is room now, replace one standby that could not rehearse. The next follows after that rehearsal."""
-        for one in self._unrehearsed:
-            if one.gpu_need is None or self.waiting:
-                continue
-            if self._ledger.rehearsal_room(one.gpu_need) is not None and one.renew_standby():
-                del self._unrehearsed[one]
-                return
-
-    async def free_at_end(self, held: GpuPlace, child: Child) -> None:
+    async def _free_at_end(self, held: GpuPlace, child: Child) -> None:
         """Give a place back after its process has ended: until then, the process holds GPU memory."""
         await child.gone.wait()
         # If a standby has died, its place may belong to a worker now.
         if held.child is child:
             self.free(held)
-
-    def environment(
-        self, resources: Resources, held: GpuPlace | None = None, *, contained: bool = False
-    ) -> dict[str, str]:
-        """Return the environment variables that show a worker only its own GPUs, and limit it to its part of their
-        memory.
-
-        Without a place, return the variables of the zygote, which sees all GPUs that a worker may get. If `contained`,
-        the worker runs in a container, which numbers its GPUs from 0.
-        """
-        if resources.gpus is None:
-            return {}
-        need = need_of(resources)
-        given = [gpu.id for gpu in candidates(self.gpus, need)] if need is not None else []
-        seen = list(held.full) if held is not None else given
-        if contained:
-            seen = names_within(given, seen)
-        return self._driver.environment(seen, resources.gpu_memory_mb)
 
     def free(self, held: GpuPlace | None) -> None:
         """Give a place back: the worker has ended, or could not start."""
@@ -281,34 +220,13 @@ class GpuPlaces:
             self._ledger.remove(held)
             self.on_freed()
 
-    # -- metrics
-
     async def readings(self) -> list[Reading]:
         """Return the held and the used memory of each GPU, for the metrics."""
         if not self.gpus:
             return []
-        held = self._ledger.booked
-        uses = await asyncio.to_thread(self._driver.uses)
-        sizes = {gpu.id: gpu.memory_mb << 20 for gpu in self.gpus}
-        booked = {gpu.id: held[gpu.id] << 20 for gpu in self.gpus}
-        used = {self._label(one): one.used_bytes for one in uses}
-        busy = {self._label(one): one.busy_share for one in uses if one.busy_share is not None}
         waits = "Functions, and deploys, that wait for room on GPUs."
-        return [
-            Reading("gpu_waiting", waits, {(): float(self.waiting)}, ()),
-            _reading("memory_bytes", "Memory of the node's GPUs.", sizes),
-            _reading(
-                "held_bytes",
-                "Memory of GPUs that is booked for workers, parked workers and standbys.",
-                booked,
-            ),
-            _reading("used_bytes", "Memory of GPUs that all processes of the machine use.", used),
-            _reading("busy_ratio", "Share of the time in which a GPU ran something.", busy),
-        ]
-
-    def _label(self, use: GpuUse) -> str:
-        """Return the id by which the settings name a GPU."""
-        return next((gpu.id for gpu in self.gpus if use.is_named(gpu.id)), use.id)
+        waiting = Reading("gpu_waiting", waits, {(): float(self.rehearsals.waiting)}, ())
+        return [waiting, *await self.hardware.readings(self._ledger.booked)]
 
 
 # A worker that restores its weights counts as ready: to make room, it can be ended, before any ready worker.
@@ -354,7 +272,3 @@ def _process(
     # A worker that starts, or that freed nothing when it parked, has to end to make room.
     parks = place.parked if used_s > 0 and place.parked != place.full else None
     return NodeProcess(key, state, calls, used_s, place.holding, place.full, parks)
-
-
-def _reading(name: str, text: str, by_gpu: Mapping[str, float]) -> Reading:
-    return Reading(f"gpu_{name}", text, {(gpu,): float(value) for gpu, value in by_gpu.items()}, ("gpu",))

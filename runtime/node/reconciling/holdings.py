@@ -43,7 +43,7 @@ class Holdings:
     def processes(self) -> list[tuple[int, str, str]]:
         """Return the pid, the role and the name of each of its processes."""
         rows = [(replica.child.pid, "worker", replica.name) for replica in self._one.replicas]
-        if (standby := self._one.pool.zygote.standby) is not None:
+        if (standby := self._one.pool.standby.child) is not None:
             rows.append((standby.pid, "standby", standby.name))
         return rows if (pid := self.zygote_pid) is None else [*rows, (pid, "zygote", "zygote")]
 
@@ -63,12 +63,12 @@ class Holdings:
         return RungName.PARKED if rung is RungName.READY and not self._one.replicas.ready else rung
 
     def worker_counts(self) -> WorkerCounts:
-        replicas, zygote = self._one.replicas, self._one.pool.zygote
-        busy_s, ready_s = self._one.pool.worked_s(time.monotonic())
+        replicas, pool, standby = self._one.replicas, self._one.pool, self._one.pool.standby
+        busy_s, ready_s = pool.worked_s(time.monotonic())
         return WorkerCounts(
             queued=len(self._one.revision.dispatcher.queue), in_flight=replicas.in_flight, starting=replicas.starting,
             ready=len(replicas.ready), parked=len(replicas.parked), draining=replicas.draining,
-            standby=zygote.standby is not None and zygote.standby_primed, zygote=zygote.source is not None,
+            standby=standby.child is not None and standby.primed, zygote=pool.zygote.source is not None,
             busy_s=busy_s, ready_s=ready_s, deaths=self._one.starts.unexpected_ends,
         )  # fmt: skip
 

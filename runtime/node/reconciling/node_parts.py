@@ -10,7 +10,7 @@ from ...ground.access.fair_share import SharedRoom
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from .gpu_places import GpuPlaces
-from .reconciler import Reconciler
+from .reconciler import Reconciler, SharedLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class NodeParts:
     tasks: asyncio.TaskGroup
     waiting: SharedRoom = field(default_factory=lambda: SharedRoom(MAX_WAITING_BYTES))
     """The bodies that wait in all queues."""
+
+    @property
+    def limits(self) -> SharedLimits:
+        return self.reconciler.limits
 
     @property
     def gpus(self) -> GpuPlaces:

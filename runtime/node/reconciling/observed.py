@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Protocol
 
 from ....errors import PilotflameError
 from ...calls.serving.replica import Replica
@@ -29,8 +28,7 @@ from .gpu_places import node_processes
 from .holdings import Holdings
 from .idle_ladder import Stand
 from .prewarms import signal_of
-from .process_events import ProcessEvents
-from .reconciler import Member
+from .process_events import ProcessEvents, Watched
 from .revision_parts import RevisionParts
 
 # The plan's prewarm holds a worker for this time.
@@ -55,7 +53,6 @@ class ObservedRevision:
         self.looked_s = -math.inf
         """When the row was made."""
         self.quiet_s = QUIET_S
-        """After this time without calls, the row may change, or an idle period begins."""
 
     # -- the row
 
@@ -71,7 +68,7 @@ class ObservedRevision:
         self.row = row._replace(rest=rest, again_s=min(row.again_s, rest.again_s))
         self.quiet_s = min(QUIET_S, spec.scale_to_zero_s, spec.park_after_s)
         # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
-        looks_first = function.ladder.idle or seen.parked
+        looks_first = function.ladder.watch.period or seen.parked
         calls = self._one.revision
         calls.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         calls.enough_queued = -1.0 if looks_first else sufficient_queue(spec, seen)
@@ -98,7 +95,7 @@ class ObservedRevision:
         follow_at_s, self.stand = math.inf, Stand()
         if one.function.ladder.drives(one):
             follow_at_s, self.stand = self._follow_idling(now_s), self._take_stand(now_s)
-            one.revision.follows_until_s = one.function.ladder.follows_until_s
+            one.revision.follows_until_s = one.function.ladder.past.follows_until_s
         drains_s = now_s + DRAIN_LOOK_S if one.phase is Phase.RETIRING else math.inf
         return min(self.stand.again_s, follow_at_s, account.due_s, one.pool.zygote.relaunch_at_s, drains_s)
 
@@ -137,8 +134,9 @@ class ObservedRevision:
         return RestPlan(keeps, climbs, stand.rung is RungName.LOCAL)
 
     def _present(self) -> Present:
-        held, ending, zygote = self._one.replicas.held, self._one.pool.ending, self._one.pool.zygote
-        return Present(held, ending, zygote.lacks_standby, zygote.standby_due_s, zygote.relaunch_at_s)
+        pool, standby = self._one.pool, self._one.pool.standby
+        held, relaunch_at_s = self._one.replicas.held, pool.zygote.relaunch_at_s
+        return Present(held, pool.ending, standby.lacks, standby.due_s, relaunch_at_s)
 
     def _has_begun(self) -> bool:
         """Return True if the revision retires, and no accepted invocation waits for its start."""
@@ -194,47 +192,28 @@ class ObservedRevision:
         asked = hold is not None and signal_of(hold.cause) in URGENT
         return len(self._one.revision.dispatcher.queue) > 0 or asked or self._one.phase is Phase.PROVING
 
-    def fits_gpus(self, workers: int) -> bool:
-        """Return True if the GPUs have room for this number of additional workers that are awake."""
-        return self._one.node.gpus.fits(self._one, self._one.replicas.parked, workers)
-
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
         row, one, replicas = self.desired(), self._one, self._one.replicas
-        wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
-        first_s = min(
-            (each.activation.ready_s for each in replicas.ready + replicas.parked), default=math.inf
-        )
+        wants = {WorkerTier[rank.name]: count for rank, count in row.wants.items()}
+        ready_s = [each.activation.ready_s for each in replicas.ready + replicas.parked]
         places = one.node.gpus.of_owner(one) if one.gpu_need is not None else []
         processes = tuple(node_processes(replicas, one.pool.forking, places))
         return RevisionClaim(
             one.key, one.spec.function, one.owner, wants, row.awake, row.held, processes, one.gpu_need,
-            waiting_since_s, first_s, self._cost, one.phase is Phase.RETIRING,
+            waiting_since_s, min(ready_s, default=math.inf), self._cost, one.phase is Phase.RETIRING,
         )  # fmt: skip
 
     def _cost(self, freed_bytes: float) -> float:
         ladder = self._one.function.ladder
-        below = ladder.below(RungName.READY)[0]
+        below = ladder.measured.spec.below(RungName.READY)[0]
         return waiting_per_byte(ladder.step_down(self._one.spec.function, RungName.READY, below, freed_bytes))
-
-
-_TIERS = {
-    Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
-}  # fmt: skip
-
-
-class Called(RevisionParts, Member, Protocol):
-    """One revision, as the reports of its invocations see it."""
-
-    observed: ObservedRevision
-
-    def warm(self, workers: int, cause: str) -> None: ...
 
 
 class CallReports(CallWatcher):
     """Passes on what a revision reports about its invocations: the reconciler looks when its row may have changed."""
 
-    def __init__(self, one: Called) -> None:
+    def __init__(self, one: Watched) -> None:
         self._one = one
 
     def look(self, arriving: int = 0) -> None:
@@ -252,7 +231,7 @@ class CallReports(CallWatcher):
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
         idle = not replica.outstanding.calls
         if idle:
-            self._one.node.reconciler.note_change()
+            self._one.node.limits.note_change()
         if waiting or self._one.phase is Phase.RETIRING:
             self.look()
         elif idle:
@@ -261,7 +240,7 @@ class CallReports(CallWatcher):
             self._one.node.reconciler.look_by(self._one.key, at_s)
 
     def on_followed(self, arrived_s: float) -> None:
-        self._one.function.ladder.note_arrival(arrived_s)
+        self._one.function.ladder.past.note_arrival(arrived_s)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         return self._one.pool.weights.explain(error)

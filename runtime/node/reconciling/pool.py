@@ -22,7 +22,7 @@ from ..launching.launcher import Launcher
 from ..scaling.placement import Holding
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .held_weights import HeldWeights
-from .standby_places import StandbyPlaces
+from .standby import Standby
 from .zygote_supervisor import ZygoteSupervisor
 
 # An idle worker that is stopped is killed if it has not exited after this time.
@@ -60,9 +60,13 @@ class Pool:
         self.used_s = 0.0
         """The latest time at which a worker ended that had run invocations; 0 before the first such end."""
         self._rung = RungClock(time.monotonic())
+        stays, revision = scale.rest == "zygote", spec.revision.partition("-")[0]
+        names = (f"{spec.function}-{revision}-{number}" for number in numbers)
+        self.standby = Standby(
+            gpus, claimant, names, logs, tasks, self._note_rung, wanted=stays and scale.standby
+        )
         self.zygote = ZygoteSupervisor(
-            spec, scale, launcher, logs, tasks, self._note_rung, secrets, numbers, StandbyPlaces(gpus, claimant, tasks),
-            events.on_zygote,
+            spec, launcher, logs, tasks, secrets, names, self.standby, self._note_rung, events.on_zygote, stays=stays
         )  # fmt: skip
         self._spec, self._tasks, self._secrets = spec, tasks, secrets
         self._calls, self._events = calls, events
@@ -119,22 +123,19 @@ class Pool:
 
     # -- starting
 
-    def start(
-        self, count: int, cause: StartCause, signal: str = "", places: Sequence[Holding | None] = ()
-    ) -> None:
+    def start(self, count: int, cause: StartCause, signal: str, places: Sequence[Holding | None]) -> None:
         """Start `count` workers. The standby becomes the first worker, and the others are forked.
 
-        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. The caller has
-        checked that the GPUs have room for them, at `places` if these are given. The worker of a deploy is not counted as
-        an activation.
+        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. `places` are the
+        planned holdings of workers that need GPUs. The worker of a deploy is not counted as an activation.
         """
         if cause is not StartCause.DEPLOY:
             self.activations += count
         for number in range(count):
             activation = Activation(time.monotonic(), signal=signal, cause=cause)
-            standby = self.zygote.take_standby()
-            at = places[number] if number < len(places) else None
-            place = self._gpus.take(self._claimant, standby, at)
+            standby = self.standby.take()
+            at = places[number] if places else None
+            place = self._gpus.take(self._claimant, at, standby) if at is not None else None
             if standby is not None and not self.weights.at_start:
                 self._activate(standby, activation, place)
             else:
@@ -150,11 +151,13 @@ class Pool:
             async with asyncio.TaskGroup() as tasks:
                 if self.weights.at_start:
                     tasks.create_task(self.weights.fetch(activation))
-                child = child or await self.zygote.fork(self._gpus.rehearsal_mb(self._claimant, place))
+                child = child or await self.zygote.fork(self._gpus.rehearsals.limit_mb(self._claimant, place))
             self.zygote.check_open()
         except BaseException as failed:
             self._note_answered(activation, place)
-            self._give_back(place, child)
+            if child is not None:
+                child.link.close()
+            self._gpus.bind(place, child, self._tasks)
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
             if not isinstance(error, Exception):
                 raise
@@ -175,25 +178,15 @@ class Pool:
         weights_s = self.weights.left_s
         env, contained = dict[str, str](), bool(self._spec.image)
         if place is not None:
-            env = self._gpus.environment(self._spec.resources, place, contained=contained)
+            env = self._gpus.hardware.environment(self._spec.resources, place.full, contained=contained)
         replica = Replica(
             child, activation, self._calls, self._events, env, measure=self._measure, weights_s=weights_s
         )  # fmt: skip
         self.replicas.add(replica)
         if place is not None:
-            self._gpus.assign(place, replica)
-            self._tasks.create_task(self._gpus.free_at_end(place, child))
+            place.replica = replica
+            self._gpus.bind(place, child, self._tasks)
         self._note_rung()
-
-    def _give_back(self, place: GpuPlace | None, child: Child | None) -> None:
-        """Give back the place of a start that failed. If a child was forked, end it first."""
-        if child is None:
-            self._gpus.free(place)
-            return
-        child.link.close()
-        if place is not None:
-            place.child = child
-            self._tasks.create_task(self._gpus.free_at_end(place, child))
 
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured the latency curve, later workers do not measure it again."""
@@ -207,7 +200,8 @@ class Pool:
         now_s = time.monotonic()
         for replica in replicas:
             replica.park(now_s)
-            self._gpus.note_parking(replica, given=given)
+            if (place := self._gpus.of(replica)) is not None:
+                place.given = given
 
     def wake(self, replicas: Iterable[Replica], most: int) -> int:
         """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -29,21 +30,20 @@ LAST_WORDS = 5
 MOST_IDS = 10
 
 
-class Watcher(RevisionParts, Protocol):
-    """One revision, as the events of its processes see it."""
+class Watched(RevisionParts, Protocol):
+    """The part of a revision that the events of its processes and of its invocations use."""
 
     carry_out: CarryOut
     holdings: Holdings
 
-    def update_row(self) -> None:
-        """Compute its row anew, without a look."""
+    def warm(self, workers: int, cause: str) -> None: ...
 
 
 class ProcessEvents(PoolEvents):
     """The events of the workers, the zygote and the standby of one revision."""
 
     def __init__(
-        self, one: Watcher, on_activation: Callable[[str], None], on_processes: Callable[[], None]
+        self, one: Watched, on_activation: Callable[[str], None], on_processes: Callable[[], None]
     ) -> None:
         """See `Listeners` for the callbacks."""
         self._one, self._tasks, self._logs = one, one.node.tasks, one.logs
@@ -73,7 +73,7 @@ class ProcessEvents(PoolEvents):
         )
         self._on_activation("ready")
         # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.look()
 
     def on_zygote(self) -> None:
@@ -81,26 +81,28 @@ class ProcessEvents(PoolEvents):
 
     def on_processes_changed(self) -> None:
         # From now on, the start of a forked worker can be cancelled to make room.
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._on_processes()
 
     def on_leaving(self, replica: Replica) -> None:
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.look()
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
-        gpus = self._one.node.gpus
-        self._one.function.decisions.note(
-            "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
-        )
-        if (place := gpus.of(replica)) is not None:
+        place = self._one.node.gpus.of(replica)
+        cause = "gpus" if place is not None and place.given else "idle"
+        self._one.function.decisions.note("park", cause, freed_bytes=freed_bytes)
+        if place is not None:
             self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
 
     async def _note_kept(
         self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
     ) -> None:
         """Let other functions use the GPU memory that a parked worker has given back."""
-        parks, kept = replica.parking.count, await self._one.node.gpus.kept(place, replica.child, reserved)
+        parks, kept = (
+            replica.parking.count,
+            await self._one.node.gpus.hardware.kept(place.full, replica.child, reserved),
+        )
         # Meanwhile the worker may have been woken, and parked again.
         if parks == replica.parking.count:
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)
@@ -134,7 +136,7 @@ class ProcessEvents(PoolEvents):
         self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready:
             self._one.revision.dispatcher.fail_queued(error)
-        self._one.node.reconciler.note_change()
+        self._one.node.limits.note_change()
         self._one.look()
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
@@ -146,8 +148,8 @@ class ProcessEvents(PoolEvents):
         if _died_in_start(replica):
             # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
             self.unexplained += 1
-            self._one.update_row()
-        self._one.node.reconciler.note_change()
+            self._one.observed.update_row(time.monotonic())
+        self._one.node.limits.note_change()
         self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
         self._endings.add(ending)

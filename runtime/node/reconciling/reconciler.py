@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
@@ -21,6 +21,7 @@ from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.metrics import Reading
 from ..scaling.allocation import allocate
 from ..scaling.claims import Allocation, Grant, Limits, RevisionClaim
+from ..scaling.placement import Holding
 from ..scaling.seen import Seen
 from ..scaling.table import AtRest, Row
 from .gpu_places import GpuClaimant, GpuPlaces
@@ -29,6 +30,8 @@ from .gpu_places import GpuClaimant, GpuPlaces
 MOST_LOOKS = 3
 # Allocations take at most this share of the event loop's time, however many events there are.
 MOST_SHARE = 0.1
+# The key of the next allocation in the agenda. Revisions have other keys.
+ALLOCATION = ""
 # uvloop rounds timers to a millisecond. This time is added to each delay, so that a timer is never early.
 ROUNDING_S = 0.0005
 
@@ -38,6 +41,10 @@ class Observations(Protocol):
 
     row: Row
     """The row of the last look."""
+    looked_s: float
+    """When the row was made."""
+    quiet_s: float
+    """After this time without calls, the row may change, or an idle period begins."""
 
     @property
     def urgent(self) -> bool:
@@ -49,9 +56,6 @@ class Observations(Protocol):
     def update_row(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Return its row, and the observations that the row follows from. `arriving` invocations are about to be queued."""
 
-    def fits_gpus(self, workers: int) -> bool:
-        """Return True if the GPUs have room for this number of additional workers that are awake."""
-
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
 
@@ -59,8 +63,11 @@ class Observations(Protocol):
 class Steps(Protocol):
     """The steps of one revision (carry_out.py)."""
 
-    def row(self, row: Row, seen: Seen) -> bool:
-        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row."""
+    def row(self, row: Row, seen: Seen, places: Sequence[Holding]) -> bool:
+        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row.
+
+        `places` are the planned holdings of workers that start and need GPUs.
+        """
 
     def at_rest(self, rest: AtRest) -> None:
         """Launch and end what the revision holds beside its workers."""
@@ -109,106 +116,27 @@ class _Short(NamedTuple):
     """The limit that the last allocation has named; None before the first allocation."""
 
 
-class Reconciler:
-    """The revisions of a node, their rows, and the limits that they share."""
+class Agenda:
+    """The times at which the reconciler looks at each revision again, and allocates again. It has the only timer."""
 
-    def __init__(
-        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None,
-        drain_s: float = math.inf,
-    ) -> None:  # fmt: skip
-        """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
-        functions. None means no limit. Callers wait for `drain_s` for the places of replaced revisions."""
-        self.gpus, self._most, self._of_owner, self.drain_s = gpus, most, of_owner, drain_s
-        self._loop = asyncio.get_running_loop()
-        self._members: dict[str, Member] = {}
-        # Revisions that retire: they get no more looks, but their processes count until they have ended.
-        self._leaving: dict[str, Member] = {}
-        self._short: dict[Member, _Short] = {}
-        # By key, when to look at each revision again. The heap has the same entries; an entry that differs is outdated.
+    def __init__(self, on_due: Callable[[str], None]) -> None:
+        """The agenda calls `on_due` with each key that is due. An allocation is due before the looks."""
+        self._on_due, self._loop = on_due, asyncio.get_running_loop()
         self._due: dict[str, float] = {}
+        # The heap has the same entries, and outdated ones that differ.
         self._heap: list[tuple[float, str]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
-        # When to allocate next: an event may have changed the result, or the result changes at that time without an
-        # event.
-        self._allocate_at_s = math.inf
-        self._pending = False
-        self._rested_at_s = 0.0
-        self._looks = 0
-        gpus.on_freed = self.note_change
 
-    def join(self, one: Member) -> None:
-        self._members[one.key] = one
-
-    def leave(self, one: Member) -> None:
-        """Stop looking at a revision, because it retires. Its processes count until `forget`."""
-        if self._members.pop(one.key, None) is not None:
-            self._leaving[one.key] = one
-        self._due.pop(one.key, None)
-        self._note_short(one, None)
-
-    def forget(self, one: Member) -> None:
-        """Forget a revision whose processes have ended."""
-        self.leave(one)
-        self._leaving.pop(one.key, None)
-        self.gpus.leave(one)
-        self.note_change()
-
-    def reached(self, one: Member) -> ReachedLimit | None:
-        """Return the limit that keeps a revision from the workers that it wants; None without such a limit."""
-        short = self._short.get(one)
-        return short.reached if short is not None else None
-
-    def due_s(self, one: Member) -> float:
-        """Return when the next look at a revision is due if no event causes an earlier look."""
-        return self._due.get(one.key, math.inf)
-
-    async def readings(self) -> list[Reading]:
-        """Return the number of looks at revisions so far."""
-        text = "Looks at revisions, each of which computes the number of workers and acts."
-        return [Reading("reconciler_looks", text, {(): self._looks}, (), total=True)]
-
-    # -- one revision
-
-    def look(self, one: Member, arriving: int = 0) -> None:
-        """Have a revision start, wake, stop and park workers until it has the number of workers that its row names."""
-        if one.key not in self._members:
-            return
-        self._looks += 1
-        now_s, before = time.monotonic(), one.observed.row
-        again_s = one.observed.advance(now_s)
-        for _ in range(MOST_LOOKS):
-            row, seen = one.observed.update_row(now_s, arriving)
-            if not self._act(one, row, seen, now_s):
-                break
-        one.carry_out.at_rest(row.rest)
-        one.settle(now_s)
-        if self._short and row.wants != before.wants:
-            # Other revisions may get the workers that this revision gives up.
-            self.note_change()
-        self.look_by(one.key, min(row.again_s, again_s))
-
-    def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
-        """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
-        missing = row.start(seen)
-        if missing and not self._fits(one, missing, seen):
-            self._wait(one, missing, now_s)
-            return False
-        self._note_short(one, None)
-        changed = one.carry_out.row(row, seen)
-        if self._short and changed:
-            # A parked worker gives up its place sooner than a ready worker.
-            self.note_change()
-        return changed
-
-    def look_by(self, key: str, when_s: float) -> None:
-        """Look again at a revision at this time, unless an earlier look is due. An extra look costs less than moving the
-        timer.
-        """
-        if when_s < self._due.get(key, math.inf) and key in self._members:
+    def add(self, key: str, when_s: float) -> None:
+        """Have `key` due at this time, unless it is due earlier. An extra look costs less than moving the timer."""
+        if when_s < self._due.get(key, math.inf):
             self._due[key] = when_s
             heapq.heappush(self._heap, (when_s, key))
             self._set_timer(when_s)
+
+    def drop(self, key: str) -> None:
+        self._due.pop(key, None)
 
     def _set_timer(self, when_s: float) -> None:
         if self._timer is not None:
@@ -221,59 +149,106 @@ class Reconciler:
         self._timer = self._loop.call_at(self._loop.time() + delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer, now_s = None, time.monotonic()
-        # Each look runs in a callback of its own, so that an error in one look does not stop the others.
-        if self._allocate_at_s <= now_s:
-            self._allocate_at_s, self._pending = math.inf, True
-            self._loop.call_soon(self._allocate_pending)
-        while self._heap and self._heap[0][0] <= now_s:
-            due_s, key = heapq.heappop(self._heap)
+        self._timer, now_s, due = None, time.monotonic(), list[str]()
+        while self._heap:
+            due_s, key = self._heap[0]
             if self._due.get(key) == due_s:
+                if due_s > now_s:
+                    break
+                due.append(key)
                 del self._due[key]
-                self._loop.call_soon(self._members[key].look)
-        next_s = min(self._allocate_at_s, self._heap[0][0] if self._heap else math.inf)
-        if next_s < math.inf:
-            self._set_timer(next_s)
+            heapq.heappop(self._heap)
+        for key in sorted(due, key=lambda key: key != ALLOCATION):
+            self._on_due(key)
+        if self._heap:
+            self._set_timer(self._heap[0][0])
 
-    # -- the limits that all revisions share
 
-    def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
-        """Return True if a revision may have `missing` more workers awake now.
+class SharedLimits:
+    """The limits that all revisions of a node share, and the revisions that wait because of them."""
+
+    def __init__(
+        self, gpus: GpuPlaces, agenda: Agenda, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
+    ) -> None:  # fmt: skip
+        """See `Reconciler`."""
+        self._gpus, self._agenda, self.drain_s = gpus, agenda, drain_s
+        self._most, self._of_owner = most, of_owner
+        self.members: dict[str, Member] = {}
+        """The revisions that may have workers, by key."""
+        # Revisions that retire: their processes count until they have ended.
+        self._leaving: dict[str, Member] = {}
+        self._short: dict[Member, _Short] = {}
+        # True if an event may have changed the result of an allocation.
+        self._pending = False
+        self._rested_at_s = 0.0
+        gpus.on_freed = self.note_change
+
+    def join(self, one: Member) -> None:
+        self.members[one.key] = one
+
+    def leave(self, one: Member) -> None:
+        """Stop looking at a revision, because it retires. Its processes count until `forget`."""
+        if self.members.pop(one.key, None) is not None:
+            self._leaving[one.key] = one
+        self._agenda.drop(one.key)
+        self._note_short(one, None)
+
+    def forget(self, one: Member) -> None:
+        """Forget a revision whose processes have ended."""
+        self.leave(one)
+        self._leaving.pop(one.key, None)
+        self._gpus.rehearsals.leave(one)
+        self.note_change()
+
+    def reached(self, one: Member) -> ReachedLimit | None:
+        """Return the limit that keeps a revision from the workers that it wants; None without such a limit."""
+        short = self._short.get(one)
+        return short.reached if short is not None else None
+
+    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[Holding] | None:
+        """Return the planned holdings of `missing` more workers of a revision, or None: then the next allocation decides.
+
+        Workers without GPUs have no holdings.
+        """
+        plan = self._plan(one, missing, seen) if missing else ()
+        if plan is None:
+            self._wait(one, missing, now_s)
+        else:
+            self._note_short(one, None)
+        return plan
+
+    def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[Holding] | None:
+        """Return the planned holdings if there is room for `missing` more workers of a revision that are awake.
 
         The workers that other revisions wait for count as if they were there.
         """
         starting = max(0, missing - seen.parked)
         for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
-            if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
-                return False
-        if one.gpu_need is not None and any(
-            other.gpu_need is not None for other in self._short if other is not one
-        ):
-            return False
-        return one.observed.fits_gpus(missing)
+            if most is not None and self._taken(one, scope) + starting > most:
+                return None
+        others = (other.gpu_need for other in self._short if other is not one)
+        if one.gpu_need is not None and any(need is not None for need in others):
+            return None
+        return self._gpus.plan(one, one.replicas.parked, missing)
 
-    def _awaited(self, one: Member, owner: str | None) -> int:
-        """Return the number of workers that other revisions wait for."""
+    def _taken(self, one: Member, owner: str | None) -> int:
+        """Return the number of workers that all revisions have, and that revisions other than `one` wait for."""
+        held = sum(each.replicas.held for each in self._all() if owner in (None, each.owner))
         waiting = (other for other in self._short if other is not one and owner in (None, other.owner))
-        return sum(self._short[other].missing for other in waiting)
-
-    def _held(self, owner: str | None = None) -> int:
-        return sum(one.replicas.held for one in self._all() if owner in (None, one.owner))
+        return held + sum(self._short[other].missing for other in waiting)
 
     def _all(self) -> Iterator[Member]:
         """Yield the revisions that have processes or may get some."""
-        return chain(self._members.values(), self._leaving.values())
+        return chain(self.members.values(), self._leaving.values())
 
     def _wait(self, one: Member, missing: int, now_s: float) -> None:
         """Have the next allocation decide which workers a revision gets."""
         since_s = now_s if one.observed.urgent else math.inf
-        if (short := self._short.get(one)) is None:
-            self._note_short(one, _Short(since_s, missing))
-        else:
-            waits_anew = (since_s < math.inf) != (short.since_s < math.inf)
-            self._short[one] = short._replace(
-                missing=missing, since_s=since_s if waits_anew else short.since_s
-            )
+        short = self._short.get(one, _Short(since_s, missing))
+        if (since_s < math.inf) != (short.since_s < math.inf):
+            # The wait begins anew.
+            short = short._replace(since_s=since_s)
+        self._note_short(one, short._replace(missing=missing))
         self.note_change()
 
     def _note_short(self, one: Member, short: _Short | None) -> None:
@@ -284,51 +259,59 @@ class Reconciler:
             one.note_limit(None, 0)
             self.note_change()
         if before is not short:
-            self.gpus.waiting = sum(other.gpu_need is not None for other in self._short)
+            self._gpus.rehearsals.waiting = sum(other.gpu_need is not None for other in self._short)
+
+    # -- the allocation
+
+    def note_offer(self) -> None:
+        """Learn that a revision gives up workers or wants others: waiting revisions may get workers now."""
+        if self._short:
+            self.note_change()
 
     def note_change(self) -> None:
         """Learn that a place may be free, or that a worker has become idle: waiting revisions may get workers now."""
         if not self._short:
-            self._pending, self._allocate_at_s = False, math.inf
-            self.gpus.renew_standby()
+            self._pending = False
+            self._agenda.drop(ALLOCATION)
+            self._gpus.rehearsals.renew()
         elif not self._pending:
-            self._pending = True
-            now_s = time.monotonic()
-            if self._rested_at_s <= now_s:
-                self._loop.call_soon(self._allocate_pending)
+            if self._rested_at_s <= time.monotonic():
+                self.allocate_soon()
             else:
-                self._allocate_at_s = min(self._allocate_at_s, self._rested_at_s)
-                self._set_timer(self._allocate_at_s)
+                self._pending = True
+                self._agenda.add(ALLOCATION, self._rested_at_s)
 
-    def _allocate_pending(self) -> None:
-        if self._pending:
-            self._allocate(time.monotonic())
+    def allocate_soon(self) -> None:
+        """Allocate in the next turn of the event loop, unless nothing waits then."""
+        self._pending = True
+        asyncio.get_running_loop().call_soon(self._allocate)
 
-    def _allocate(self, now_s: float) -> None:
+    def _allocate(self) -> None:
         """Share the workers and the GPU memory among all revisions, and have the revisions carry out their grants."""
-        self._pending, self._allocate_at_s = False, math.inf
+        if not self._pending:
+            return
+        self._pending, now_s = False, time.monotonic()
+        self._agenda.drop(ALLOCATION)
         if not self._short:
             return
         present = (one for one in self._all() if one.replicas.held or one in self._short)
         # A process that ends may hold GPU memory for a moment after its revision was forgotten.
-        members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
+        members = list(dict.fromkeys(chain(present, cast("list[Member]", self._gpus.owners))))
         claims = [self._claim(one) for one in members]
-        allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
+        allocation = allocate(claims, self._limits(members), self._gpus.gpus, now_s)
         self._rested_at_s = time.monotonic() + (time.monotonic() - now_s) * (1 / MOST_SHARE - 1)
         self._carry_out(allocation, members, now_s)
         if self._short:
-            self._allocate_at_s = min(self._allocate_at_s, max(allocation.again_s, self._rested_at_s))
-            if self._allocate_at_s < math.inf:
-                self._set_timer(self._allocate_at_s)
+            self._agenda.add(ALLOCATION, max(allocation.again_s, self._rested_at_s))
 
     def _claim(self, one: Member) -> RevisionClaim:
         """Return the claim of a revision. A retiring revision wants nothing, because its last row is out of date."""
         claim = one.observed.claim(self._short[one].since_s if one in self._short else math.inf)
-        return claim if one.key in self._members else claim._replace(wants={}, awake=0, held=0)
+        return claim if one.key in self.members else claim._replace(wants={}, awake=0, held=0)
 
     def _limits(self, members: list[Member]) -> Limits:
-        owners = {owner: self._of_owner(owner) for owner in {one.owner for one in members}}
-        known = {owner: most for owner, most in owners.items() if most is not None}
+        owners = {one.owner for one in members}
+        known = {owner: most for owner in owners if (most := self._of_owner(owner)) is not None}
         return Limits(self._most, known, self.drain_s)
 
     def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
@@ -349,7 +332,7 @@ class Reconciler:
             if one in self._short:
                 self._learn(one, grant, now_s)
         for one in dict.fromkeys(changed):
-            self._loop.call_soon(one.look)
+            asyncio.get_running_loop().call_soon(one.look)
 
     def _learn(self, one: Member, grant: Grant, now_s: float) -> None:
         """Record which limit keeps workers from a revision, or that no limit keeps workers from it any more."""
@@ -361,3 +344,60 @@ class Reconciler:
             row, seen = one.observed.update_row(now_s)
             one.note_limit(grant.limit, row.start(seen))
         self._short[one] = short._replace(reached=grant.limit)
+
+
+class Reconciler:
+    """The looks at the revisions of a node."""
+
+    def __init__(
+        self, gpus: GpuPlaces, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
+    ) -> None:
+        """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
+        functions. None means no limit. Callers wait for `drain_s` for the places of replaced revisions."""
+        self.gpus, self.agenda = gpus, Agenda(self._on_due)
+        self.limits = SharedLimits(gpus, self.agenda, most, of_owner, drain_s)
+        self._looks = 0
+
+    async def readings(self) -> list[Reading]:
+        """Return the number of looks at revisions so far."""
+        text = "Looks at revisions, each of which computes the number of workers and acts."
+        return [Reading("reconciler_looks", text, {(): self._looks}, (), total=True)]
+
+    def look(self, one: Member, arriving: int = 0) -> None:
+        """Have a revision start, wake, stop and park workers until it has the number of workers that its row names."""
+        if one.key not in self.limits.members:
+            return
+        self._looks += 1
+        now_s, before = time.monotonic(), one.observed.row
+        again_s = one.observed.advance(now_s)
+        for _ in range(MOST_LOOKS):
+            row, seen = one.observed.update_row(now_s, arriving)
+            if not self._act(one, row, seen, now_s):
+                break
+        one.carry_out.at_rest(row.rest)
+        one.settle(now_s)
+        if row.wants != before.wants:
+            self.limits.note_offer()
+        self.look_by(one.key, min(row.again_s, again_s))
+
+    def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
+        """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
+        if (places := self.limits.admit(one, row.start(seen), seen, now_s)) is None:
+            return False
+        changed = one.carry_out.row(row, seen, places)
+        if changed:
+            # A parked worker gives up its place sooner than a ready worker.
+            self.limits.note_offer()
+        return changed
+
+    def look_by(self, key: str, when_s: float) -> None:
+        """Look again at a revision at this time, unless an earlier look is due."""
+        if key in self.limits.members:
+            self.agenda.add(key, when_s)
+
+    def _on_due(self, key: str) -> None:
+        if key == ALLOCATION:
+            self.limits.allocate_soon()
+        else:
+            # Each look runs in a callback of its own, so that an error in one look does not stop the others.
+            asyncio.get_running_loop().call_soon(self.limits.members[key].look)

@@ -10,17 +10,16 @@ from ...calls.serving.revision import Revision
 from ...ground.telemetry.logs import RevisionLog
 from ..scaling.revision_state import Phase
 from .function import Function
-from .gpu_places import GpuClaimant
 from .idle_ladder import LadderTarget
 from .node_parts import NodeParts
 from .pool import Pool
+from .reconciler import Member
 from .start_outcomes import StartOutcomes
 
 
-class RevisionParts(LadderTarget, GpuClaimant, Protocol):
+class RevisionParts(LadderTarget, Member, Protocol):
     """One revision with its workers (revision_workers.py)."""
 
-    key: str
     spec: WorkerSpec
     function: Function
     node: NodeParts
@@ -32,9 +31,3 @@ class RevisionParts(LadderTarget, GpuClaimant, Protocol):
     revision: Revision
     starts: StartOutcomes
     pool: Pool
-
-    @property
-    def owner(self) -> str:
-        """The owner of the key that deployed it. All functions of an owner share a limit of workers."""
-
-    def __hash__(self) -> int: ...

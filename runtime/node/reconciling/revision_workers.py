@@ -90,7 +90,7 @@ class RevisionWorkers:
         """The GPUs that each worker needs."""
         self.holdings, self.bar, self.carry_out = Holdings(self), Bar(self), CarryOut(self)
         self.observed = ObservedRevision(self, self.events, self.holdings, self.bar)
-        node.reconciler.join(self)
+        node.limits.join(self)
         function.account.attach(self.bar)
         self.bar.update()
 
@@ -121,7 +121,7 @@ class RevisionWorkers:
     @property
     def reached(self) -> ReachedLimit | None:
         """The limit that keeps wanted workers from starting, or None."""
-        return self.node.reconciler.reached(self)
+        return self.node.limits.reached(self)
 
     def worker_counts(self) -> WorkerCounts:
         return self.holdings.worker_counts()
@@ -130,10 +130,6 @@ class RevisionWorkers:
 
     def look(self) -> None:
         self.node.reconciler.look(self)
-
-    def update_row(self) -> None:
-        """Compute its row anew, without a look."""
-        self.observed.update_row(time.monotonic())
 
     def settle(self, now_s: float) -> None:
         """Called at the end of a look: note the load, the warm-ups that were used, and the end of the drain."""
@@ -234,10 +230,10 @@ class RevisionWorkers:
         await self.drain.wait()
         # From now on, invocations that exiting workers give back fail: no worker would run them.
         self.revision.dispatcher.close(self.drain.end)
-        self.node.reconciler.leave(self)
+        self.node.limits.leave(self)
         try:
             await self.carry_out.close(self.drain)
             await self.events.wait_told(STOP_TIMEOUT_S)
         finally:
-            self.node.reconciler.forget(self)
+            self.node.limits.forget(self)
             self.function.account.detach(self.bar)

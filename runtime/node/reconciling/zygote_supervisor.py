@@ -1,23 +1,19 @@
-"""Keeps one revision's zygote running, forks its workers, and keeps a standby."""
+"""Keeps one revision's zygote running, and forks its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from ....errors import LauncherError, PilotflameError
 from ...calls.link.child import Child
-from ...calls.link.frames import Frame, FrameKind
 from ...calls.link.worker_spec import WorkerSpec
-from ...ground.settings.function_settings import Scale
 from ...ground.telemetry.logs import Log
 from ..launching.launcher import Launcher, WorkerSource
-from .gpu_places import GpuPlace
-from .standby_places import StandbyPlaces
+from .standby import Standby
 
 # A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
@@ -29,45 +25,28 @@ LAST_RELAUNCH_DELAY_S = 60.0
 STABLE_AFTER_S = 30.0
 # To fork one child, the zygote is launched at most this many times.
 MAX_LAUNCHES = 3
-# Forking a standby takes processor time from the requests that follow a cold start. (MiniLM on 2 cores: a request
-# took up to 69 ms instead of 23 ms.) So the next standby waits until no invocation runs, at most for this time.
-LATEST_STANDBY_S = 2.0
 
 
 class ZygoteSupervisor:
-    """The zygote of one revision, and its standby: a child without weights that becomes the next worker."""
+    """The zygote of one revision. Its children are the workers and the standby."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        on_change: Callable[[], None] = lambda: None, secrets: Callable[[], Mapping[str, str]] = dict,
-        numbers: Iterator[int] | None = None, places: StandbyPlaces | None = None,
-        on_zygote: Callable[[], None] = lambda: None,
+        self, spec: WorkerSpec, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup, secrets: Callable[[], Mapping[str, str]],
+        names: Iterator[str], standby: Standby, on_change: Callable[[], None], on_zygote: Callable[[], None], *, stays: bool,
     ) -> None:  # fmt: skip
-        """`secrets` returns the environment variables that each new zygote gets over its link. `numbers` yields the last
-        part of each child's name.
+        """`secrets` returns the environment variables that each new zygote gets over its link. `names` yields the name of
+        each child.
 
-        `places` books the GPU memory of standbys; None if that memory is not limited. The supervisor calls `on_change`
-        when the zygote has started or ended, and when the standby is primed or has ended. It calls `on_zygote` when a
-        zygote has died and a new one should be launched, and when a zygote was launched that no start waits for.
+        The supervisor calls `on_change` when the zygote has started or ended. It calls `on_zygote` when a zygote has died
+        and a new one should be launched, and when a zygote was launched that no start waits for.
         """
-        self.standby: Child | None = None
-        self.standby_primed = False
-        self._spec, self._launcher, self._logs, self._tasks = spec, launcher, logs, tasks
-        self._on_change, self._secrets, self._places = on_change, secrets, places
-        self._on_zygote = on_zygote
-        # The place of the standby on GPUs; None without a place.
-        self._place: GpuPlace | None = None
-        self.stays = scale.rest == "zygote"
+        self.stays = stays
         """If False, the zygote ends after the last worker."""
-        self._with_standby = self.stays and scale.standby
+        self._spec, self._launcher, self._logs, self._tasks = spec, launcher, logs, tasks
+        self._secrets, self._names, self._standby = secrets, names, standby
+        self._on_change, self._on_zygote = on_change, on_zygote
         self._source: WorkerSource | None = None
         self._launching = asyncio.Lock()
-        self._numbers = numbers or itertools.count(1)
-        self._forking_standby = False
-        # After a fork failed, the next one is tried once a worker has started, or a zygote was launched.
-        self._failed_standby = False
-        self.standby_due_s = math.inf
-        """When to fork a missing standby although invocations run."""
         self.relaunch_at_s = math.inf
         """When to launch a new zygote after a death; infinity if no launch is due."""
         self._closed = False
@@ -98,10 +77,14 @@ class ZygoteSupervisor:
             if self._closed:
                 source.close()
             self.check_open()
-            self._source, self.relaunch_at_s, self._failed_standby = source, math.inf, False
-            self.standby_due_s = time.monotonic() + LATEST_STANDBY_S
-            self._on_change()
+            self.relaunch_at_s = math.inf
+            self._set_source(source)
             return source
+
+    def _set_source(self, source: WorkerSource | None) -> None:
+        self._source = source
+        self._standby.note_zygote(source)
+        self._on_change()
 
     @contextlib.asynccontextmanager
     async def _forgotten_if_closed(self) -> AsyncIterator[None]:
@@ -140,22 +123,21 @@ class ZygoteSupervisor:
         self._on_zygote()
 
     def _on_death(self) -> None:
-        self._source = None
-        self._on_change()
+        self._set_source(None)
         if self._closed or not self.stays:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
-        self._logs.write(
-            "gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s", "error"
-        )
+        text = f"the zygote died; a new one is launched in {self._delay_s:.1f} s"
+        self._logs.write("gateway", text, "error")
         self.relaunch_at_s = time.monotonic() + self._delay_s
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
         self._on_zygote()
 
     def note_works(self) -> None:
         """Make the next relaunch immediate: a worker became ready, so the zygote works."""
-        self._delay_s, self._failed_standby = 0.0, False
+        self._delay_s = 0.0
+        self._standby.note_works()
 
     def rest(self) -> None:
         """End the zygote and the standby. The next fork of a worker launches a new zygote."""
@@ -163,16 +145,15 @@ class ZygoteSupervisor:
             self.relaunch_at_s = math.inf
             self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
         if self._source is not None:
-            self._drop_standby()
+            self._standby.drop()
             self._source.close()
-            self._source = None
-            self._on_change()
+            self._set_source(None)
 
     def close(self) -> None:
-        """Close the standby, and start no more processes."""
+        """End the standby, and start no more processes."""
         self._closed = True
         self.relaunch_at_s = math.inf
-        self._drop_standby()
+        self._standby.close()
 
     async def wait_closed(self) -> None:
         """End the zygote and the processes that were launched only for this revision, and wait for their end."""
@@ -181,9 +162,7 @@ class ZygoteSupervisor:
             await self._source.wait_closed(EXIT_TIMEOUT_S)
         await self._launcher.forget(self._spec)
 
-    # -- the zygote's children
-
-    async def fork(self, rehearsal_mb: int | None = None) -> Child:
+    async def fork(self, rehearsal_mb: int | None) -> Child:
         """Fork a child and return it. If the zygote dies meanwhile, launch another zygote and fork from that.
 
         The child may rehearse with `rehearsal_mb` MiB of each GPU (None: no limit). Raise HandlerError or
@@ -191,85 +170,14 @@ class ZygoteSupervisor:
         """
         for _ in range(MAX_LAUNCHES - 1):
             try:
-                return await self._fork(await self.open(), rehearsal_mb)
+                return await self._fork(rehearsal_mb)
             except LauncherError as error:
                 # Try again only after a death of the zygote. If it still runs, the fork failed for another reason.
                 if self._closed or self.source is not None:
                     raise
                 self._logs.write("gateway", f"starting a worker once more: {error}", "warning")
-        return await self._fork(await self.open(), rehearsal_mb)
+        return await self._fork(rehearsal_mb)
 
-    async def _fork(self, source: WorkerSource, rehearsal_mb: int | None) -> Child:
-        name = f"{self._spec.function}-{self._spec.revision.partition('-')[0]}-{next(self._numbers)}"
-        return await source.fork(name, self._logs, rehearsal_mb)
-
-    def take_standby(self) -> Child | None:
-        """Hand the standby over to the caller; return None if there is no live standby."""
-        child, self.standby = self.standby, None
-        self.standby_due_s = time.monotonic() + LATEST_STANDBY_S
-        return child if child is not None and not child.link.closed else None
-
-    @property
-    def lacks_standby(self) -> bool:
-        """True if the settings ask for a standby, it is missing, and the zygote can fork it."""
-        there = self.standby is not None or self._forking_standby or self._failed_standby
-        return self._with_standby and not self._closed and not there and self.source is not None
-
-    def replenish(self) -> None:
-        """Fork a standby, if one is missing."""
-        if self.lacks_standby and (source := self.source) is not None:
-            self._forking_standby = True
-            self._tasks.create_task(self._fork_standby(source))
-
-    async def _fork_standby(self, source: WorkerSource) -> None:
-        place, rehearsal_mb = self._places.take(source.facts) if self._places is not None else (None, None)
-        child: Child | None = None
-        try:
-            child = await self._fork(source, rehearsal_mb)
-        except LauncherError as error:
-            if source is self._source:
-                self._failed_standby = True
-                self._logs.write("gateway", f"no standby: {error}", "warning")
-            return
-        finally:
-            self._forking_standby = False
-            if self._places is not None and place is not None:
-                self._places.bind(place, child)
-        unwanted = self._closed or not self._with_standby or self.standby is not None
-        if unwanted or source is not self._source:
-            child.link.close()
-            return
-        self.standby, self.standby_primed, self._place = child, False, place
-        child.link.bind(self._on_standby_frame, lambda: self._on_standby_lost(child))
-        if self._places is not None:
-            self._places.note_forked()
-
-    def _on_standby_frame(self, frame: Frame) -> None:
-        if frame.kind == FrameKind.PRIMED:
-            self.standby_primed = True
-            if self._places is not None and self._place is not None and self.standby is not None:
-                self._places.note_primed(self._place, self.standby, frame.json())
-            self._on_change()
-
-    def _on_standby_lost(self, child: Child) -> None:
-        if self.standby is child:
-            self.standby = None
-            self._on_change()
-
-    def stop_standbys(self) -> None:
-        """End the standby, and fork no other: few or no workers will start."""
-        self._with_standby = False
-        self.end_standby()
-
-    def end_standby(self) -> bool:
-        """End the standby. Return False if there is no standby."""
-        if self.standby is None:
-            return False
-        self._drop_standby()
-        self._on_change()
-        return True
-
-    def _drop_standby(self) -> None:
-        """Close the standby's link, which ends its process."""
-        if (child := self.take_standby()) is not None:
-            child.link.close()
+    async def _fork(self, rehearsal_mb: int | None) -> Child:
+        source = await self.open()
+        return await source.fork(next(self._names), self._logs, rehearsal_mb)

@@ -52,11 +52,8 @@ def allocate(
     present = [claim for claim in claims if claim.processes or claim.wants]
     revisions = _shared(present, limits, gpus, now_s)
     grants = {one.claim.key: one.grant for one in revisions if one.grant is not NO_GRANT}
-    again_s = (
-        min((one.due_s for one in revisions), default=math.inf)
-        if any(one.refused for one in revisions)
-        else math.inf
-    )
+    refused = any(one.refused for one in revisions)
+    again_s = min((one.due_s for one in revisions if refused), default=math.inf)
     replaced = Replacements(present, grants)
     for function, due_s in replaced.waited_for(limits.drain_s):
         if due_s > now_s:
@@ -119,9 +116,7 @@ class _Revision:
         # The valid entry of this revision in the queue of `_Sharing`.
         self.entry: _Order | None = None
         self.tiers = _tiers(claim.wants)
-        self.processes = (
-            sorted(claim.processes, key=_strength) if len(claim.processes) > 1 else claim.processes
-        )
+        self.processes = sorted(claim.processes, key=_strength)
         starting = sum(one.state is ProcessState.STARTING for one in self.processes)
         # The number of workers that are awake in the result. `kept` are the ready workers among them, the strongest first.
         self.awake = self.starting = starting

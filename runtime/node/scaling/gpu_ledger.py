@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ...ground.settings.resources import CONTEXT_MB
-from .placement import Gpu, GpuNeed, Holding, candidates, fits, place
+from .placement import Gpu, GpuNeed, Holding, candidates, fit, place
 
 # With less memory than this, a rehearsal would have no room beside the context of the GPU.
 REHEARSAL_MB = 2 * CONTEXT_MB
@@ -47,15 +47,19 @@ class GpuLedger(Generic[AnyBooking]):
             total.update(one.holding)
         return total
 
-    def held(self, but: Booking | None = None) -> list[Holding]:
-        return [one.holding for one in self.bookings if one is not but]
+    def plan(
+        self, need: GpuNeed, starting: int, waking: Sequence[Booking | None], own: Booking | None
+    ) -> list[Holding] | None:
+        """Return the holdings of `starting` more workers; None if they have no room beside the workers that wake.
 
-    def room(self, need: GpuNeed, but: Booking | None = None) -> Holding | None:
-        """Return a holding for one more worker; None if there is no room.
-
-        If the standby with the booking `but` becomes that worker, its booking counts as free.
+        The parked workers `waking` count with their full memory. If the standby with the booking `own` becomes a worker,
+        its booking counts as free.
         """
-        return place(self.gpus, self.held(but), need)
+        held = [one.full if one in waking else one.holding for one in self.bookings if one is not own]
+        found = list[Holding]()
+        while len(found) < starting and (holding := place(self.gpus, [*held, *found], need)) is not None:
+            found.append(holding)
+        return found if len(found) >= starting and fit(self.gpus, held) else None
 
     def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
         """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
@@ -77,12 +81,12 @@ class GpuLedger(Generic[AnyBooking]):
         self.bookings.append(booking)
 
     def promote(self, booking: Booking, found: Holding) -> None:
-        """Book a standby as the worker that it becomes, with the holding that `room` has found."""
+        """Book a standby as the worker that it becomes, with the holding that `plan` has found."""
         booking.full = booking.holding = found
 
     def wake(self, booking: Booking) -> bool:
         """Raise the booking of a parked worker to the full memory of a worker. Return False if there is no room."""
-        if not fits(self.gpus, self.held(booking), booking.full):
+        if not fit(self.gpus, [one.full if one is booking else one.holding for one in self.bookings]):
             return False
         booking.holding = booking.full
         return True

@@ -84,13 +84,8 @@ class Choice(NamedTuple):
     plan: Plan
 
 
-def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Plan:
-    """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last period."""
-    return choose(history, ladder, since_s, prior).plan
-
-
 def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Choice:
-    """Return the plan that `decide` returns, and the number of its policy.
+    """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last period.
 
     The plan of a candidate policy that prewarms risks no more than the policy would have saved so far, because few idle times
     predict little about calls at other times. A plan that risks more is changed to rest on a higher rung.
@@ -137,7 +132,7 @@ def learn(
 ) -> History:  # fmt: skip
     """Return the history after an idle period that ended after `idle_s` seconds.
 
-    `since_s` is the argument that `decide` had at the beginning of the period. `burst_waits` has for each rung how long the
+    `since_s` is the argument that `choose` had at the beginning of the period. `burst_waits` has for each rung how long the
     arrivals since the previous `learn`, including the arrival that ended the period, would have waited for a wake from
     the rung. An arrival that ends an idle period begins such a wake, whatever the rung was, unless a wake is under way.
     Later arrivals during the wake count after they have come.
@@ -175,9 +170,9 @@ def _to_consult(periods: int) -> bool:
 def _experts(history: History, ladder: Ladder, prior: Prior) -> _Candidates:
     """Return the policies of a history. If a deploy has changed the number of rungs, make new plans."""
     known = history.experts
-    return (
-        known if known is not None and known.rungs == len(ladder.rungs) else _consult(history, ladder, prior)
-    )
+    if known is None or known.rungs != len(ladder.rungs):
+        return _consult(history, ladder, prior)
+    return known
 
 
 def _consult(history: History, ladder: Ladder, prior: Prior) -> _Candidates:

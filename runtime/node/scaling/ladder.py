@@ -138,10 +138,8 @@ class Costs:
     def _penalty(self, to_ready_s: float) -> float:
         """Return the cost of an arrival in the middle of a prewarm, between the penalties of two rungs."""
         lower = bisect.bisect_left(self.wakes, to_ready_s)
-        (fast_s, slow_s), (less, more) = (
-            self.wakes[lower - 1 : lower + 1],
-            self.penalties[lower - 1 : lower + 1],
-        )
+        fast_s, slow_s = self.wakes[lower - 1 : lower + 1]
+        less, more = self.penalties[lower - 1 : lower + 1]
         return less + (more - less) * (to_ready_s - fast_s) / (slow_s - fast_s)
 
     def _first(self) -> int:

@@ -26,7 +26,7 @@ class KeepAlivePolicy(Protocol):
     """Plans idle periods."""
 
     def plan(self, since_s: float) -> Plan:
-        """Return the plan of an idle period. See `keep_alive.decide`."""
+        """Return the plan of an idle period. See `keep_alive.choose`."""
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         """Learn how the idle period ended. See `keep_alive.learn`."""
@@ -40,7 +40,7 @@ class Learned:
         self._ladder, self._shared = ladder, shared or SharedPrior()
 
     def plan(self, since_s: float) -> Plan:
-        return keep_alive.decide(self.history, self._ladder, since_s, self._shared.prior)
+        return keep_alive.choose(self.history, self._ladder, since_s, self._shared.prior).plan
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         prior = self._shared.prior

@@ -62,10 +62,9 @@ def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holdin
     return {gpu.id: need.of(gpu) for gpu in fitting[: need.gpus]}
 
 
-def fits(gpus: Sequence[Gpu], held: Iterable[Holding], wanted: Holding) -> bool:
-    """Return True if there is room for `wanted` on the GPUs that it names."""
-    free = _free(gpus, held)
-    return all(free[gpu] >= memory_mb for gpu, memory_mb in wanted.items())
+def fit(gpus: Sequence[Gpu], held: Iterable[Holding]) -> bool:
+    """Return True if the GPUs have room for all holdings together."""
+    return all(free_mb >= 0 for free_mb in _free(gpus, held).values())
 
 
 def _free(gpus: Sequence[Gpu], held: Iterable[Holding]) -> Counter[str]:

@@ -37,10 +37,8 @@ class RecentNeed:
 
     def peak(self, now_s: float, window_s: float) -> Peak:
         """Return the largest number that was wanted in the last `window_s` seconds."""
-        return next(
-            (Peak(workers, at_s + window_s) for at_s, workers in self._peaks if at_s + window_s > now_s),
-            Peak(),
-        )
+        peaks = (Peak(workers, at_s + window_s) for at_s, workers in self._peaks)
+        return next((peak for peak in peaks if peak.until_s > now_s), NO_NEED)
 
     def forget(self, now_s: float, window_s: float) -> None:
         """Forget the numbers that were wanted before the last `window_s` seconds."""

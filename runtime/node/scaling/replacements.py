@@ -24,9 +24,8 @@ class Replacements:
         """Yield each function whose callers wait for the place of an old worker, and the time at which that worker may end."""
         since_s = dict[str, float]()
         for claim in self._claims:
-            waits = (
-                claim.waiting_since_s < math.inf and self._grants.get(claim.key, NO_GRANT).limit is not None
-            )
+            limit = self._grants.get(claim.key, NO_GRANT).limit
+            waits = claim.waiting_since_s < math.inf and limit is not None
             if waits and not claim.retiring and not _proves(claim):
                 since_s[claim.function] = min(since_s.get(claim.function, math.inf), claim.waiting_since_s)
         for function, at_s in since_s.items():
@@ -67,12 +66,9 @@ class Replacements:
             self._grants[key] = grant._replace(end=(*grant.end, old[number][1].key))
 
     def _started(self, function: str, grants: Mapping[str, Grant]) -> int:
-        own = (
-            grants.get(claim.key, NO_GRANT)
-            for claim in self._claims
-            if claim.function == function and not claim.retiring
-        )
-        return sum(len(grant.start) + len(grant.wake) for grant in own)
+        own = (claim.key for claim in self._claims if claim.function == function and not claim.retiring)
+        granted = (grants.get(key, NO_GRANT) for key in own)
+        return sum(len(grant.start) + len(grant.wake) for grant in granted)
 
 
 def _proves(claim: RevisionClaim) -> bool:

@@ -21,13 +21,15 @@ from live import Function, failure, gateway_here, gateway_process, gone, until
 from pilotflame.errors import LauncherError, PilotflameError
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.calls.worker.confinement import landlock_version
-from pilotflame.runtime.ground.settings.function_settings import Scale
 from pilotflame.runtime.ground.settings.resources import Resources
 from pilotflame.runtime.ground.telemetry.logs import LogChannel
 from pilotflame.runtime.node.launching import cgroups
 from pilotflame.runtime.node.launching.confinements import Confinements
 from pilotflame.runtime.node.launching.listener import Listener
+from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
 from pilotflame.runtime.node.launching.process_launcher import ProcessLauncher
+from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.node.reconciling.standby import Standby
 from pilotflame.runtime.node.reconciling.zygote_supervisor import ZygoteSupervisor
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -229,11 +231,26 @@ async def launcher_of(state: Path) -> AsyncIterator[ProcessLauncher]:
             listener.close()
 
 
+class _Claimant:
+    """A revision without GPUs."""
+
+    gpu_need = None
+
+    def renew_standby(self) -> bool:
+        return False
+
+
 async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
     state: Path, tmp_root: Path
 ) -> None:
     async with launcher_of(state) as launcher, asyncio.TaskGroup() as tasks:
-        supervisor = ZygoteSupervisor(spec_of(), Scale(), launcher, LogChannel(), tasks)
+        logs, names, spec = LogChannel(), iter(["zygote-test"]), spec_of()
+        standby = Standby(
+            GpuPlaces((), NvidiaDriver()), _Claimant(), names, logs, tasks, lambda: None, wanted=False
+        )
+        supervisor = ZygoteSupervisor(
+            spec, launcher, logs, tasks, dict, names, standby, lambda: None, lambda: None, stays=True
+        )
         opening = asyncio.create_task(supervisor.open())
         await asyncio.sleep(0)
         supervisor.close()

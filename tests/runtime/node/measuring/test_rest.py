@@ -135,10 +135,10 @@ async def test_beside_an_idle_worker_both_rungs_are_measured(state, quick):
         ladder = gateway.server.functions.get(function.name).workers.function.ladder
 
         async def measured() -> bool:
-            return {*ladder.figures.held_bytes} >= {RungName.READY, RungName.ZYGOTE}
+            return {*ladder.measured.figures.held_bytes} >= {RungName.READY, RungName.ZYGOTE}
 
         await until(measured, "figures of both rungs")
-        held = ladder.figures.held_bytes
+        held = ladder.measured.figures.held_bytes
         assert 1e6 < held[RungName.ZYGOTE] < held[RungName.READY] < 1e9
 
 

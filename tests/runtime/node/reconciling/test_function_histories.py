@@ -15,10 +15,10 @@ from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
 from pilotflame.runtime.node.reconciling import function_histories
 from pilotflame.runtime.node.reconciling.function_histories import NODE_FILE, FunctionHistories
-from pilotflame.runtime.node.reconciling.idle_ladder import LadderSpec
 from pilotflame.runtime.node.scaling.idle_distribution import Prior
 from pilotflame.runtime.node.scaling.keep_alive import History
 from pilotflame.runtime.node.scaling.ladder import BurstWait
+from pilotflame.runtime.node.scaling.measured_ladder import LadderSpec
 from pilotflame.runtime.node.scaling.rung_figures import RungFigures
 from pilotflame.runtime.node.scaling.slow_share import SlowShare
 from pilotflame.runtime.node.scaling.upstream import BOUNDS_S, Delays
@@ -42,20 +42,21 @@ async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_
         histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)
         first = await histories.of("one")
         assert await histories.of("one") is first
-        first.ladder.remember(KNOWN, FIGURES, SLOW)
-        first.ladder.resume(100.0, 7.0)
+        first.ladder.past.history = KNOWN
+        first.ladder.measured.figures, first.ladder.measured.slow_share = FIGURES, SLOW
+        first.ladder.watch.resume(time.monotonic() - 100.0, 7.0)
         first.upstreams.update(PAIRS)
         await histories.close()
         again = await (await FunctionHistories.open(tmp_path / "habits", tasks, account)).of("one")
-    assert again.ladder.history == KNOWN
-    assert again.ladder.figures == FIGURES
+    assert again.ladder.past.history == KNOWN
+    assert again.ladder.measured.figures == FIGURES
     assert again.upstreams == PAIRS
-    assert again.ladder.slow_share == SLOW
+    assert again.ladder.measured.slow_share == SLOW
     # The idle period goes on, on the clock of the wall.
-    idle = again.ladder.idle_for_s()
-    assert idle is not None
-    assert 100.0 <= idle[0] < 160.0
-    assert idle[1] == pytest.approx(7.0)
+    period = again.ladder.watch.period
+    assert period is not None
+    assert 100.0 <= time.monotonic() - period.begun_s < 160.0
+    assert period.since_s == pytest.approx(7.0)
 
 
 async def test_a_file_of_a_thousand_idle_times_is_small_and_one_with_fewer_is_still_read(tmp_path: Path):
@@ -66,24 +67,26 @@ async def test_a_file_of_a_thousand_idle_times_is_small_and_one_with_fewer_is_st
         async with BackgroundTasks() as tasks:
             histories = await FunctionHistories.open(tmp_path / str(known), tasks, account)
             kept = History(times_s[:known], times_s[:128], WAITS, known)
-            (await histories.of("one")).ladder.remember(kept, FIGURES)
+            ladder = (await histories.of("one")).ladder
+            ladder.past.history = kept
+            ladder.measured.figures = FIGURES
             await histories.close()
             again = await (await FunctionHistories.open(tmp_path / str(known), tasks, account)).of("one")
-        assert again.ladder.history.idles == pytest.approx(times_s[:known], abs=0.001)
+        assert again.ladder.past.history.idles == pytest.approx(times_s[:known], abs=0.001)
         assert file.stat().st_size < 16_000
 
 
 async def test_a_forgotten_function_is_not_written_again(tmp_path: Path):
     async with BackgroundTasks() as tasks:
         histories = await FunctionHistories.open(tmp_path, tasks, account)
-        (await histories.of("one")).ladder.remember(KNOWN, FIGURES)
+        (await histories.of("one")).ladder.past.history = KNOWN
         await histories.close()
         file = tmp_path / "functions" / "one.json"
         assert json.loads(file.read_text())["periods"] == 2
         await histories.forget("one")
         await histories.close()
         assert not file.exists()
-        assert (await histories.of("one")).ladder.history == History()
+        assert (await histories.of("one")).ladder.past.history == History()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ async def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: str):
         file.write_text(damage)
     async with BackgroundTasks() as tasks:
         histories = await FunctionHistories.open(tmp_path, tasks, account)
-        assert (await histories.of("one")).ladder.history == History()
+        assert (await histories.of("one")).ladder.past.history == History()
         await histories.close()
     assert Prior(tuple(json.loads((tmp_path / NODE_FILE).read_text())["weights"])) == Prior()
 
@@ -107,9 +110,9 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_nothing(tmp_path: Path
     async with BackgroundTasks() as tasks:
         histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)
         one = await histories.of("one")
-        one.ladder.remember(KNOWN, FIGURES)
+        one.ladder.past.history = KNOWN
         await histories.close()
-        assert (await histories.of("one")).ladder.history == KNOWN
+        assert (await histories.of("one")).ladder.past.history == KNOWN
         assert not tasks.failures
 
 
@@ -118,7 +121,7 @@ async def test_what_has_changed_is_written_a_while_later(tmp_path: Path, monkeyp
     file = tmp_path / "functions" / "one.json"
     async with BackgroundTasks() as tasks:
         ladder = (await (await FunctionHistories.open(tmp_path, tasks, account)).of("one")).ladder
-        ladder.resume(5.0, 0.0)
+        ladder.watch.resume(time.monotonic() - 5.0, 0.0)
         async with asyncio.timeout(20):
             await ladder.adopt(_Nothing(), LadderSpec(), 0.0, tasks)
             while not file.exists():

@@ -18,6 +18,7 @@ import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.calls.serving import replica
 from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
+from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
 from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces, node_processes
 from pilotflame.runtime.node.scaling import allocation
 from pilotflame.runtime.node.scaling.claims import ProcessState
@@ -71,9 +72,9 @@ def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
 
 async def test_the_place_of_a_start_whose_process_has_died_may_be_given_back() -> None:
     """The start goes on, because it fetches weights."""
-    places = GpuPlaces((Gpu("0", MEMORY_MB),))
+    places = GpuPlaces((Gpu("0", MEMORY_MB),), NvidiaDriver())
     one = SimpleNamespace(gpu_need=GpuNeed(1, 1000), renew_standby=lambda: False)
-    place = places.take(one)  # type: ignore[arg-type]
+    place = places.take(one, {"0": 1000})  # type: ignore[arg-type]
     places.free(place)
     found = list(node_processes([], [place], places.of_owner(one)))  # type: ignore[arg-type]
     assert [process.state for process in found] == [ProcessState.STARTING]
@@ -137,7 +138,7 @@ async def test_two_that_fit_share_the_gpu(one_gpu: Gateway, gate: Gate):
     # Each is billed for its half of the GPU.
     lives = [one_gpu.server.functions.get(one.name) for one in functions]
     assert [live.devices for live in lives] == [0.5, 0.5]
-    assert [live.workers.function.ladder.figures.devices for live in lives] == [0.5, 0.5]
+    assert [live.workers.function.ladder.measured.figures.devices for live in lives] == [0.5, 0.5]
 
 
 async def test_a_busy_worker_is_left_alone_and_the_caller_is_told(one_gpu: Gateway, gate: Gate):

@@ -16,7 +16,9 @@ from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.ground.telemetry.decisions import DecisionRecord, Decisions
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
 from pilotflame.runtime.node.reconciling.function import Function as DeployedFunction
-from pilotflame.runtime.node.reconciling.idle_ladder import IdleLadder, LadderSpec
+from pilotflame.runtime.node.reconciling.idle_ladder import IdleLadder
+from pilotflame.runtime.node.scaling.idle_distribution import SharedPrior
+from pilotflame.runtime.node.scaling.measured_ladder import LadderSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -84,7 +86,7 @@ async def test_an_idle_function_steps_down_rung_by_rung(gateway, deploy):
     assert again.headers["x-cold-start"] == "true"
     assert again.json() != pid
     # The wake took as long as the function needs from its files.
-    figures = history_of(gateway, function).ladder.figures
+    figures = history_of(gateway, function).ladder.measured.figures
     assert figures.wakes_s["local"][-1] > figures.wakes_s["zygote"][-1]
 
 
@@ -97,8 +99,8 @@ async def test_a_function_whose_callers_may_not_wait_stays_ready(gateway, deploy
     ladder = history_of(gateway, function).ladder
     await idle(gateway, function, "ready")
     # A gap that is longer than the quiet is an idle time; the time before the first call is not.
-    assert len(ladder.history.idles) == 1
-    assert 0.5 < ladder.history.idles[0] < 20
+    assert len(ladder.past.history.idles) == 1
+    assert 0.5 < ladder.past.history.idles[0] < 20
 
 
 async def test_slow_requests_beyond_their_share_raise_the_price_of_waiting(gateway, deploy):
@@ -107,15 +109,15 @@ async def test_slow_requests_beyond_their_share_raise_the_price_of_waiting(gatew
     await function.answer()
     first = await decided(gateway, function, "step_down")
     assert first.figures["slow_share"] == 1.0
-    once = ladder.slow_share.price(1.0)
+    once = ladder.measured.slow_share.price(1.0)
     assert 1.9 < once < 2.0
     await function.settled(ready=0)
     await function.answer()
     assert (await decided(gateway, function, "step_down", 2)).figures["slow_share"] == 1.0
-    assert 3.8 < ladder.slow_share.price(1.0) < 4.0
+    assert 3.8 < ladder.measured.slow_share.price(1.0) < 4.0
     # Both have waited, so a deploy goes on with the price that follows from that.
     await gateway.deploy(PID, {"scale.slow_share": 0.5, "scale.rest": "local"}, name=function.name)
-    assert history_of(gateway, function).ladder.slow_share.recent_slow > 1.9
+    assert history_of(gateway, function).ladder.measured.slow_share.recent_slow > 1.9
     steady = await deploy(PID)
     await steady.answer()
     assert "slow_share" not in (await decided(gateway, steady, "step_down")).figures
@@ -131,7 +133,7 @@ async def test_a_caller_whose_time_is_up_before_a_worker_starts_was_a_slow_one(g
     gate.open()
     down = await decided(gateway, function, "step_down")
     assert down.figures["slow_share"] == 1.0
-    assert history_of(gateway, function).ladder.slow_share.price(1.0) > 1.9
+    assert history_of(gateway, function).ladder.measured.slow_share.price(1.0) > 1.9
 
 
 @pytest.mark.parametrize("other", ["price_waiting_s", "idle_timeout_s"])
@@ -212,30 +214,30 @@ async def test_the_history_survives_a_deploy_and_a_restart_but_no_delete(state):
         await idle(gateway, function, "ready")
         await function.answer()
         await idle(gateway, function, "ready")
-        before = history_of(gateway, function).ladder.history
+        before = history_of(gateway, function).ladder.past.history
         assert before.periods == 1
         await gateway.deploy(PID.replace("getpid", "getppid"), name="kept")
-        assert history_of(gateway, function).ladder.history.periods == 1
+        assert history_of(gateway, function).ladder.past.history.periods == 1
     # The plan goes on after the gateway was down, and the idle time across that gap is not recorded.
     assert json.loads(stored(state, "kept").read_text())["idling"]["since_at"] > 0
     async with gateway_here(state, **IMPATIENT) as gateway:
         function = gateway.function("kept")
         await function.settled(ready=0)
-        after = history_of(gateway, function).ladder.history
+        after = history_of(gateway, function).ladder.past.history
         # Files hold whole milliseconds.
         for stored_s, s in ((after.idles, before.idles), (after.intervals, before.intervals)):
             assert stored_s == pytest.approx(s, abs=0.0006)
         await function.answer()
         await idle(gateway, function, "ready")
-        assert history_of(gateway, function).ladder.history.periods == 1
+        assert history_of(gateway, function).ladder.past.history.periods == 1
         # A period is learned when the arrivals of the longest wake are known.
-        while history_of(gateway, function).ladder.history.periods < 2:
+        while history_of(gateway, function).ladder.past.history.periods < 2:
             await function.answer()
             await idle(gateway, function, "ready")
         await gateway.client.delete("/v1/functions/kept")
         assert not stored(state, "kept").exists()
         again = await gateway.deploy(PID, name="kept")
-        assert history_of(gateway, again).ladder.history.periods == 0
+        assert history_of(gateway, again).ladder.past.history.periods == 0
     assert json.loads(stored(state, "kept").read_text())["periods"] == 0
 
 
@@ -249,10 +251,10 @@ async def test_a_function_that_cannot_start_is_not_idle(gateway, deploy, tmp_pat
     (tmp_path / "ok").touch()
     await gateway.client.post(f"/v1/functions/{function.name}/reset")
     ladder = history_of(gateway, function).ladder
-    assert not ladder.idle
+    assert ladder.watch.period is None
     await function.answer()
     await decided(gateway, function, "step_down")
-    assert ladder.history.periods == 0
+    assert ladder.past.history.periods == 0
 
 
 async def test_the_time_of_failed_starts_is_no_wake_time(gateway, deploy, tmp_path):
@@ -264,7 +266,7 @@ async def test_the_time_of_failed_starts_is_no_wake_time(gateway, deploy, tmp_pa
     (tmp_path / "ok").touch()
     # The start-up check of the next revision is not the start that the failed call waited for.
     await deploy(source, {"env.OK": str(tmp_path / "ok")}, name=function.name)
-    assert history_of(gateway, function).ladder.figures.wakes_s == {}
+    assert history_of(gateway, function).ladder.measured.figures.wakes_s == {}
 
 
 class Warm:
@@ -283,8 +285,8 @@ class Warm:
 
 async def test_a_deploy_after_a_restart_begins_its_plan_anew():
     async with BackgroundTasks() as tasks:
-        ladder = IdleLadder(Decisions())
-        ladder.resume(1e6, 0.0)
+        ladder = IdleLadder(Decisions(), SharedPrior(), lambda: None)
+        ladder.watch.resume(time.monotonic() - 1e6, 0.0)
         restored, deployed = Warm(), Warm()
         await ladder.adopt(restored, LadderSpec(), 0.1, tasks)
         assert restored.looks == 1
@@ -297,7 +299,7 @@ async def test_a_deploy_after_a_restart_begins_its_plan_anew():
 
 async def test_the_delays_at_which_a_plan_holds_a_worker_are_told_only_while_it_does():
     async with BackgroundTasks() as tasks:
-        ladder, target = IdleLadder(Decisions()), Warm()
+        ladder, target = IdleLadder(Decisions(), SharedPrior(), lambda: None), Warm()
         assert set(ladder.ready_shares()) == {0.0}
         await ladder.adopt(target, LadderSpec(), 0.1, tasks)
         # READY costs so little that it is held beyond all delays.
@@ -309,7 +311,7 @@ async def test_the_delays_at_which_a_plan_holds_a_worker_are_told_only_while_it_
 
 async def test_a_plan_made_for_guessed_memory_is_made_anew_once_the_memory_was_measured():
     async with BackgroundTasks() as tasks:
-        ladder, target = IdleLadder(Decisions()), Warm()
+        ladder, target = IdleLadder(Decisions(), SharedPrior(), lambda: None), Warm()
         await ladder.adopt(target, LadderSpec(), 0.1, tasks)
         guessed = ladder.next_step
         assert guessed is not None

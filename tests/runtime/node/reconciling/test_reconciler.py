@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, TRUSTED, Gate, Gateway, failure, gateway_here
+from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
 from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.node.reconciling.observed import LOOK_EVERY_S
 from pilotflame.runtime.node.reconciling.reconciler import Reconciler
@@ -245,10 +246,10 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _loop, context: told.append(str(context["exception"])))
     try:
-        reconciler = Reconciler(GpuPlaces())
+        reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), None, lambda _owner: None, math.inf)
         members = [Due("first", fails=True), Due("second"), Due("third")]
         for number, one in enumerate(members):
-            reconciler.join(one)  # type: ignore[arg-type]
+            reconciler.limits.join(one)  # type: ignore[arg-type]
             reconciler.look_by(one.key, time.monotonic() + 0.001 * number)
         async with asyncio.timeout(LIMIT_S):
             for one in members:
@@ -262,7 +263,7 @@ class Wanting:
     """A revision with one draining worker, whose row wants a number of workers. It is its own observations and steps."""
 
     gpu_need, owner, urgent, row = None, "", False, Row(0, 0)
-    replicas = SimpleNamespace(held=1)
+    replicas = SimpleNamespace(held=1, parked=[])
 
     def __init__(self, key: str, wants: dict[WorkerTier, int]) -> None:
         self.key, self.wants, self.granted = key, wants, list[Grant]()
@@ -274,9 +275,6 @@ class Wanting:
         return RevisionClaim(
             self.key, self.key, "", self.wants, most, most, drains, waiting_since_s=waiting_since_s
         )
-
-    def fits_gpus(self, _workers: int) -> bool:
-        return True
 
     def update_row(self, _now_s: float, _arriving: int = 0) -> tuple[Row, Seen]:
         return Row(2, 2, (Proposal(Rank.AHEAD, "warmup", 2),)), Seen(0, 0, 0, 0)
@@ -295,11 +293,11 @@ class Wanting:
 
 
 async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_workers():
-    reconciler = Reconciler(GpuPlaces(), most=3)
+    reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), 3, lambda _owner: None, math.inf)
     ends, waits = Wanting("ends", {WorkerTier.LOAD: 1}), Wanting("waits", {WorkerTier.AHEAD: 2})
     for one in (ends, waits):
-        reconciler.join(one)  # type: ignore[arg-type]
-    reconciler.leave(ends)  # type: ignore[arg-type]
+        reconciler.limits.join(one)  # type: ignore[arg-type]
+    reconciler.limits.leave(ends)  # type: ignore[arg-type]
     reconciler.look(waits)  # type: ignore[arg-type]
     # The loop runs the allocation next.
     await asyncio.sleep(0)

@@ -25,7 +25,7 @@ from pilotflame.runtime.node.scaling.claims import (
     RevisionClaim,
     WorkerTier,
 )
-from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding, candidates, fits, place
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding, candidates, fit, place
 
 STARTING, READY, PARKED, DRAINING, STANDBY, LEAVING = (
     ProcessState.STARTING, ProcessState.READY, ProcessState.PARKED, ProcessState.DRAINING,
@@ -532,7 +532,7 @@ def present(
     # A standby rehearses only where its worker will be.
     fitting = [] if need is None else candidates(gpus, need)
     room = {gpu.id: CONTEXT for gpu in fitting}
-    if need is not None and len(room) == need.gpus and fits(gpus, held, room) and draw(st.booleans()):
+    if need is not None and len(room) == need.gpus and fit(gpus, [*held, room]) and draw(st.booleans()):
         held.append(room)
         found.append(NodeProcess(f"{name}s", STANDBY, 0, 0.0, room, room))
     return found

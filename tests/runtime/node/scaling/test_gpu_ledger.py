@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
 from pilotflame.runtime.node.scaling.gpu_ledger import REHEARSAL_MB, Booking, GpuLedger
-from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed
 
 ONE = [Gpu("0", 4096)]
 NEED = GpuNeed(1, 3000)
@@ -32,10 +32,10 @@ def test_a_standby_needs_no_room_beside_itself_to_become_a_worker():
     standby = Booking({"0": 4096}, {"0": CONTEXT_MB})
     ledger.add(standby)
     whole = GpuNeed(1, None)
-    assert ledger.room(whole) is None
-    found = ledger.room(whole, but=standby)
-    assert found == {"0": 4096}
-    ledger.promote(standby, found)
+    assert ledger.plan(whole, 1, (), None) is None
+    found = ledger.plan(whole, 1, (), standby)
+    assert found == [{"0": 4096}]
+    ledger.promote(standby, found[0])
     assert ledger.booked == {"0": 4096}
 
 
@@ -106,9 +106,10 @@ class Node:
 
     def start(self) -> bool:
         need = self.chance.choice(self.needs)
-        if (found := self.ledger.room(need)) is None:
+        if (found := self.ledger.plan(need, self.chance.randint(1, 2), (), None)) is None:
             return False
-        self.ledger.add(Process(found, found, need, "worker"))
+        for holding in found:
+            self.ledger.add(Process(holding, holding, need, "worker"))
         return True
 
     def rehearse(self) -> bool:
@@ -136,10 +137,10 @@ class Node:
 
     def promote(self) -> bool:
         one = self.pick("standby")
-        if one is None or (found := self.ledger.room(one.need, but=one)) is None:
+        if one is None or (found := self.ledger.plan(one.need, 1, (), one)) is None:
             return False
-        assert found.keys() == one.full.keys()
-        self.ledger.promote(one, found)
+        assert found[0].keys() == one.full.keys()
+        self.ledger.promote(one, found[0])
         one.kind = "worker"
         return True
 
@@ -160,12 +161,12 @@ class Node:
         """End processes until a worker has room, and start it there."""
         need = self.chance.choice(self.needs)
         bookings = self.chance.sample(self.ledger.bookings, len(self.ledger.bookings))
-        while (room := self.ledger.room(need)) is None and bookings:
+        while (room := self.ledger.plan(need, 1, (), None)) is None and bookings:
             self.ledger.remove(bookings.pop())
         self.check()
         if room is None:
             return False
-        holding: Holding = room
+        [holding] = room
         self.ledger.add(Process(holding, holding, need, "worker"))
         return True
 

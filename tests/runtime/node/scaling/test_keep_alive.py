@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.node.scaling.idle_distribution import Prior, cheapest, distribution_of
-from pilotflame.runtime.node.scaling.keep_alive import IDLES, INTERVALS, History, choose, decide, learn
+from pilotflame.runtime.node.scaling.keep_alive import IDLES, INTERVALS, History, choose, learn
 from pilotflame.runtime.node.scaling.ladder import BurstWait, Costs, Ladder, Plan, Rung, Step
 from pilotflame.runtime.node.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
 from pilotflame.runtime.node.scaling.route import clamped
@@ -38,7 +38,7 @@ def taught(ladder: Ladder, periods: list[tuple[float, float]], prior: Prior | No
 
 
 def test_a_function_of_which_nothing_is_known_follows_the_ski_rental_schedule() -> None:
-    assert decide(History(), SLICE, 5.0) == SLICE.costs().ski_rental
+    assert choose(History(), SLICE, 5.0).plan == SLICE.costs().ski_rental
 
 
 def assert_climbs_one_after_the_other(plan: Plan, ladder: Ladder) -> None:
@@ -67,10 +67,10 @@ def test_every_plan_is_orderly_and_equal_inputs_give_equal_plans(
     ladder: Ladder, periods: list[tuple[float, float]], since_s: float
 ) -> None:
     history = taught(ladder, periods)
-    plan = decide(history, ladder, since_s)
+    plan = choose(history, ladder, since_s).plan
     assert_orderly(plan, len(ladder.rungs))
     assert_climbs_one_after_the_other(plan, ladder)
-    assert plan == decide(taught(ladder, periods), ladder, since_s)
+    assert plan == choose(taught(ladder, periods), ladder, since_s).plan
     assert history.periods == len(periods)
     # The last step goes down, or nothing is cheaper to hold.
     assert len(plan) == 1 or plan[-1].rung > plan[-2].rung or plan[-1].rung == len(ladder.rungs) - 1
@@ -84,7 +84,7 @@ def test_what_was_planned_for_another_ladder_is_not_looked_at(
     if len(before.rungs) != len(after.rungs):
         history, waits = taught(before, periods), once([0.0] * len(after.rungs))
         assert learn(history, after, idle_s, 0.0, waits).periods == len(periods) + 1
-        assert_orderly(decide(history, after, 0.0), len(after.rungs))
+        assert_orderly(choose(history, after, 0.0).plan, len(after.rungs))
 
 
 def test_the_history_is_bounded() -> None:
@@ -102,7 +102,7 @@ def test_a_timer_is_prewarmed_just_before_it_fires() -> None:
     rnd = random.Random(1)
     history = taught(SLICE, [(600 + rnd.gauss(0, 2), 0.5) for _ in range(64)])
     assert choose(history, SLICE, 0.5).expert >= 3
-    plan = decide(history, SLICE, 0.5)
+    plan = choose(history, SLICE, 0.5).plan
     ready_s = next(step.offset_s for step in plan[1:] if step.rung == 0)
     assert 580 < ready_s < 605
     # In between it rests, and half an hour later nothing warm is held any more.
@@ -192,7 +192,7 @@ def test_waits_of_another_ladder_are_forgotten_and_the_idle_times_are_kept() -> 
 def test_a_rhythm_that_changes_is_noticed() -> None:
     before = taught(SLICE, [(20.0, 1.0)] * 200)
     after = taught(SLICE, [(20.0, 1.0)] * 200 + [(5000.0, 1.0)] * 40)
-    bills = [SLICE.costs().bill(decide(history, SLICE, 1.0), 5000.0) for history in (before, after)]
+    bills = [SLICE.costs().bill(choose(history, SLICE, 1.0).plan, 5000.0) for history in (before, after)]
     assert bills[1] < bills[0]
     assert bills[1] < 1.3 * min(SLICE.costs().bill((Step(0.0, rung),), 5000.0) for rung in range(5))
 
@@ -202,7 +202,9 @@ def test_the_node_s_prior_helps_a_function_that_is_new() -> None:
     for known in range(200):
         prior = prior.learn(3.0, known // 20)
     informed, alone = taught(SLICE, [(3.0, 1.0)], prior), taught(SLICE, [(3.0, 1.0)])
-    bills = [SLICE.costs().bill(decide(history, SLICE, 1.0, prior), 3.0) for history in (informed, alone)]
+    bills = [
+        SLICE.costs().bill(choose(history, SLICE, 1.0, prior).plan, 3.0) for history in (informed, alone)
+    ]
     assert bills[0] <= bills[1]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.settings.resources import Resources
-from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding, fits, need_of, place
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding, fit, need_of, place
 
 TWO = [Gpu("0", 80), Gpu("1", 40)]
 
@@ -74,8 +74,8 @@ def test_what_is_placed_has_as_many_gpus_as_it_needs(node: tuple[list[Gpu], list
     gpus, held = node
     found = place(gpus, held, need)
     if found is None:
-        room = [gpu for gpu in gpus if fits([gpu], [{gpu.id: used(held)[gpu.id]}], {gpu.id: need.of(gpu)})]
+        room = [gpu for gpu in gpus if fit([gpu], [{gpu.id: used(held)[gpu.id]}, {gpu.id: need.of(gpu)}])]
         assert len(room) < need.gpus
     else:
         assert len(found) == need.gpus
-        assert fits(gpus, held, found)
+        assert fit(gpus, [*held, found])
