@@ -20,6 +20,8 @@ MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
 """The limits of what is thrown away of a body that is not read."""
+LONG_READ_BYTES = 16 << 10
+"""After a read of this size, a WebSocket waits for its next turn."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -27,9 +29,11 @@ class ClientConnection(web.RequestHandler):
     """A client's connection. It is closed if the header of a request does not arrive in time."""
 
     __slots__ = (
+        "_full",
         "_header",
         "_header_timeout_s",
         "_header_timer",
+        "_is_socket",
         "_lost",
         "_place",
         "_request",
@@ -51,6 +55,8 @@ class ClientConnection(web.RequestHandler):
         self._header, self._place = HeaderLimit(), place
         self._request: web.Request | None = None
         self._lost: asyncio.Future[None] | None = None
+        # True while aiohttp reads no more, because the messages that have arrived wait.
+        self._is_socket = self._full = False
         self.discards = False
         """True while it throws away the rest of a request whose response has been sent."""
         self.on_data: Callable[[int], None] | None = None
@@ -76,6 +82,9 @@ class ClientConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self.on_data is not None:
             self.on_data(len(data))
+        if self._is_socket:
+            self._take_turns(data)
+            return
         fits = self._header.add(data)
         if fits or self._header.arrived:
             super().data_received(data)
@@ -91,10 +100,26 @@ class ClientConnection(web.RequestHandler):
         self._request, self.discards = request, False
         self._resume()
         socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
+        self._is_socket = bool(socket)
         chunked = hdrs.TRANSFER_ENCODING in request.headers
         self._header.begin(
             None if socket else request.content, None if socket or chunked else request.content_length or 0
         )
+
+    def _take_turns(self, data: bytes) -> None:
+        """Read a piece of a WebSocket. After a long one, the other connections are read first: it may have many small frames."""
+        super().data_received(data)
+        if len(data) >= LONG_READ_BYTES and self.transport is not None and not self._full:
+            self.transport.pause_reading()
+            self._place.turns.add(self._read_on)
+
+    def pause_reading(self) -> None:
+        self._full = True
+        super().pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        self._full = False
+        super().resume_reading(resume_parser)
 
     def _resume(self) -> None:
         if self._header.size > MAX_HEADER_BYTES and self.transport is not None:
@@ -123,7 +148,7 @@ class ClientConnection(web.RequestHandler):
         return None
 
     def _read_on(self) -> None:
-        if self.transport is not None:
+        if self.transport is not None and not (self._is_socket and self._full):
             self.transport.resume_reading()
 
     def admitted(self) -> None:
