@@ -194,7 +194,7 @@ def _announce(gateway: GatewaySettings, text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
-    # httpx imports its own command line with rich and pygments, which takes 48 ms. None means that it is not installed.
+    # httpx imports its own command line with rich and pygments, which no command needs. None means that it is not installed.
     sys.modules.setdefault("httpx._main", cast("ModuleType", None))
     words = sys.argv[1:] if arguments is None else arguments
     return exit_codes.exit_code_of(

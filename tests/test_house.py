@@ -182,7 +182,7 @@ PRIVATE_NAMES = {
     "_config": "it keeps the folder of its files there, and has no other way to change it",
     "_handle": "a Connection returns its descriptor only if it is open",
     # httpx
-    "_main": "httpx imports its own command line, which takes 48 ms",
+    "_main": "httpx imports its own command line, with rich and pygments",
 }
 
 

@@ -92,11 +92,15 @@ def unpacking(stage: Stage) -> str:
     return repeat(stage, itertools.cycle(sends))
 
 
-@attack("bodies that do not end, without a key")
+@attack("bodies that do not end, in large chunks and in chunks of one byte, without a key")
 def endless(stage: Stage) -> str:
-    address, piece = urlsplit(stage.server.url), b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+    address, pieces = (
+        urlsplit(stage.server.url),
+        itertools.cycle((b"10000\r\n" + bytes(1 << 16) + b"\r\n", b"1\r\nx\r\n" * 10_000)),
+    )
 
     def send(path: str) -> int:
+        piece = next(pieces)
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import hdrs, web
 
@@ -21,7 +22,7 @@ KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
 """The limits of what is thrown away of a body that is not read."""
 LONG_READ_BYTES = 16 << 10
-"""After a read of this size, a WebSocket waits for its next turn."""
+"""After a read of this size, a WebSocket waits for its next turn: it may have many small frames."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -55,7 +56,7 @@ class ClientConnection(web.RequestHandler):
         self._header, self._place = HeaderLimit(), place
         self._request: web.Request | None = None
         self._lost: asyncio.Future[None] | None = None
-        # True while aiohttp reads no more, because the messages that have arrived wait.
+        # True while aiohttp reads no more, because too many messages wait for their reader.
         self._is_socket = self._full = False
         self.discards = False
         """True while it throws away the rest of a request whose response has been sent."""
@@ -82,17 +83,19 @@ class ClientConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self.on_data is not None:
             self.on_data(len(data))
-        if self._is_socket:
-            self._take_turns(data)
-            return
-        fits = self._header.add(data)
-        if fits or self._header.arrived:
-            super().data_received(data)
-        else:
-            self._refuse_header()
-        if not fits and self._header.arrived and self.transport is not None:
+        fits = self._is_socket or self._header.add(data)
+        if not (fits or self._header.arrived):
+            return self._refuse_header()
+        super().data_received(data)
+        if self.transport is None:
+            return None
+        if not fits:
             # The requests behind the running one wait at their client.
             self.transport.pause_reading()
+        elif self._is_socket and len(data) >= LONG_READ_BYTES and not self._full:
+            self.transport.pause_reading()
+            self._place.turns.add(self._take_turn)
+        return None
 
     def begin(self, request: web.Request) -> None:
         """Note that a request runs, which aiohttp has read."""
@@ -100,18 +103,20 @@ class ClientConnection(web.RequestHandler):
         self._request, self.discards = request, False
         self._resume()
         socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
-        self._is_socket = bool(socket)
         chunked = hdrs.TRANSFER_ENCODING in request.headers
         self._header.begin(
             None if socket else request.content, None if socket or chunked else request.content_length or 0
         )
 
-    def _take_turns(self, data: bytes) -> None:
-        """Read a piece of a WebSocket. After a long one, the other connections are read first: it may have many small frames."""
-        super().data_received(data)
-        if len(data) >= LONG_READ_BYTES and self.transport is not None and not self._full:
-            self.transport.pause_reading()
-            self._place.turns.add(self._read_on)
+    def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
+        """aiohttp calls this for a WebSocket whose handshake has been answered. Before that, it bounds the bytes itself."""
+        self._is_socket = True
+        super().set_parser(parser, data_received_cb)
+
+    def _take_turn(self) -> None:
+        """Read on, unless aiohttp has stopped reading meanwhile."""
+        if not self._full:
+            self._read_on()
 
     def pause_reading(self) -> None:
         self._full = True
@@ -148,7 +153,7 @@ class ClientConnection(web.RequestHandler):
         return None
 
     def _read_on(self) -> None:
-        if self.transport is not None and not (self._is_socket and self._full):
+        if self.transport is not None:
             self.transport.resume_reading()
 
     def admitted(self) -> None:
