@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ YOUNG_OBJECTS = 20_000
 # block behind them keeps their memory.
 MAPPED_BYTES = 128 << 10
 _M_MMAP_THRESHOLD = -3
+# While the event loop is busy, another thread waits for this time until it gets the interpreter. A stored job waits a dozen
+# times for the thread of its database, each time for 5 ms by default.
+SWITCH_S = 1e-3
 
 
 class Stop(asyncio.Event):
@@ -114,6 +118,7 @@ def run(
             raise stop.error
 
     raise_open_files()
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_until_signal())
 

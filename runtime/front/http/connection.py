@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -12,17 +13,16 @@ from aiohttp import hdrs, web
 
 from ....errors import MalformedRequest, PilotflameError
 from ..listening.open_connections import ConnectionPlace
-from .header_limit import DISCARDED_BYTES, MAX_HEADER_BYTES, HeaderLimit, headers_too_large
+from .header_limit import DISCARDED_BYTES, HeaderLimit, headers_too_large
 from .requests import CALLS, awaits_continue
 from .responses import SERVER, error_reply
+from .unparsed_data import UnparsedData
 
 BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
 """The limits of what is thrown away of a body that is not read."""
-LONG_READ_BYTES = 16 << 10
-"""After a read of this size, a WebSocket waits for its next turn: it may have many small frames."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -30,7 +30,6 @@ class ClientConnection(web.RequestHandler):
     """A client's connection. It is closed if the header of a request does not arrive in time."""
 
     __slots__ = (
-        "_full",
         "_header",
         "_header_timeout_s",
         "_header_timer",
@@ -38,6 +37,7 @@ class ClientConnection(web.RequestHandler):
         "_lost",
         "_place",
         "_request",
+        "_unparsed",
         "discards",
         "on_data",
     )
@@ -56,8 +56,8 @@ class ClientConnection(web.RequestHandler):
         self._header, self._place = HeaderLimit(), place
         self._request: web.Request | None = None
         self._lost: asyncio.Future[None] | None = None
-        # True while aiohttp reads no more, because too many messages wait for their reader.
-        self._is_socket = self._full = False
+        self._unparsed = UnparsedData(place.turns, self._header)
+        self._is_socket = False
         self.discards = False
         """True while it throws away the rest of a request whose response has been sent."""
         self.on_data: Callable[[int], None] | None = None
@@ -81,27 +81,31 @@ class ClientConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not data:
+            # aiohttp parses what it has.
+            return super().data_received(data)
         if self.on_data is not None:
             self.on_data(len(data))
         fits = self._is_socket or self._header.add(data)
         if not (fits or self._header.arrived):
             return self._refuse_header()
-        super().data_received(data)
-        if self.transport is None:
-            return None
-        if not fits:
-            # The requests behind the running one wait at their client.
+        if not fits and self.transport is not None:
+            self._unparsed.waits = True
             self.transport.pause_reading()
-        elif self._is_socket and len(data) >= LONG_READ_BYTES and not self._full:
-            self.transport.pause_reading()
-            self._place.turns.add(self._take_turn)
+        if self._unparsed.takes(data):
+            self._unparsed.add(data, self)
+        else:
+            super().data_received(data)
         return None
+
+    def parse(self, data: bytes) -> None:
+        super().data_received(data)
 
     def begin(self, request: web.Request) -> None:
         """Note that a request runs, which aiohttp has read."""
         self.header_arrived()
         self._request, self.discards = request, False
-        self._resume()
+        self._read_next()
         socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
         chunked = hdrs.TRANSFER_ENCODING in request.headers
         self._header.begin(
@@ -112,30 +116,31 @@ class ClientConnection(web.RequestHandler):
         """aiohttp calls this for a WebSocket whose handshake has been answered. Before that, it bounds the bytes itself."""
         self._is_socket = True
         super().set_parser(parser, data_received_cb)
-
-    def _take_turn(self) -> None:
-        """Read on, unless aiohttp has stopped reading meanwhile."""
-        if not self._full:
-            self._read_on()
+        self._read_next()
 
     def pause_reading(self) -> None:
-        self._full = True
+        self._unparsed.full = True
         super().pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        self._full = False
-        super().resume_reading(resume_parser)
+        """aiohttp calls this for each part of a body that is read, whether it has paused or not."""
+        if self._unparsed.full:
+            self._unparsed.full = False
+            super().resume_reading(resume_parser)
+            self._unparsed.go_on(self)
 
-    def _resume(self) -> None:
-        if self._header.size > MAX_HEADER_BYTES and self.transport is not None:
-            self.transport.resume_reading()
+    def _read_next(self) -> None:
+        """Read the requests that waited at their client."""
+        if self._unparsed.waits:
+            self._unparsed.waits = False
+            self._unparsed.go_on(self)
 
     def _refuse_header(self) -> None:
         """Answer an unfinished header that is too large. Throw the rest away, so that its client reads the answer."""
         if self.transport is None or self._header.size > DISCARDED_BYTES:
             return self.abort()
         self.transport.pause_reading()
-        self._place.turns.add(self._read_on)
+        self._place.turns.add(partial(self._unparsed.go_on, self))
         if self.discards:
             return None
         self.discards = True
@@ -152,10 +157,6 @@ class ClientConnection(web.RequestHandler):
         asyncio.get_running_loop().call_later(DISCARD_S, self.force_close)
         return None
 
-    def _read_on(self) -> None:
-        if self.transport is not None:
-            self.transport.resume_reading()
-
     def admitted(self) -> None:
         """Note that the gateway has admitted a request on this connection."""
         if not self._place.admitted:
@@ -169,7 +170,7 @@ class ClientConnection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             self._request, self.discards = None, False
-            self._resume()
+            self._read_next()
             self._header.responded()
 
     def finish(self) -> asyncio.Future[None] | None:

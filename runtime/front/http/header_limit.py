@@ -43,6 +43,11 @@ class HeaderLimit:
         self.arrived, self.size, self._content = True, 0, content
         self._past = None if length is None or self._past is None else self._past - length
 
+    @property
+    def in_body(self) -> bool:
+        """True if a request runs and all bytes that have arrived belong to its body, whose length is known."""
+        return self.arrived and self._past is not None and self._past <= 0
+
     def responded(self) -> None:
         """The response to the running request has been sent."""
         if self._past == 0:

@@ -19,3 +19,17 @@ async def test_some_connections_read_on_in_each_turn_of_the_loop_in_their_order(
     for _ in range(3):
         await asyncio.sleep(0)
     assert read[-1] == -1
+
+
+async def test_a_connection_that_always_has_more_takes_one_turn_of_each_turn_of_the_loop():
+    turns, taken = ReadingTurns(), 0
+
+    def read_on() -> None:
+        nonlocal taken
+        taken += 1
+        turns.add(read_on)
+
+    turns.add(read_on)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert taken == 10

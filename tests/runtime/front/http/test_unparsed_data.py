@@ -1,0 +1,180 @@
+"""Clients' connections: data with many small parts is parsed in turns, and every request still gets its own body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live import LIMIT_S
+from pilotflame.runtime.front.http import unparsed_data
+from pilotflame.runtime.front.http.connection import ClientConnection
+from pilotflame.runtime.front.http.unparsed_data import SLICE_BYTES
+from pilotflame.runtime.front.listening.open_connections import OpenConnections
+from pilotflame.runtime.front.listening.origins import Origins
+
+SMALL = 20_000
+"""The number of small parts."""
+
+
+def digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:8]
+
+
+async def answer(request: web.BaseRequest) -> web.StreamResponse:
+    """The digest of the body; of a WebSocket, the number of its messages."""
+    assert isinstance(request, web.Request)
+    assert isinstance(request.protocol, ClientConnection)
+    request.protocol.begin(request)
+    if "Upgrade" in request.headers:
+        sock = web.WebSocketResponse()
+        await sock.prepare(request)
+        count = 0
+        async for _ in sock:
+            count += 1
+            if count == SMALL:
+                await sock.send_str(f"{count}")
+        return sock
+    return web.Response(text=digest(await request.read()))
+
+
+@contextlib.asynccontextmanager
+async def listening() -> AsyncIterator[int]:
+    """Yield the port of a server whose connections are of this kind."""
+    runner = web.ServerRunner(web.Server(answer, request_factory=made))
+    await runner.setup()
+    places, server = OpenConnections(Origins(()), 100), runner.server
+    assert server is not None
+
+    def connected() -> ClientConnection:
+        place = places.enter(unused, "127.0.0.1")
+        assert place is not None
+        return ClientConnection(server, header_timeout_s=LIMIT_S, place=place)
+
+    unused = socket.socket()
+    listener = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", 0)
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+        await runner.cleanup()
+        unused.close()
+
+
+def made(message, payload, protocol, writer, task) -> web.Request:
+    return web.Request(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=1 << 30)  # fmt: skip
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what aiohttp is given at once."""
+    sizes, receive = [], web.RequestHandler.data_received
+
+    def watched(connection: web.RequestHandler, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(web.RequestHandler, "data_received", watched)
+    return sizes
+
+
+def request(body: bytes, chunk: int | None) -> bytes:
+    """A request whose body has chunks of this size, or a length."""
+    if chunk is None:
+        return f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    parts = (body[at : at + chunk] for at in range(0, len(body), chunk))
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+    return b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+
+
+async def answers(port: int, pieces: list[bytes], count: int) -> list[str]:
+    """The texts of the answers to requests that are sent in these pieces."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        texts = []
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(count):
+                await reader.readuntil(b"\r\n\r\n")
+                texts.append((await reader.readexactly(8)).decode())
+        return texts
+    finally:
+        writer.close()
+
+
+async def test_small_chunks_are_parsed_in_slices(parsed: list[int]):
+    body = bytes(range(250)) * (SMALL // 250)
+    async with listening() as port:
+        texts = await answers(port, [request(body, 1) + request(b"next", None)], 2)
+    assert texts == [digest(body), digest(b"next")]
+    assert max(parsed) <= SLICE_BYTES
+
+
+async def test_small_messages_of_a_websocket_are_parsed_in_slices(parsed: list[int]):
+    async with (
+        listening() as port,
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"http://127.0.0.1:{port}/") as sock,
+    ):
+        parsed.clear()
+        assert sock._response.connection is not None
+        assert sock._response.connection.transport is not None
+        # A frame of one byte, with a mask of zeros.
+        sock._response.connection.transport.write(b"\x82\x81\0\0\0\0x" * SMALL)
+        assert await sock.receive_str(timeout=LIMIT_S) == f"{SMALL}"
+    assert max(parsed) <= SLICE_BYTES
+
+
+async def test_a_body_of_known_length_is_not_cut(parsed: list[int]):
+    body = bytes(8 << 20)
+    async with listening() as port:
+        assert await answers(port, [request(body, None)], 1) == [digest(body)]
+    assert len(parsed) < len(body) / SLICE_BYTES / 4
+
+
+async def test_other_work_goes_on_between_the_slices(monkeypatch: pytest.MonkeyPatch, parsed: list[int]):
+    """A turn takes one slice at least, however slow the machine is."""
+    monkeypatch.setattr(unparsed_data, "PARSING_S", 0.0)
+    turns = 0
+    async with listening() as port:
+        waiting = asyncio.ensure_future(answers(port, [request(bytes(SMALL), 1)], 1))
+        while not waiting.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert waiting.result() == [digest(bytes(SMALL))]
+    assert turns > 6 * SMALL // SLICE_BYTES
+
+
+BODIES = st.tuples(
+    st.sampled_from([0, 1, 100, SLICE_BYTES, 100_000, 600_000]), st.sampled_from([None, 1000, 70_000])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(BODIES, min_size=1, max_size=5), st.lists(st.integers(1, 300_000), max_size=8))
+async def test_requests_in_any_pieces_are_answered_in_order(bodies, cuts):
+    wanted = [(bytes([number]) * size, chunk) for number, (size, chunk) in enumerate(bodies)]
+    sent, pieces = b"".join(request(*one) for one in wanted), []
+    for cut in cuts:
+        pieces.append(sent[:cut])
+        sent = sent[cut:]
+    async with listening() as port:
+        assert await answers(port, [*pieces, sent], len(wanted)) == [digest(body) for body, _ in wanted]
+
+
+async def test_a_client_that_leaves_while_its_data_waits_is_forgotten():
+    async with listening() as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(bytes(SMALL), 1)[:-5] * 2)
+        await asyncio.sleep(0)
+        writer.transport.abort()
+        assert await answers(port, [request(b"other", None)], 1) == [digest(b"other")]
