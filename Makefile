@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow architectures versions hashes audit coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-llm bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-revisions soak-histories soak-models soak-kafka attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm bench-runtimes bench-asgi bench-oip bench-otel starlette picture clean
+.PHONY: help demo test check architectures versions hashes audit lint bench bench-snapshot bench-gpu bench-jobs bench-policy bench-starts bench-fleet bench-warm check-api check-infra bench-llm bench-containers bench-compare soak attack mutants clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -30,19 +30,11 @@ demo: .venv/installed-demo ## Cold starts of a real model: p50, p99, phases, mem
 	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
 	$(BIN)/pilotflame demo $(DEMO_ARGS)
 
-picture: EXTRAS := demo
-picture: .venv/installed-demo ## docs/demo.svg: a recording of the demo's output
-	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python infra/terminal_recording.py docs/demo.svg -- pilotflame demo $(DEMO_ARGS)
-
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: .venv/installed-test ## One room: lint, types, facts of the tree, its tests, in about a minute: make check ROOM=runtime/front/api
 	$(BIN)/python infra/check_room.py $(ROOM) $(CHECK_ARGS)
-
-test-slow: .venv/wheel ## The tests that take more than 30 s each, which `make test` leaves out
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 architectures: .venv/wheel ## The tokens of 32 architectures of language models beside those of `generate`, with three versions of transformers
 	$(BIN)/python infra/architectures.py
@@ -58,9 +50,6 @@ hashes: .venv/uv ## infra/hashes.txt: the hashes of the versions in constraints.
 audit: .venv/installed-test ## Known vulnerabilities of the versions in constraints.txt, where the data can be reached
 	$(INSTALL) -c constraints.txt pip-audit
 	$(BIN)/python infra/audit.py
-
-coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
-	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
 
 lint: .venv/wheel ## ruff, import-linter and mypy
 	$(BIN)/ruff check .
@@ -94,48 +83,21 @@ bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a milli
 bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts and the optimum, on traces
 	$(BIN)/python infra/bench/policy_bench.py $(BENCH_ARGS)
 
-bench-examples: .venv/wheel ## The examples: cold start and memory of each
-	$(BIN)/python infra/bench/examples.py $(BENCH_ARGS)
-
-bench-burst: .venv/wheel ## A burst of 200 requests on functions at zero: waiting, and workers that start
-	$(BIN)/python infra/bench/burst.py $(BENCH_ARGS)
-
 bench-starts: .venv/wheel ## 500 workers of a small function at once, from zero: seconds, and memory of each
 	$(BIN)/python infra/bench/starts.py $(BENCH_ARGS)
 
 bench-fleet: .venv/wheel ## A function's cost among 20 and 400: starts, calls, deploys, the gateway's memory, `list`
 	$(BIN)/python infra/bench/fleet.py $(BENCH_ARGS)
 
-bench-prewarm: .venv/wheel ## Warm-up, schedule and learned upstream calls: how many calls are cold
-	$(BIN)/python infra/bench/prewarm.py $(BENCH_ARGS)
-
 bench-warm: .venv/installed-bench ## The warm path beside LitServe; overload, tenants, streams
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/warm_bench.py $(BENCH_ARGS)
 
-bench-oip: .venv/wheel ## Requests per CPU second of a model of the Open Inference Protocol, beside /invoke
-	$(BIN)/python infra/bench/oip_bench.py $(BENCH_ARGS)
-
-bench-otel: .venv/wheel ## OpenTelemetry: CPU time of a hello with it off, and with 1 % of the requests sampled
-	$(BIN)/python infra/bench/otel_cost.py $(BENCH_ARGS)
-
-bench-asgi: .venv/wheel ## A hello of FastAPI beside uvicorn: requests per CPU second
-	$(BIN)/python infra/bench/asgi_bench.py $(BENCH_ARGS)
-
-bench-runtimes: .venv/wheel ## ONNX Runtime and OpenVINO beside torch: cold start, and memory of two workers
-	$(BIN)/python infra/bench/runtimes.py $(BENCH_ARGS)
-
 check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and more, each answer as described
 	$(BIN)/python infra/bench/schema.py --examples 30
 
-starlette: .venv/wheel ## Starlette's own tests, through the parts of pilotflame that carry web apps
-	$(BIN)/python infra/starlette_tests.py $(STARLETTE_ARGS)
-
 check-infra: .venv/wheel ## The manifests in infra/: misspelt fields, missing files, queries that are none
 	$(BIN)/python infra/check.py
-
-bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
-	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)
 
 bench-llm: .venv/wheel ## Language models: the engine beside a bare loop and generate, and the first token from zero
 	$(BIN)/python infra/bench/llm_bench.py $(BENCH_ARGS)
@@ -143,41 +105,11 @@ bench-llm: .venv/wheel ## Language models: the engine beside a bare loop and gen
 bench-containers: .venv/wheel ## Containers: cold starts, memory that they share, and neighbours; needs podman and runc
 	$(BIN)/python infra/bench/containers_bench.py $(BENCH_ARGS)
 
-bench-policy-live: .venv/wheel ## Ten minutes of arrivals to a gateway, and the same arrivals simulated
-	$(BIN)/python infra/bench/policy_live.py $(BENCH_ARGS)
-
 bench-compare: .venv/wheel ## CPU time of a hello and of a cold start beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1'
 	$(BIN)/python infra/bench/path_cost.py $(BENCH_ARGS)
 
-bench-decisions: .venv/wheel ## CPU time of one decision about a function's workers, and of a node's contended allocation
-	$(BIN)/python infra/bench/decisions.py
-
-soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
-	$(BIN)/python infra/bench/soak.py --activations 1000
-
-soak-gateway: .venv/wheel ## 24 rounds of jobs, disconnecting callers, deploys and deletes, and what has grown
-	$(BIN)/python infra/bench/soak_gateway.py $(BENCH_ARGS)
-
-soak-containers: .venv/wheel ## 500 activations in containers, with kills and a restart of the engine, and what is left
-	$(BIN)/python infra/bench/soak_containers.py --activations 500
-
-soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers; none may be lost
-	$(BIN)/python infra/bench/soak_jobs.py --kills 500
-
-soak-rolling: .venv/wheel ## 20 rolling restarts under load, alone and as a gateway; no request may be dropped
-	$(BIN)/python infra/bench/soak_rolling.py $(BENCH_ARGS)
-
-soak-revisions: .venv/wheel ## 200 calls of 45 s beside deploys, restarts and a rollback, also where one worker fits; all are answered
-	$(BIN)/python infra/bench/soak_revisions.py $(BENCH_ARGS)
-
-soak-histories: .venv/wheel ## 10,000 random histories of a simulated node, in which all properties of the reconciler must hold
-	$(BIN)/python infra/bench/soak_histories.py $(BENCH_ARGS)
-
-soak-models: .venv/wheel ## Ten language models of 1 GB in 4 GB of memory: every answer is right, or a refusal with Retry-After; needs 12 GB of disk
-	$(BIN)/python infra/bench/soak_models.py $(BENCH_ARGS)
-
-soak-kafka: .venv/wheel ## Messages of Kafka while the gateway is killed 100 times: none is lost, and each key keeps its order
-	PYTHONPATH=tests $(BIN)/python infra/bench/soak_kafka.py $(BENCH_ARGS)
+soak: .venv/wheel ## What stays behind or gets lost, in hours: make soak PART=activations, containers, gateway, histories, jobs, kafka, revisions or rolling
+	PYTHONPATH=tests $(BIN)/python infra/bench/soak_$(or $(PART),activations).py $(BENCH_ARGS)
 
 attack: .venv/wheel ## Hostile functions and callers: what they get, and what other tenants notice; needs podman and runc
 	$(BIN)/python infra/bench/attack.py $(ATTACK_ARGS)

@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.ground.telemetry.rung_name import RungName
 from pilotflame.runtime.node.scaling.ladder import Ladder, Plan, Rung, Step
 from pilotflame.runtime.node.scaling.ladder_simulator import Fixed, Learned, Replay, run, timeout
-from pilotflame.runtime.node.scaling.rung_figures import RungFigures
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
 
-from policy_live import Call, Caller, compare, replay_simulated
 from policy_replays import SERVICE_S, TIMEOUTS_S, descend, optimum, timeouts
-from report import Report
 
 LADDER = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), wait_per_s=3.0)
 arrivals = st.lists(st.floats(0.0, 30.0), min_size=2, max_size=40).map(lambda gaps: list(accumulate(gaps)))
@@ -89,27 +85,3 @@ def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
     )
     assert climbing <= min(never, learned) + 1e-9
     assert never <= min(others) + 1e-9
-
-
-def test_live_waiting_is_that_of_the_simulator_if_the_gateway_does_what_the_simulator_does() -> None:
-    figures = RungFigures(
-        {RungName.READY: 36e6, RungName.ZYGOTE: 12e6}, {RungName.ZYGOTE: (0.5,), RungName.LOCAL: (3.0,)}
-    )
-    at_s = [20.0 * number for number in range(30)]
-    caller = Caller("timer", at_s, 2.0, 0.5, [Call(one, SERVICE_S, cold=False) for one in at_s])
-    (run_of,) = replay_simulated([caller], {"timer": figures})
-    assert run_of.waited_s > 0
-    waits = [*run_of.waits, *([0.0] * (len(at_s) - 1 - len(run_of.waits)))]
-    caller.calls = [
-        caller.calls[0],
-        *(
-            Call(one, SERVICE_S + waited_s, waited_s > 0)
-            for one, waited_s in zip(at_s[1:], waits, strict=True)
-        ),
-    ]
-    for slower, share in ((0.0, 0.0), (0.3, 0.3 * run_of.woken / run_of.waited_s)):
-        for call in caller.calls:
-            call.took_s += slower * call.cold
-        report = Report("test")
-        compare(report, [caller], [run_of])
-        assert report.values["live_vs_simulated_share"] == pytest.approx(share)

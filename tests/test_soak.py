@@ -1,6 +1,6 @@
 """The soaks, short: fifty activations, also in containers, and some hours of traffic leave nothing behind.
 
-`make soak` does a thousand activations, `make soak-containers` five hundred, `make soak-gateway` 24 hours.
+`make soak` does a thousand activations, `make soak PART=containers` five hundred, `make soak PART=gateway` 24 hours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def soaked(script: str, report: str, *arguments: str) -> dict[str, Any]:
 
 
 async def test_fifty_activations_leave_nothing():
-    found = await soaked("soak", "soak-test", "--activations", "50")
+    found = await soaked("soak_activations", "soak-test", "--activations", "50")
     assert found["figures"]["activations"] == 50
     assert set(found["met"]) >= {"leaked_processes", "leaked_descriptors", "leaked_threads", "leaked_files"}
 

@@ -1,4 +1,4 @@
-"""The soak of jobs, short: ten kills at random moments lose nothing. `make soak-jobs` does five hundred."""
+"""The soak of jobs, short: ten kills at random moments lose nothing. `make soak PART=jobs` does five hundred."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ import tokenizers
 import torch
 import transformers
 from gpu_model import deployed
-from llm_goodput import goodput
 from llm_servers import plain_ms, transformers_serve_ms
 from llm_tenants import ratios
 from pilotflame.handlers.language_model.causal_model import CausalModel
@@ -302,12 +301,6 @@ def main() -> int:
         beside_bare_loop(report, LARGE if arguments.large else SMALL, arguments.rounds)
     with report.part("beside generate"):
         beside_generate(report, arguments.rounds)
-    with report.part("targets"):
-        model = module(SMALL)
-        causal = CausalModel(model, model.config)
-        engines = (Engine(causal, ROWS, 65_536), Engine(causal, ROWS, 65_536))
-        in_time, tokens = asyncio.run(goodput(*engines, max(3, arguments.rounds)))
-        report.add("goodput_vs_fifo", in_time, f"with {tokens:.2f} of the tokens", ">= 1.5")
     with report.part("tenants"):
         model = module(SMALL)
         causal = CausalModel(model, model.config)

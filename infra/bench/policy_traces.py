@@ -6,10 +6,10 @@ import csv
 import gzip
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import cache
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, islice
 from pathlib import Path
 
 # The Azure LLM trace 2023, conversations: see data/README.md.
@@ -56,21 +56,6 @@ def mixed_fleet(seed: int, functions: int = 60, days: float = 2.0) -> list[list[
             arrivals = _whole(gaps, 20_000)
         fleet.append([at_s for at_s in arrivals if at_s <= days * DAY_S])
     return [arrivals for arrivals in fleet if len(arrivals) > 1]
-
-
-def short_fleet(seed: int, seconds: float) -> dict[str, list[float]]:
-    """Return the arrivals of ten functions that are called every few seconds or minutes."""
-    dealt = azure(_random(seed, "azure", 0))
-    made: dict[str, Iterable[float]] = {
-        **{f"azure-{share}": dealt[share] for share in (11, 23, 35, 47)},
-        "timer-12": _timer(_random(seed, "timer", 12), 12.0),
-        "timer-40": _timer(_random(seed, "timer", 40), 40.0),
-        "poisson": accumulate(_poisson(_random(seed, "poisson", 0), 25.0)),
-        "lognormal": accumulate(_lognormal(_random(seed, "lognormal", 0), 1.5, 8.0)),
-        "pareto": accumulate(_pareto(_random(seed, "pareto", 0), 1.1, 3.0)),
-        "bursty": accumulate(_bursts(_random(seed, "bursty", 0), 60.0)),
-    }
-    return {name: list(takewhile(lambda at_s: at_s < seconds, times)) for name, times in made.items()}
 
 
 def azure(rnd: random.Random, functions: int = 48) -> list[list[float]]:

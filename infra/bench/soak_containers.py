@@ -17,7 +17,7 @@ import psutil
 from container_gateway import ContainerGateway, container_gateway, made_image
 from containers_bench import PLAIN
 from report import Report, parser
-from soak import POOL_THREADS
+from soak_activations import POOL_THREADS
 
 WARM_UP = 5
 KILL_EVERY = 50

@@ -27,7 +27,7 @@ import aiohttp
 from control import Control
 from report import Report, parser
 from servers import Server, running
-from soak import POOL_THREADS, ZOMBIE, Held, held
+from soak_activations import POOL_THREADS, ZOMBIE, Held, held
 
 WARM_UP_HOURS = 2
 SETTLE_S = 60.0

@@ -3,7 +3,7 @@
 Processes, descriptors, threads and files of the gateway, its base and the zygote are counted before and after. A few
 activations before the first count make the objects that are made only once.
 
-    python infra/bench/soak.py --activations 1000
+    python infra/bench/soak_activations.py --activations 1000
 """
 
 from __future__ import annotations
