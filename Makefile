@@ -114,7 +114,7 @@ soak: .venv/wheel ## What stays behind or gets lost, in hours: make soak PART=ac
 attack: .venv/wheel ## Hostile functions and callers: what they get, and what other tenants notice; needs podman and runc
 	$(BIN)/python infra/bench/attack.py $(ATTACK_ARGS)
 
-mutants: .venv/installed-mutants ## 200 changes of 14 core modules: how many the mirrored tests catch, and which not
+mutants: .venv/installed-mutants ## 140 changes of 28 modules drawn by a seed: how many the mirrored tests catch, and which not
 	@$(MAKE) --no-print-directory EXTRAS=mutants .venv/wheel
 	$(BIN)/python infra/mutants.py $(MUTANTS_ARGS)
 

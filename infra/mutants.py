@@ -1,12 +1,11 @@
-"""Change the core modules one place at a time, and count the changes that the mirrored tests catch: make mutants.
+"""Change modules of the product one place at a time, and count the changes that the mirrored tests catch: make mutants.
 
-    python infra/mutants.py                         # the sample of 200
+    python infra/mutants.py                               # 140 changes in 28 modules, drawn by a new seed, which is printed
+    python infra/mutants.py --seed 7                      # the same draw again
     python infra/mutants.py runtime/calls/batching/queue  # the mutants of one module
-    python infra/mutants.py 3f0c9a1b2d              # one mutant, after a test for it was added
 
-Each module gives the same number of mutants (mutant_sample.py). The tests of a module import a copy of the installed package, in which
-one mutant at a time is put. equal_mutants.toml lists the mutants that behave as the original. They do not count. Exit code 1 if the tests
-catch too few.
+The tests of a module import a copy of the installed package, in which one mutant at a time is put. equal_mutants.toml lists the
+mutants that behave as the original. They do not count. Exit code 1 if the tests catch too few.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -33,26 +34,23 @@ from mutant_sample import Mutant, drawn
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = Path(sysconfig.get_path("purelib")) / "pilotflame"
 EQUAL = ROOT / "infra" / "equal_mutants.toml"
-# The core modules whose mirrored tests take seconds; the first ones give one mutant more if the division leaves a rest.
-MODULES = (
-    "fair_queue", "runtime/ground/access/aws_signature", "runtime/ground/access/keyring", "runtime/calls/batching/queue",
-    "runtime/jobs/stored/transitions", "runtime/calls/link/connection", "runtime/node/scaling/allocation", "runtime/node/scaling/keep_alive",
-    "runtime/node/scaling/placement", "runtime/calls/serving/dispatcher", "snapshot/fetching/ranges", "snapshot/format/header",
-    "snapshot/format/manifest", "snapshot/restoring/plan",
-)  # fmt: skip
-SAMPLE, LEAST = 200, 0.85
+DRAWN, EACH, LEAST = 28, 5, 0.9
+"""The modules of a draw, the mutants of each, and the share that the tests must catch."""
 OUTCOMES = ("by a test", "by time", "at import", "survived", "equal")
 PYTEST = "-m pytest -p no:cacheprovider -p no:schemathesis -p no:xdist -x -q --hypothesis-seed=0 --hypothesis-profile=no-shrinking"
 
 
-def sampled() -> list[Mutant]:
-    """Return the sample of all modules."""
-    each, rest = divmod(SAMPLE, len(MODULES))
-    counts = {module: each + (number < rest) for number, module in enumerate(MODULES)}
+def tested() -> list[str]:
+    """Return the modules that have a mirrored test file."""
+    modules = (path.relative_to(INSTALLED).with_suffix("") for path in sorted(INSTALLED.rglob("*.py")))
+    return [f"{one}" for one in modules if (ROOT / "tests" / one.parent / f"test_{one.name}.py").is_file()]
+
+
+def mutants_of(modules: Sequence[str]) -> list[Mutant]:
     return [
         mutant
-        for module, count in counts.items()
-        for mutant in drawn(module, (INSTALLED / f"{module}.py").read_text(), count)
+        for module in modules
+        for mutant in drawn(module, (INSTALLED / f"{module}.py").read_text(), EACH)
     ]
 
 
@@ -111,7 +109,7 @@ def run(mutants: Sequence[Mutant]) -> None:
         where = [sys.executable, "-c", "import pilotflame; print(pilotflame.__file__)"]
         if subprocess.check_output(where, text=True).strip() != str(package / "__init__.py"):
             sys.exit("Python imports another package than the copy.")
-        for module in MODULES:
+        for module in dict.fromkeys(one.module for one in mutants):
             if left := [one for one in mutants if one.module == module and not one.outcome]:
                 check(module, left, package)
 
@@ -120,21 +118,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("only", nargs="*", help="modules, or ids of mutants (default: all)")
-    parser.add_argument("--list", action="store_true", help="run no tests; print the sample")
+    parser.add_argument("modules", nargs="*", help="modules (default: a draw)")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30), help="of the draw")
+    parser.add_argument("--list", action="store_true", help="run no tests; print the mutants")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options = parser.parse_args()
-    sample, equal = sampled(), tomllib.loads(EQUAL.read_text())
-    if gone := equal.keys() - {mutant.id for mutant in sample}:
-        print(f"{EQUAL.name} lists mutants that are not in the sample: {', '.join(sorted(gone))}")
-    mutants = [one for one in sample if not options.only or {one.id, one.module} & {*options.only}]
+    equal, modules = tomllib.loads(EQUAL.read_text()), options.modules
+    if not modules:
+        print(f"seed {options.seed}", file=sys.stderr, flush=True)
+        modules = sorted(random.Random(options.seed).sample(tested(), DRAWN))
+    mutants = mutants_of(modules)
     for mutant in mutants:
         mutant.outcome = "equal" if mutant.id in equal else ""
     if options.list:
         print(*mutants, sep="\n")
         return 0
     run(mutants)
-    table = {module: score([one for one in mutants if one.module == module]) for module in MODULES}
+    table = {module: score([one for one in mutants if one.module == module]) for module in modules}
     table["all"] = score(mutants)
     print(f"{'module':32}" + "".join(f"{name:>11}" for name in table["all"]))
     for module, row in table.items():
