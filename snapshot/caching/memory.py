@@ -1,7 +1,7 @@
 """Puts files into large pages of memory: in a tmpfs, which it mounts if the process may mount, or in the page cache.
 
 A fetch into new memory waits mostly for page faults, one for each page of 4 KiB. With pages of 2 MiB the same
-bytes are received faster, and mapping them causes a five-hundredth of the faults (docs/snapshot-choices.md).
+bytes are received faster, and mapping them causes a five-hundredth of the faults (docs/decisions.md).
 By default, /dev/shm has small pages. Only root may mount a tmpfs, and other users get a plain folder in /dev/shm. To
 give that folder huge pages, an administrator runs `mount -o remount,huge=within_size /dev/shm`.
 

@@ -2,7 +2,7 @@
 
 Spare files are files of snapshots that were evicted from a tmpfs. Their memory pages are used again. Writing to existing
 pages is faster than allocating new pages, above all through a mapping whose page tables are filled
-(docs/snapshot-choices.md). A spare that is used again still contains bytes of another snapshot, so nothing may use a
+(docs/decisions.md). A spare that is used again still contains bytes of another snapshot, so nothing may use a
 byte of it before the chunk of that byte is verified.
 
 A file becomes a spare only after its snapshot's folder was locked exclusively and renamed. By then no process

@@ -32,7 +32,7 @@ class ShardTarget:
 
     `memory` is a shared mapping of the same file, into which bytes are received directly. It is given in two cases:
     its pages exist already, or its pages are huge and not allocated yet, with `fresh` set. For new small pages, pwrite
-    is faster, because it needs no page fault for each page (docs/snapshot-choices.md).
+    is faster, because it needs no page fault for each page (docs/decisions.md).
     """
 
     name: str

@@ -53,7 +53,7 @@ class Algorithm:
 
 
 XXH3 = Algorithm(xxhash.xxh3_128, 32)
-"""Finds corruption, at 29 GB/s per core (docs/snapshot-choices.md). It does not withstand forged bytes."""
+"""Finds corruption, at 29 GB/s per core (docs/decisions.md). It does not withstand forged bytes."""
 SHA256 = Algorithm(hashlib.sha256, 64)
 """Withstands forged bytes, and takes longer."""
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {"xxh3-128": XXH3, "sha256": SHA256}

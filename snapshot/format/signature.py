@@ -3,6 +3,8 @@
 A signature is over the digest of the manifest, and the manifest has the digests of the weights. A signature protects the
 weights only if these digests withstand forged bytes. So a manifest with another algorithm than sha256 is neither signed
 nor accepted.
+
+A signature is a file beside the manifest, and no field of it, because it depends on the digest of the manifest.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Operations run meanwhile. An operation that touches a missing page waits for the page in a page fault, with or without
 this module. But page faults alone would read only while an operation waits, and in the order of its accesses, not in
-the order of the file. docs/snapshot-choices.md has the measurements.
+the order of the file. docs/decisions.md has the measurements. No weights are copied to the memory tier: the page cache has the same pages,
+and gives them back under pressure.
 """
 
 from __future__ import annotations

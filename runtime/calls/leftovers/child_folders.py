@@ -1,4 +1,8 @@
-"""Removes the working folders of children that have ended (`working_folder.py`)."""
+"""Removes the working folders of children that have ended (`working_folder.py`).
+
+The parent removes them, because it also sees children that are killed. Gigabytes of files would otherwise delay the end of a worker
+that holds a GPU.
+"""
 
 from __future__ import annotations
 

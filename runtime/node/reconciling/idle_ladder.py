@@ -3,6 +3,9 @@
 Requests do not pass through this module. `RevisionWorkers.advance` reports whether there is work. After QUIET_S without
 work, a thread makes a plan. `IdleLadder.stand` returns the rung that the plan holds now, and the time of the plan's
 next step.
+
+The downtime of the gateway, and time in which starts fail, are not idle time. After a restart of the gateway, a plan continues at its age,
+but starts no worker.
 """
 
 from __future__ import annotations
