@@ -27,11 +27,11 @@ NO_CODE = {
 }  # fmt: skip
 LIMITS = {
     "product": 55_100,
-    "infra": 8_000,
+    "infra": 8_200,
     "large classes": 10,
     "settings": 149,
     "make targets": 26,
-    "words of docs": 64_000,
+    "words of docs": 53_000,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""
