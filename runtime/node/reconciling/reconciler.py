@@ -112,6 +112,8 @@ class _Short(NamedTuple):
     """The beginning of the wait; infinity if neither callers nor a deploy wait."""
     missing: int
     """The number of workers that it lacks."""
+    awake: int = 0
+    """The number of workers that it had at its last look."""
     reached: ReachedLimit | None = None
     """The limit that the last allocation has named; None before the first allocation."""
 
@@ -212,7 +214,7 @@ class SharedLimits:
         """
         plan = self._plan(one, missing, seen) if missing else ()
         if plan is None:
-            self._wait(one, missing, now_s)
+            self._wait(one, missing, seen.ready + seen.starting, now_s)
         else:
             self._note_short(one, None)
         return plan
@@ -241,14 +243,15 @@ class SharedLimits:
         """Yield the revisions that have processes or may get some."""
         return chain(self.members.values(), self._leaving.values())
 
-    def _wait(self, one: Member, missing: int, now_s: float) -> None:
-        """Have the next allocation decide which workers a revision gets."""
+    def _wait(self, one: Member, missing: int, awake: int, now_s: float) -> None:
+        """Have the next allocation decide which workers a revision gets, in addition to those that are awake."""
         since_s = now_s if one.observed.urgent else math.inf
         short = self._short.get(one, _Short(since_s, missing))
-        if (since_s < math.inf) != (short.since_s < math.inf):
-            # The wait begins anew.
+        if (since_s < math.inf) != (short.since_s < math.inf) or awake == 0 < short.awake:
+            # The wait begins anew. A revision whose last worker has died had its turn: otherwise workers that die at
+            # their start would take all turns.
             short = short._replace(since_s=since_s)
-        self._note_short(one, short._replace(missing=missing))
+        self._note_short(one, short._replace(missing=missing, awake=awake))
         self.note_change()
 
     def _note_short(self, one: Member, short: _Short | None) -> None:
