@@ -22,7 +22,7 @@ help: ## Show this list
 # The package is installed as a wheel, as users have it: an editable install adds 11-18 ms to every interpreter start.
 .venv/wheel: .venv/installed-$(EXTRAS) $(SOURCES)
 	@rm -rf build/lib build/bdist.*
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	@touch $@
 
 demo: EXTRAS := demo

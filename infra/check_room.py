@@ -59,6 +59,8 @@ def install() -> list[Path]:
     ]
     for file in changed:
         (INSTALLED / file).parent.mkdir(parents=True, exist_ok=True)
+        # The installed file may be a hard link, which other environments share.
+        (INSTALLED / file).unlink(missing_ok=True)
         shutil.copy2(ROOT / file, INSTALLED / file)
     gone = [file for file in theirs - ours if file.suffix == ".py"]
     for file in gone:
@@ -88,7 +90,7 @@ def main() -> int:
     places = [str(place) for place in (room, tests) if (ROOT / place).exists()]
     checks: list[list[str | Path]] = [
         [BIN / "ruff", "check", "--quiet", *places], [BIN / "ruff", "format", "--check", "--quiet", *places],
-        [BIN / "lint-imports"], [BIN / "mypy", "-p", "pilotflame"],
+        [BIN / "lint-imports"], [BIN / "python", "-m", "mypy", "-p", "pilotflame"],
         [BIN / "python", "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *FACTS],
     ]  # fmt: skip
     wrong = 0

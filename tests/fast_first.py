@@ -35,6 +35,8 @@ class FastFirst:
             kept.add(item.nodeid)
         self._left_out = len(items) - len(kept)
         items[:] = [item for item in items if item.nodeid in kept]
+        if hasattr(self._config, "workerinput"):
+            self._config.workeroutput["left_out"] = self._left_out  # type: ignore[attr-defined]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._took_s[report.nodeid] = self._took_s.get(report.nodeid, 0.0) + report.duration
@@ -50,6 +52,11 @@ class FastFirst:
             return
         known = self._cache.get(DURATIONS, {})
         self._cache.set(DURATIONS, known | {name: round(s, 3) for name, s in self._took_s.items()})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A process of xdist has ended. Each of them has collected, and left out, the same tests."""
+        self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._left_out:

@@ -41,9 +41,9 @@ def _load(name: str) -> Any:
     return module
 
 
-house, lines = _load("house"), _load("lines")
+house, weight = _load("house"), _load("weight")
 # The largest number of lines of code in a room.
-MOST_LINES = 2500
+MOST_LINES = 2600
 
 
 @cache
@@ -81,9 +81,7 @@ def test_the_figures_are_within_their_limits() -> None:
 
 
 def test_no_room_is_larger_than_one_person_can_hold() -> None:
-    large = {
-        room: count for room, count in lines.rooms(ROOT).items() if count > MOST_LINES and room != "total"
-    }
+    large = {room: count for room, count in weight.rooms(ROOT).items() if count > MOST_LINES}
     assert large == {}
 
 

@@ -84,9 +84,7 @@ def write(
             message = (
                 f"The prefixes take more than {most_bytes:,} bytes, which this node keeps for a function."
             )
-            raise SnapshotError(
-                message, remedy="Shorten them, or raise the gateway's setting keep_prefixes_bytes."
-            )
+            raise SnapshotError(message, remedy="Shorten them.")
     listed = {prefix.name: list(prefix.ids) for prefix in prefixes}
     text = json.dumps({"origin": dict(origin), "layers": rows.layers, "prefixes": listed})
     try:

@@ -49,7 +49,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     previous = stack.enter_context(running_marker(folder))
     disk = Disk(folder, functools.partial(is_disk_full, folder, settings.min_free_bytes))
     logs = await _open_logs(folder, settings, disk, stack)
-    store = Store(folder, LOG.warning, _retention(settings))
+    store = Store(folder, LOG.warning, Retention(settings.keep_revisions))
     await asyncio.to_thread(store.start)
     keyring, secrets = Keyring(folder), Secrets(folder)
     for load in (keyring.load, secrets.load):
@@ -61,18 +61,9 @@ async def _open_logs(
     folder: Path, settings: GatewaySettings, disk: Disk, stack: contextlib.AsyncExitStack
 ) -> Logs:
     """Open the logs. The gateway's own messages go to its log and to standard error."""
-    files = LogFiles(
-        folder / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s, on_written=disk.wrote
-    )
+    files = LogFiles(folder / "logs", keep_s=settings.log_keep_s, on_written=disk.wrote)
     await asyncio.to_thread(files.start)
     stack.push_async_callback(asyncio.to_thread, files.close)
     logs = Logs(files)
     stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
     return logs
-
-
-def _retention(settings: GatewaySettings) -> Retention:
-    return Retention(
-        settings.keep_revisions, settings.keep_revisions_bytes, settings.keep_compiled_bytes,
-        settings.keep_prefixes_bytes,
-    )  # fmt: skip

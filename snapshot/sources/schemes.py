@@ -1,4 +1,4 @@
-"""Lists the schemes of URLs that weights are read from. For a new scheme, add a row here and a module beside it."""
+"""Lists the schemes of URLs that weights are read from. For a new scheme, add a row here and a module, for which `snapshot/registries/` has room."""
 
 from __future__ import annotations
 

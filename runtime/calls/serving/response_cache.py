@@ -26,6 +26,8 @@ OVERHEAD_BYTES = 512
 """What an entry takes beside its output, about."""
 MAX_INPUT_BYTES = 1 << 20
 """Calls with a larger body are not looked up, because their digest would block the event loop for milliseconds."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Larger answers are not stored."""
 STATUS = "pilotflame; "
 """The beginning of the header Cache-Status (RFC 9211)."""
 
@@ -229,9 +231,7 @@ class CachedCall:
         if invocation.output.exception() is not None or not invocation.worker:
             return
         output, ttl_s = invocation.output.result(), self._rule.ttl_s or 0.0
-        if len(output.payload) <= self._rule.max_answer_bytes and self._cache.put(
-            key, output, time.monotonic(), ttl_s
-        ):
+        if len(output.payload) <= MAX_ANSWER_BYTES and self._cache.put(key, output, time.monotonic(), ttl_s):
             invocation.cache_status += "; stored"
 
 

@@ -74,9 +74,7 @@ def _audit(settings: GatewaySettings, before: Set[str], after: Set[str]) -> None
     changed = [("Create", key) for key in after - before] + [("Revoke", key) for key in before - after]
     if not changed:
         return
-    files = LogFiles(
-        settings.state_dir / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s
-    )
+    files = LogFiles(settings.state_dir / "logs", keep_s=settings.log_keep_s)
     files.start()
     for verb, key in changed:
         text = f'by="the command line" user="{os.getuid()}" did="{verb} an API key" id="{key}"'

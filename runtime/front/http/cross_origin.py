@@ -29,6 +29,8 @@ from .routes import Route
 
 EVERY = "*"
 MAX_METHOD_CHARS = 20
+MAX_AGE_S = "600"
+"""For this time, a browser remembers what is allowed. Longer times hide a change of the settings."""
 MAX_HEADERS_CHARS = 4096
 # The origins of pages that a program of this machine serves. A browser writes them in this form.
 _LOCAL = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
@@ -113,7 +115,7 @@ class CrossOrigin:
         headers: dict[str, str] = {
             hdrs.ACCESS_CONTROL_ALLOW_METHODS: method,
             hdrs.ACCESS_CONTROL_ALLOW_HEADERS: wanted[:MAX_HEADERS_CHARS],
-            hdrs.ACCESS_CONTROL_MAX_AGE: str(settings.max_age_s),
+            hdrs.ACCESS_CONTROL_MAX_AGE: MAX_AGE_S,
         }
         # Chrome sends this header before a page of the internet calls a gateway on this machine or network.
         if _PRIVATE_NETWORK.format("Request") in request.headers:

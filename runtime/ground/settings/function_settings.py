@@ -274,9 +274,6 @@ class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
         max_length=100,
         description='Origins of the pages, as https://shop.example; "*" for all; by default none.',
     )
-    max_age_s: int = Field(
-        600, ge=0, le=86_400, description="Seconds for which a browser remembers what is allowed."
-    )
 
 
 class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -303,9 +300,6 @@ class ResponseCaching(BaseModel, frozen=True, extra="forbid", strict=True):
         None,
         description="Seconds for which an answer is stored. Set it only if equal calls may get the same answer; by default"
         " no answer is stored.",
-    )
-    max_answer_bytes: int = Field(
-        _MIB, ge=1, description="Largest answer that is stored, if response_cache.ttl_s is set."
     )
 
 

@@ -110,17 +110,6 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     keep_revisions: int = Field(
         5, ge=1, le=1000, description="Revisions of a function that are kept, the live one in any case."
     )
-    keep_revisions_bytes: int = Field(
-        4096 * _MIB, ge=0, description="Most bytes of a function's old revisions; shared weights count once."
-    )
-    keep_compiled_bytes: int = Field(
-        1024 * _MIB,
-        ge=0,
-        description="Bytes of what torch.compile made for a function, beyond which a start empties its folder; 0: none is kept.",
-    )
-    keep_prefixes_bytes: int = Field(
-        4096 * _MIB, ge=0, description="Most bytes of the stored prefixes ([prefixes]) of a function."
-    )
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
@@ -283,9 +272,6 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         "info", description="The least important messages that the gateway prints and stores."
     )
     log_format: Literal["text", "json"] = Field("text", description="How the gateway prints messages.")
-    log_max_bytes: int = Field(
-        32 * _MIB, ge=64 << 10, description="Size of one log on disk, a function's or the gateway's."
-    )
     log_keep_s: PositiveSeconds = Field(14 * 86400.0, description="Seconds for which logs are kept on disk.")
     access_log: bool = Field(False, description="Whether each request is logged.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")

@@ -34,6 +34,8 @@ LOG = logging.getLogger(__name__)
 GATEWAY, AUDIT, ACCESS = "gateway", "audit", "access"
 SUFFIX = ".jsonl"
 BACKUPS = 3
+MAX_BYTES = 32 << 20
+"""The size of one log, a function's or the gateway's, with its older files."""
 # The most memory of lines that wait for the disk. A line counts as LINE_BYTES plus the length of its text.
 MAX_WAITING_BYTES = 16 << 20
 LINE_BYTES = 400
@@ -142,7 +144,7 @@ class LogFiles:
     """The files of all logs below `folder`. Any thread may use it."""
 
     def __init__(
-        self, folder: Path, *, max_bytes: int, keep_s: float, on_written: Callable[[bool], None] = lambda _failed: None
+        self, folder: Path, *, max_bytes: int = MAX_BYTES, keep_s: float, on_written: Callable[[bool], None] = lambda _failed: None
     ) -> None:  # fmt: skip
         """`max_bytes` is the size that one log may have with its older files.
 

@@ -234,9 +234,8 @@ def test_more_bytes_than_the_node_keeps(tmp_path: Path) -> None:
     LanguageModel(snapshot, rows=1, window=512, prefixes=declared)
     snapshot.open()
     assert declared.prepare is not None
-    with pytest.raises(Exception, match="more than 10,000 bytes, which this node keeps") as raised:
+    with pytest.raises(Exception, match="more than 10,000 bytes, which this node keeps"):
         declared.prepare()
-    assert "keep_prefixes_bytes" in str(raised.value)
 
 
 def test_two_models_cannot_share_declared_prefixes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import httpx
 import pytest
 from live import Function, Gate, Gateway, failure, gateway_here, until
-from pilotflame.runtime.calls.serving import equal_calls
+from pilotflame.runtime.calls.serving import equal_calls, response_cache
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -24,7 +24,7 @@ async def handler(event):
         raise ValueError(number)
     return {"number": number, "text": "x" * event.get("size", 0)}
 """
-SETTINGS = {"response_cache.ttl_s": 600, "response_cache.max_answer_bytes": 1000, "concurrency": 8}
+SETTINGS = {"response_cache.ttl_s": 600, "concurrency": 8}
 MISS, WAITED = "pilotflame; fwd=miss; stored", "pilotflame; fwd=miss; collapsed"
 
 
@@ -43,7 +43,10 @@ def statuses(answers: list[httpx.Response]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [0, 2000], ids=["stored", "too large"])
-async def test_one_runs_and_the_others_get_its_output(deploy, gateway: Gateway, gate: Gate, size: int):
+async def test_one_runs_and_the_others_get_its_output(
+    deploy, gateway: Gateway, gate: Gate, size: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(response_cache, "MAX_ANSWER_BYTES", 1000)
     function = await deploy(WAITS, SETTINGS, gate=gate)
     running = asyncio.gather(*(function.call({"size": size}) for _ in range(5)))
     # aiohttp reads requests with Prefer, and not the transport of plain calls.

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from live import Function, Gate, Gateway, gateway_here, until
+from pilotflame.runtime.calls.serving import response_cache
 from pilotflame.runtime.calls.serving.invocation import Output
 from pilotflame.runtime.calls.serving.response_cache import OVERHEAD_BYTES, Key, ResponseCache
 
@@ -131,8 +132,9 @@ async def test_the_caller_may_refuse_a_stored_answer(deploy):
     assert await called(function, Cache_Control="max-age=0") == ("fwd=miss; stored", 3)
 
 
-async def test_errors_and_large_answers_and_bodies_are_not_stored(deploy):
-    function = await deploy(COUNTS, {**CACHED, "response_cache.max_answer_bytes": 1000})
+async def test_errors_and_large_answers_and_bodies_are_not_stored(deploy, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(response_cache, "MAX_ANSWER_BYTES", 1000)
+    function = await deploy(COUNTS, CACHED)
     for _ in range(2):
         response = await function.call("fail")
         assert (response.status_code, status(response)) == (500, "fwd=miss")

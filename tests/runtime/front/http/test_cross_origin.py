@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder
 from pilotflame.errors import Forbidden
-from pilotflame.runtime.front.http.cross_origin import CrossOrigin
+from pilotflame.runtime.front.http.cross_origin import MAX_AGE_S, CrossOrigin
 from pilotflame.runtime.front.http.host_names import HostNames
 from pilotflame.runtime.ground.access.host_claims import HostClaims
 
@@ -43,13 +43,13 @@ async def call(function: Function, origin: str, event: object = 1) -> httpx.Resp
 
 
 async def test_a_page_calls_a_function_that_allows_its_origin(deploy):
-    function = await deploy(ECHO, {"cors.origins": f'["{SHOP}"]', "cors.max_age_s": 60})
+    function = await deploy(ECHO, {"cors.origins": f'["{SHOP}"]'})
     asked = await preflight(function.client, function.path, SHOP)
     assert (asked.status_code, asked.content) == (204, b"")
     assert asked.headers[ALLOW] == SHOP
     assert asked.headers["Access-Control-Allow-Methods"] == "POST"
     assert asked.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
-    assert asked.headers["Access-Control-Max-Age"] == "60"
+    assert asked.headers["Access-Control-Max-Age"] == MAX_AGE_S
     assert "Origin" in asked.headers["Vary"]
     assert "Access-Control-Allow-Credentials" not in asked.headers
     response = await call(function, SHOP)
