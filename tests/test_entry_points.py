@@ -22,7 +22,7 @@ PLUGINS = (
     "asgi", "aws_lambda", "cloudevents", "cog", "kserve", "oip", "openai", "replicate", "request_log", "runpod", "sagemaker",
     "tensorflow_serving", "tgi", "torchserve", "vertex",
 )  # fmt: skip
-# A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
+# A route of each plugin that calls a function by its name, for a function that is not there.
 ROUTES = {
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict",
     "oip": "/oip/v2/models/gone/infer", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",

@@ -42,7 +42,7 @@ class MessageQueue(Protocol):
     """The largest number of messages that one request returns."""
 
     async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
-        """Return up to `limit` messages, at most `batch`. With `wait`, wait some seconds for the first message.
+        """Return up to `limit` messages, at most `batch`; `limit` may be larger. With `wait`, wait some seconds for the first message.
 
         Messages that arrive after the caller was cancelled are released.
         """
@@ -51,12 +51,18 @@ class MessageQueue(Protocol):
         """Return about how many messages wait to be received."""
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
-        """Hide messages from other receivers for another lease. Return the ids of messages for which this failed."""
+        """Hide messages from other receivers for another lease. Return the ids of messages for which this failed.
+
+        A queue whose messages stay with their receiver has nothing to do.
+        """
 
     async def delete(self, message: Message) -> None: ...
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
-        """Let messages be delivered again, after a delay. After too many deliveries, they go to the dead-letter queue."""
+        """Let messages be delivered again, after a delay. After too many deliveries, they go to the dead-letter queue.
+
+        A delay of 0 means that the messages have not failed: they wait for their group, or the gateway ends.
+        """
 
     async def close(self) -> None: ...
 

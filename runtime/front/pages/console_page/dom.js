@@ -51,7 +51,7 @@ export function reconcile(parent, items, keyOf, make, update) {
   }
 }
 
-// Return the classes of a column: {name, number, wide: hidden on narrow windows, mid: on phones}.
+// Return the classes of a column: {name, number, wide: hidden below 1000 px, mid: hidden below 640 px}.
 export function classes(column) {
   return ["number", "wide", "mid"].filter((kind) => column[kind]).join(" ") || null;
 }

@@ -7,6 +7,7 @@ import { get } from "./gateway.js";
 const EVERY_S = 3;
 
 export class Panel {
+  // `path()` returns the address that is read, and `items` the rows of what it answers. `intro` is a node, `empty` the text without rows.
   // `keyOf` names a row. `make` returns the node and an update for it: {node, update(item)}. An `every_s` of 0 reads the rows again
   // only after a change of what `watch` returns for the value that `update` gets. The heading is an h2, below the view's own.
   constructor({ title, intro = null, path, table, keyOf, make, items, empty, every_s = EVERY_S, watch = () => null }) {
