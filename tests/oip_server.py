@@ -34,7 +34,7 @@ def handler(event: Tensors, context) -> Tensors:
     return event
 """
 PLAIN = "def handler(event):\n    return event\n"
-MODELS = Path(__file__).parents[1] / "infra/bench/functions/triton"
+MODELS = Path(__file__).parent / "triton_models"
 IDENTITY = (MODELS / "simple_identity/handler.py").read_text()
 BROKEN = IDENTITY.replace('return {"OUTPUT0": event["INPUT0"]}', 'raise ValueError("of the handler")')
 WRONG = IDENTITY.replace('event["INPUT0"]}', "numpy.zeros((2, 2))}")

@@ -102,10 +102,16 @@ class Engine:
 
     def _begin(self, run: SequenceRun) -> None:
         self._commands.put((True, run))
-        if self._thread is None:
+        if self._thread is None and not self._stopped:
             # A daemon: the worker's end does not wait for it.
-            self._thread = threading.Thread(target=self._work, name="language-model", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="language-model", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The process may have no more threads. Without this thread, the sequence would have no end.
+                self._stop(error)
+                return
+            self._thread = thread
         if self._stopped:
             run.put(EngineStopped(self._stopped))
 

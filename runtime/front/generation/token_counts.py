@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import re
 import time
@@ -40,7 +41,10 @@ PARSED_BYTES = 64 << 10
 USUAL_ANSWER = 128.0
 """The tokens of an answer before any has ended."""
 SMOOTHING = 0.1
-_ANSWERS = re.compile(rb'"n"\s*:\s*"?\s*\+?(\d{1,9})')
+# No two neighbours match the same blanks: otherwise n of them would take n² steps.
+_ANSWERS = re.compile(rb'"n"\s*:\s*(?:"\s*)?\+?(\d{1,9})')
+MOST_FOUND = 1000
+"""With more such numbers in a body, the call counts as one for the most answers."""
 _NUMBER = TypeAdapter(int)
 _MADE = re.compile(rb'"tokens"\s*:\s*\[([\d,\s]*)\]')
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]{0,4096}\})')
@@ -130,8 +134,9 @@ def _asked(body: bytes) -> Asked:
     prompt = math.ceil(len(body) / CHARS_A_TOKEN)
     if len(body) > PARSED_BYTES:
         # The largest number counts, wherever it is. In a text, the quotation marks of a name would be escaped.
-        largest = max((min(int(found), MOST_ANSWERS) for found in _ANSWERS.findall(body)), default=1)
-        return Asked(max(1, largest), prompt, math.inf)
+        found = [int(match[1]) for match in itertools.islice(_ANSWERS.finditer(body), MOST_FOUND + 1)]
+        largest = max(found, default=1) if len(found) <= MOST_FOUND else MOST_ANSWERS
+        return Asked(max(1, min(largest, MOST_ANSWERS)), prompt, math.inf)
     try:
         event = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -33,7 +33,6 @@ class ClientConnection(web.RequestHandler):
         "_header",
         "_header_timeout_s",
         "_header_timer",
-        "_is_socket",
         "_lost",
         "_place",
         "_request",
@@ -57,7 +56,6 @@ class ClientConnection(web.RequestHandler):
         self._request: web.Request | None = None
         self._lost: asyncio.Future[None] | None = None
         self._unparsed = UnparsedData(place.turns, self._header)
-        self._is_socket = False
         self.discards = False
         """True while it throws away the rest of a request whose response has been sent."""
         self.on_data: Callable[[int], None] | None = None
@@ -86,12 +84,9 @@ class ClientConnection(web.RequestHandler):
             return super().data_received(data)
         if self.on_data is not None:
             self.on_data(len(data))
-        fits = self._is_socket or self._header.add(data)
+        fits = self._unparsed.is_socket or self._header.add(data)
         if not (fits or self._header.arrived):
             return self._refuse_header()
-        if not fits and self.transport is not None:
-            self._unparsed.waits = True
-            self.transport.pause_reading()
         if self._unparsed.takes(data):
             self._unparsed.add(data, self)
         else:
@@ -105,7 +100,7 @@ class ClientConnection(web.RequestHandler):
         """Note that a request runs, which aiohttp has read."""
         self.header_arrived()
         self._request, self.discards = request, False
-        self._read_next()
+        self._unparsed.body = request.content
         socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
         chunked = hdrs.TRANSFER_ENCODING in request.headers
         self._header.begin(
@@ -114,9 +109,9 @@ class ClientConnection(web.RequestHandler):
 
     def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
         """aiohttp calls this for a WebSocket whose handshake has been answered. Before that, it bounds the bytes itself."""
-        self._is_socket = True
+        self._unparsed.is_socket, self._unparsed.body = True, None
         super().set_parser(parser, data_received_cb)
-        self._read_next()
+        self._unparsed.go_on(self)
 
     def pause_reading(self) -> None:
         self._unparsed.full = True
@@ -127,12 +122,6 @@ class ClientConnection(web.RequestHandler):
         if self._unparsed.full:
             self._unparsed.full = False
             super().resume_reading(resume_parser)
-            self._unparsed.go_on(self)
-
-    def _read_next(self) -> None:
-        """Read the requests that waited at their client."""
-        if self._unparsed.waits:
-            self._unparsed.waits = False
             self._unparsed.go_on(self)
 
     def _refuse_header(self) -> None:
@@ -169,9 +158,9 @@ class ClientConnection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._request, self.discards = None, False
-            self._read_next()
+            self._request, self.discards, self._unparsed.body = None, False, None
             self._header.responded()
+            self._unparsed.go_on(self)
 
     def finish(self) -> asyncio.Future[None] | None:
         """Close the connection after the present response. Return a future that is done once the connection is closed.

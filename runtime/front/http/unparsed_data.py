@@ -1,6 +1,7 @@
-"""Data of a connection that may have many small parts: the chunks of a body, the frames of a WebSocket.
+"""Data of a connection that may have many small parts: requests, the chunks of a body, the frames of a WebSocket.
 
-aiohttp parses such data in turns, so that the parts of one connection do not delay other connections.
+aiohttp parses such data in turns, so that the parts of one connection do not delay other connections. Requests behind a running
+request wait for its response, so that aiohttp never has many.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import time
 from functools import partial
 from typing import Protocol
 
+from aiohttp.streams import StreamReader
+
 from ..listening.reading_turns import ReadingTurns
-from .header_limit import HeaderLimit
+from .header_limit import MAX_HEADER_BYTES, HeaderLimit
 
 SLICE_BYTES, PARSING_S = 2 << 10, 0.5e-3
 """In one turn, aiohttp gets slices of this size for this time."""
+HEAD_SLICE_BYTES = 256
+"""The one slice of a turn while no request runs. aiohttp pauses and resumes its transport by itself if it has 32 requests."""
 
 
 class ParsingConnection(Protocol):
@@ -28,47 +33,58 @@ class ParsingConnection(Protocol):
 
 
 class UnparsedData:
-    """The bytes that have arrived and that aiohttp gets in later turns. While there are any, the transport does not read."""
+    """The bytes that have arrived and that aiohttp gets in later turns. While there are many, the transport does not read."""
 
-    __slots__ = ("_data", "_header", "_in_turns", "_turns", "full", "waits")
+    __slots__ = ("_data", "_header", "_in_turns", "_turns", "body", "full", "is_socket")
 
     def __init__(self, turns: ReadingTurns, header: HeaderLimit) -> None:
         self._turns, self._header = turns, header
         self._data, self._in_turns = b"", False
+        self.body: StreamReader | None = None
+        """The body of the running request. What arrives behind it waits for the response."""
+        self.is_socket = False
+        """True for a WebSocket whose handshake has been answered."""
         self.full = False
         """True while aiohttp parses no more, because too much waits for its reader."""
-        self.waits = False
-        """True while the requests behind the running one wait at their client."""
+
+    def _waits(self) -> bool:
+        return self.full or (self.body is not None and self.body.is_eof())
 
     def takes(self, data: bytes) -> bool:
         """Return True if data that has arrived must be added."""
-        return bool(self._data) or (len(data) > SLICE_BYTES and not self._header.in_body)
+        if self._data or self._waits():
+            return True
+        return len(data) > SLICE_BYTES and not self._header.in_body
 
     def add(self, data: bytes, connection: ParsingConnection) -> None:
         self._data += data
         self.go_on(connection)
 
     def go_on(self, connection: ParsingConnection) -> None:
-        """Parse the data in a later turn. Without data, let the transport read, unless something else has to come first."""
+        """Parse the data in a later turn, unless something else has to come first. Without much data, let the transport read."""
         transport = connection.transport
         if transport is None:
             return
-        if self._data:
+        waits = self._waits()
+        if self._data and not waits and not self._in_turns:
+            self._in_turns = True
+            self._turns.add(partial(self._take_turn, connection))
+        # While a request runs, the transport reads: it may find that the client has left.
+        if len(self._data) > (MAX_HEADER_BYTES if waits else 0):
             transport.pause_reading()
-            if not (self._in_turns or self.full):
-                self._in_turns = True
-                self._turns.add(partial(self._take_turn, connection))
-        elif not (self.waits or self.full):
+        elif not self.full:
             transport.resume_reading()
 
     def _take_turn(self, connection: ParsingConnection) -> None:
         self._in_turns = False
-        if connection.transport is None:
-            return
         start, until_s = 0, time.perf_counter() + PARSING_S
-        size = len(self._data) if self._header.in_body else SLICE_BYTES
-        while start < len(self._data) and not self.full and not (start and time.perf_counter() > until_s):
-            connection.parse(self._data[start : start + size])
+        heads = self.body is None and not self.is_socket
+        size = HEAD_SLICE_BYTES if heads else len(self._data) if self._header.in_body else SLICE_BYTES
+        while start < len(self._data) and connection.transport is not None and not self._waits():
+            data = self._data[start : start + size]
             start += size
+            connection.parse(data)
+            if heads or time.perf_counter() > until_s:
+                break
         self._data = self._data[start:]
         self.go_on(connection)

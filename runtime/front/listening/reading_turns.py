@@ -6,10 +6,12 @@ Otherwise, one turn of the event loop could read from all of them, and libuv rea
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
+LOG = logging.getLogger(__name__)
 READS, READING_S = 4, 0.5e-3
 """How many connections read on in one turn of the event loop, and after which time no other does."""
 
@@ -34,7 +36,11 @@ class ReadingTurns:
     def _take(self) -> None:
         until_s = time.perf_counter() + READING_S
         for _ in range(min(READS, len(self._waiting))):
-            self._waiting.popleft()()
+            try:
+                self._waiting.popleft()()
+            except Exception:
+                # The other connections must have their turns all the same.
+                LOG.exception("a connection failed to read on")
             if time.perf_counter() > until_s:
                 break
         self._is_due = False

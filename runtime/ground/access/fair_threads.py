@@ -79,7 +79,13 @@ class FairThreads:
         while self._free and (found := self._next()) is not None:
             self._waiting.charge(found.tenant, found.priority, 1)
             self._waiting.remove(found)
-            found.running = found.result.get_loop().run_in_executor(self._pool, found.work)
+            try:
+                found.running = found.result.get_loop().run_in_executor(self._pool, found.work)
+            except RuntimeError as error:
+                # The process may have no more threads. The work of another owner must not wait for ever.
+                if not found.result.done():
+                    found.result.set_exception(error)
+                continue
             self._free -= 1
             self._held[found.tenant] += 1
             found.running.add_done_callback(partial(self._ended, found))

@@ -168,7 +168,8 @@ class LogFiles:
 
     def start(self) -> None:
         """Make the folder and start the thread that writes."""
-        (self._folder / "functions").mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (self._folder, self._folder / "functions"):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._thread.start()
 
     def close(self) -> None:
@@ -371,7 +372,7 @@ class _LogFile:
             self._file = None
 
     def _open(self) -> None:
-        self._file = os.open(self._paths[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(self._paths[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
 
     def _rename(self) -> None:

@@ -182,7 +182,7 @@ def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup, 
             group.append(call)
         try:
             run_group(connection, group)
-        except sqlite3.Error as error:
+        except Exception as error:  # noqa: BLE001  raised again in the callers: the thread goes on
             for failed in group:
                 failed.error = failed.error if failed.ended else _refused(error)
             connection = _replaced(connection, connect)
@@ -252,7 +252,7 @@ def _run(connection: sqlite3.Connection, call: _QueuedCall) -> None:
         call.error = error
 
 
-def _refused(error: sqlite3.Error) -> JobStoreFailed:
+def _refused(error: Exception) -> JobStoreFailed:
     return JobStoreFailed(
         f"The store of jobs could not be written or read: {error}.",
         remedy="Check whether the disk of the state folder is full or the file is damaged.",

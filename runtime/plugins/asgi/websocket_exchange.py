@@ -221,8 +221,7 @@ class WebSocketExchange:
         except Overloaded:
             self._farewell = (int(WSCloseCode.TRY_AGAIN_LATER), "too many bytes of unfinished messages")
             self._leaving.set()
-            if self._request.transport is not None:
-                self._request.transport.pause_reading()
+            cast("ClientConnection", self._request.protocol).pause_reading()
 
     async def _receive(self, socket: web.WebSocketResponse) -> None:
         """Pass the caller's messages on until the WebSocket is closed, and tell the app why."""

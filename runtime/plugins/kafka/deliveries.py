@@ -88,7 +88,7 @@ class Deliveries:
             if (taken := self._taken.get(raw.partition())) is not None:
                 place = RecordPlace(raw.partition(), raw.offset(), self._epochs[raw.partition()])
                 taken.take(place.offset)
-                headers = tuple(raw.headers() or ())
+                headers = tuple((name, value or b"") for name, value in raw.headers() or ())
                 record = Record(place, raw.key(), raw.value() or b"null", headers, raw.timestamp()[1])
                 self._waiting.add(record, 0.0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from ....errors import JobExpired, PilotflameError, UnknownFunction, UnknownJob
+from ....errors import JobBodyMissing, JobExpired, PilotflameError, UnknownFunction, UnknownJob
 from ....handlers.codec import JSON_TYPE
 from ....snapshot.publish import publish
 from ...front.api.backend import Backend
@@ -68,9 +68,14 @@ class AsyncAnswers:
         """Write an answer and forget it. An answer that cannot be written stays in its file."""
         try:
             done = await self._written(pending, await self._ended(pending))
-        except (UnknownJob, JobExpired, UnknownFunction):
+        except (UnknownJob, JobExpired, JobBodyMissing, UnknownFunction):
             # The job or the function was deleted, and with it the answer or the right to write it.
             done = True
+        except PilotflameError as error:
+            # The deliveries of all owners are in one group, which an error would end.
+            text = f"The answer of {pending.job} stays in its file: {error}"
+            self._backend.functions.log(pending.function, text)
+            done = False
         # A replay of the request adds the job again, and its answer is then written again.
         begun.discard(pending.job)
         if done:

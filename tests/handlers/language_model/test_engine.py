@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Never
@@ -311,6 +312,19 @@ async def test_the_end_of_the_thread_fails_all_sequences(
             await tokens(engine, before, 3)
     # A failure that can be undone fails the sequences of its step with its own error.
     assert {type(one) for one in found} <= {EngineStopped, KeyError}
+
+
+async def test_a_thread_that_does_not_start_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_of("llama", rows=1)
+
+    def full(_thread: threading.Thread) -> Never:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    async with asyncio.timeout(30):
+        for _ in range(2):
+            with pytest.raises(EngineStopped, match="can't start new thread"):
+                await tokens(engine, prompts(1, 9)[0], 3)
 
 
 async def test_a_pass_in_slices_that_ends_its_thread_is_an_error() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import Gateway, failure, gateway_here, home_client, short_folder
 from pilotflame.errors import HandlerFailed
-from pilotflame.handlers.language_model.contract import GenerationRequest
+from pilotflame.handlers.language_model.contract import MOST_ANSWERS, GenerationRequest
 from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 from pilotflame.runtime.front.generation.token_counts import PARSED_BYTES, AnswerTokens, ModelCalls, _asked
 from pilotflame.runtime.ground.access.keyring import Meter
@@ -254,3 +254,13 @@ async def test_the_tokens_of_a_large_piece_are_counted_without_parsing_it(
     usage = {"prompt_tokens": 5, "cached_tokens": 2, "completion_tokens": len(tokens)}
     AnswerTokens(account).note(json.dumps({"text": text, "tokens": tokens, "usage": usage}).encode())
     assert (tally.prompt, tally.cached, tally.generated) == (5, 2, len(tokens))
+
+
+@pytest.mark.parametrize("blanks", [b" " * 1_000_000, b'"' + b" " * 1_000_000])
+async def test_blanks_in_a_body_take_no_longer_than_their_number(blanks: bytes) -> None:
+    """Two neighbours in a pattern that match the same blanks would take days for a million."""
+    assert _asked(b'{"n":' + blanks + b"null}").answers == 1
+
+
+async def test_a_body_with_very_many_numbers_of_answers_counts_for_the_most() -> None:
+    assert _asked(b'"n":1,' * 100_000).answers == MOST_ANSWERS

@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from live import LIMIT_S
 from pilotflame.runtime.front.http import unparsed_data
 from pilotflame.runtime.front.http.connection import ClientConnection
-from pilotflame.runtime.front.http.unparsed_data import SLICE_BYTES
+from pilotflame.runtime.front.http.header_limit import MAX_HEADER_BYTES
+from pilotflame.runtime.front.http.unparsed_data import SLICE_BYTES, UnparsedData
 from pilotflame.runtime.front.listening.open_connections import OpenConnections
 from pilotflame.runtime.front.listening.origins import Origins
 
+READ_BYTES = 256 << 10
+"""The largest number of bytes that a transport reads at once."""
 SMALL = 20_000
 """The number of small parts."""
 
@@ -169,6 +172,43 @@ async def test_requests_in_any_pieces_are_answered_in_order(bodies, cuts):
         sent = sent[cut:]
     async with listening() as port:
         assert await answers(port, [*pieces, sent], len(wanted)) == [digest(body) for body, _ in wanted]
+
+
+async def test_requests_behind_a_running_one_wait_at_their_client(monkeypatch: pytest.MonkeyPatch):
+    """However many arrive: the connection holds few of them, and answers all in order."""
+    held, add = [], UnparsedData.add
+
+    def watched(unparsed: UnparsedData, data: bytes, connection: ClientConnection) -> None:
+        add(unparsed, data, connection)
+        held.append(len(unparsed._data))
+
+    monkeypatch.setattr(UnparsedData, "add", watched)
+    count = 25_000
+    async with listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab" * count
+        writer.write(sent)
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(count):
+                await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(8) == digest(b"ab").encode()
+        writer.close()
+    assert max(held) <= MAX_HEADER_BYTES + 2 * READ_BYTES < len(sent) / 2
+
+
+async def test_frames_that_arrive_before_the_answer_to_a_handshake_wait(parsed: list[int]):
+    handshake = (
+        b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    async with listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(handshake + b"\x82\x81\0\0\0\0x" * SMALL)
+        async with asyncio.timeout(LIMIT_S):
+            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+            assert (await reader.readexactly(2 + len(f"{SMALL}"))).endswith(f"{SMALL}".encode())
+        writer.close()
+    assert max(parsed) <= SLICE_BYTES
 
 
 async def test_a_client_that_leaves_while_its_data_waits_is_forgotten():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from pilotflame.runtime.front.listening.reading_turns import READS, ReadingTurns
 
 
@@ -33,3 +34,20 @@ async def test_a_connection_that_always_has_more_takes_one_turn_of_each_turn_of_
     for _ in range(10):
         await asyncio.sleep(0)
     assert taken == 10
+
+
+async def test_a_connection_that_fails_takes_no_turn_from_another(caplog: pytest.LogCaptureFixture):
+    turns, read = ReadingTurns(), list[int]()
+
+    def fail() -> None:
+        raise KeyError("parser")
+
+    for number in range(2):
+        turns.add(fail)
+        turns.add(lambda number=number: read.append(number))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    turns.add(lambda: read.append(2))
+    await asyncio.sleep(0)
+    assert read == [0, 1, 2]
+    assert "failed to read on" in caplog.text

@@ -8,6 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from typing import Never
 
 import pytest
 from pilotflame.runtime.ground.access.fair_threads import FairThreads
@@ -131,3 +132,19 @@ async def test_what_waits_ends_when_the_threads_are_closed() -> None:
     with pytest.raises(asyncio.CancelledError):
         await tasks[1]
     assert order == ["running"]
+
+
+async def test_work_that_gets_no_thread_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = FairThreads(1, "none")
+
+    def full(*_: object) -> Never:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads._pool, "submit", full)
+    async with asyncio.timeout(20):
+        for owner in "ab":
+            with pytest.raises(RuntimeError, match="can't start"):
+                await threads.run(lambda: 1, owner=owner)
+    monkeypatch.undo()
+    assert await threads.run(lambda: 1, owner="a") == 1
+    threads.close()

@@ -342,3 +342,21 @@ async def test_a_database_that_cannot_be_opened_again_refuses_until_it_can(
     with pytest.raises(JobStoreFailed):
         await database.write(put(b"the call that opens it again"))
     assert await database.write(put(b"b"))
+
+
+async def test_a_failure_after_the_commit_ends_no_thread(tmp_path: Path) -> None:
+    """The look at a disk that is gone raises OSError."""
+    failing = True
+
+    def look(_failed: bool) -> None:
+        if failing:
+            raise OSError("stale file handle")
+
+    database = opened(tmp_path / "jobs.db", look)
+    async with asyncio.timeout(20):
+        assert await database.write(put(b"a")) == 1
+        with pytest.raises(JobStoreFailed):
+            await database.write(lambda connection: connection.execute("SELECT nonsense"))
+        failing = False
+        assert await database.write(put(b"b")) == 2
+    await asyncio.to_thread(database.close)
