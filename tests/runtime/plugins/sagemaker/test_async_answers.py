@@ -16,9 +16,11 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
 from moto_server import moto_server
+from pilotflame.errors import JobStoreFailed
 from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies, DeployPolicy
+from pilotflame.runtime.jobs.stored.job import Job
 from pilotflame.runtime.plugins.sagemaker import objects
-from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER
+from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER, AsyncAnswers, PendingAnswer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ECHO = "def handler(event):\n    if event == 'fail':\n        raise ValueError('no good')\n    return {'got': event}\n"
@@ -227,6 +229,34 @@ async def test_a_store_that_never_answers_holds_up_its_own_function_only(
             await begun.get()
         assert begun.empty()
         await gateway.client.delete(f"/v1/functions/{stuck.name}")
+
+
+async def test_a_job_that_cannot_be_read_holds_up_no_other(
+    gateway: Gateway, echo: Function, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, failed = AsyncAnswers._ended, list[str]()
+
+    async def fails_once(answers: AsyncAnswers, pending: PendingAnswer) -> Job:
+        if not failed:
+            failed.append(pending.job)
+            raise JobStoreFailed("The disk is gone.")
+        return await ended(answers, pending)
+
+    async def has_failed() -> bool:
+        return bool(failed)
+
+    monkeypatch.setattr(AsyncAnswers, "_ended", fails_once)
+    path = f"/sagemaker/endpoints/{echo.name}/async-invocations"
+    assert (await gateway.client.post(path, json=1)).status_code == 202
+    await until(has_failed, "a delivery that fails")
+    told = await submit(gateway, echo, InputLocation="s3://data/in/1.json")
+    assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
+
+    async def alone() -> bool:
+        return [file.stem for file in (gateway.state / FOLDER).iterdir()] == failed
+
+    await until(alone, "only the file of the job that could not be read")
+    (gateway.state / FOLDER / f"{failed[0]}.json").unlink()
 
 
 async def test_a_gateway_that_starts_again_writes_the_answer(
