@@ -35,8 +35,8 @@ YOUNG_OBJECTS = 20_000
 # block behind them keeps their memory.
 MAPPED_BYTES = 128 << 10
 _M_MMAP_THRESHOLD = -3
-# While the event loop is busy, another thread waits for this time until it gets the interpreter. A stored job waits a dozen
-# times for the thread of its database, each time for 5 ms by default.
+# While the event loop is busy, another thread waits for this time until it gets the interpreter. By default, this is 5 ms.
+# A stored job waits several times for the thread of its database.
 SWITCH_S = 1e-3
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -13,7 +12,7 @@ from aiohttp import hdrs, web
 
 from ....errors import MalformedRequest, PilotflameError
 from ..listening.open_connections import ConnectionPlace
-from .header_limit import DISCARDED_BYTES, HeaderLimit, headers_too_large
+from .header_limit import DISCARDED_BYTES, MAX_HEADER_BYTES, HeaderLimit, headers_too_large
 from .requests import CALLS, awaits_continue
 from .responses import SERVER, error_reply
 from .unparsed_data import UnparsedData
@@ -91,6 +90,8 @@ class ClientConnection(web.RequestHandler):
             self._unparsed.add(data, self)
         else:
             super().data_received(data)
+            if not fits:
+                self._unparsed.go_on(self)
         return None
 
     def parse(self, data: bytes) -> None:
@@ -103,9 +104,12 @@ class ClientConnection(web.RequestHandler):
         self._unparsed.body = request.content
         socket = hdrs.UPGRADE in request.headers and web.WebSocketResponse().can_prepare(request)
         chunked = hdrs.TRANSFER_ENCODING in request.headers
+        crowded = self._header.size > MAX_HEADER_BYTES
         self._header.begin(
             None if socket else request.content, None if socket or chunked else request.content_length or 0
         )
+        if crowded:
+            self._unparsed.go_on(self)
 
     def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
         """aiohttp calls this for a WebSocket whose handshake has been answered. Before that, it bounds the bytes itself."""
@@ -129,7 +133,7 @@ class ClientConnection(web.RequestHandler):
         if self.transport is None or self._header.size > DISCARDED_BYTES:
             return self.abort()
         self.transport.pause_reading()
-        self._place.turns.add(partial(self._unparsed.go_on, self))
+        self._place.turns.add(self._discard_on)
         if self.discards:
             return None
         self.discards = True
@@ -145,6 +149,10 @@ class ClientConnection(web.RequestHandler):
         self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + reply.body)
         asyncio.get_running_loop().call_later(DISCARD_S, self.force_close)
         return None
+
+    def _discard_on(self) -> None:
+        if self.transport is not None:
+            self.transport.resume_reading()
 
     def admitted(self) -> None:
         """Note that the gateway has admitted a request on this connection."""

@@ -70,7 +70,7 @@ class UnparsedData:
             self._in_turns = True
             self._turns.add(partial(self._take_turn, connection))
         # While a request runs, the transport reads: it may find that the client has left.
-        if len(self._data) > (MAX_HEADER_BYTES if waits else 0):
+        if len(self._data) > (MAX_HEADER_BYTES if waits else 0) or self._header.size > MAX_HEADER_BYTES:
             transport.pause_reading()
         elif not self.full:
             transport.resume_reading()
@@ -83,7 +83,13 @@ class UnparsedData:
         while start < len(self._data) and connection.transport is not None and not self._waits():
             data = self._data[start : start + size]
             start += size
-            connection.parse(data)
+            try:
+                connection.parse(data)
+            except Exception:
+                # As uvloop does if a protocol raises.
+                if connection.transport is not None:
+                    connection.transport.abort()
+                raise
             if heads or time.perf_counter() > until_s:
                 break
         self._data = self._data[start:]

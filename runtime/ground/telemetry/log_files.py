@@ -271,7 +271,9 @@ class LogFiles:
         pruned_s = -math.inf
         while not self._closing or not self._waiting.empty():
             if time.monotonic() - pruned_s > PRUNE_EVERY_S:
-                self._prune()
+                # A folder that cannot be read now may be readable later.
+                with contextlib.suppress(OSError):
+                    self._prune()
                 pruned_s = time.monotonic()
             try:
                 self._store(self._waiting.get(timeout=PRUNE_EVERY_S))

@@ -211,6 +211,39 @@ async def test_frames_that_arrive_before_the_answer_to_a_handshake_wait(parsed: 
     assert max(parsed) <= SLICE_BYTES
 
 
+async def test_a_header_without_an_end_is_read_up_to_its_limit_also_after_a_body_in_chunks(parsed: list[int]):
+    async with listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(b"first", 5))
+        async with asyncio.timeout(LIMIT_S):
+            await reader.readuntil(b"\r\n\r\n")
+            assert (await reader.readexactly(8)).decode() == digest(b"first")
+        parsed.clear()
+        writer.write(
+            b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"X-%d: %b\r\n" % (n, b"x" * 8000) for n in range(90))
+        )
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.3)
+        writer.close()
+    assert sum(parsed) <= MAX_HEADER_BYTES + READ_BYTES
+
+
+async def test_a_parser_that_raises_closes_its_connection(monkeypatch: pytest.MonkeyPatch):
+    def fail(_connection: web.RequestHandler, _data: bytes) -> None:
+        raise KeyError("parser")
+
+    async with listening() as port:
+        with monkeypatch.context() as patch:
+            patch.setattr(web.RequestHandler, "data_received", fail)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request(bytes(SMALL), 1))
+            async with asyncio.timeout(LIMIT_S):
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            writer.close()
+        assert await answers(port, [request(b"other", None)], 1) == [digest(b"other")]
+
+
 async def test_a_client_that_leaves_while_its_data_waits_is_forgotten():
     async with listening() as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -128,3 +128,19 @@ def test_a_name_leads_to_no_other_file(name: str) -> None:
     with pytest.raises(UnknownFunction):
         function_file(name)
     assert LogQuery().until_s == math.inf
+
+
+def test_a_folder_that_cannot_be_listed_ends_no_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(_files: LogFiles) -> list[Path]:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(LogFiles, "_all_paths", stale)
+    files = LogFiles(tmp_path, max_bytes=40_000, keep_s=1000.0)
+    files.start()
+    files.write("functions/a", line(1))
+    assert texts(files.search("functions/a", LogQuery())) == ["line 1"]
+    files.close()
+    assert (tmp_path / "functions").stat().st_mode & 0o077 == 0
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "functions").iterdir()} == {0o600}
