@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import orjson
@@ -12,6 +13,8 @@ from ....errors import PilotflameError
 from ...jobs.stored.job import Job, JobState
 from ...jobs.stored.jobs import Jobs
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, event, last_event_id
+from ..http.large_answers import ANSWERS
+from ..http.responses import made
 
 JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
 """Returns the events for a job's present state and for the new pieces (number, JSON) of its output."""
@@ -26,16 +29,21 @@ async def send_job(
     """
     response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)
-    last = last_event_id(request)
+    last, send = last_event_id(request), partial(request.app[ANSWERS].send, request, response)
     try:
         async for changed, pieces in jobs.follow(job.function, job.id, last, every_s=HEARTBEAT_S):
             final = changed.state.final and not pieces
             shown = await ended(changed) if final and ended is not None else changed
-            await response.write(b"".join(encode(shown, pieces)) or HEARTBEAT)
+            size = len(shown.output or b"") + sum(len(piece) for _, piece in pieces)
+            await send(await made(request, size, partial(_joined, encode, shown, pieces)) or HEARTBEAT)
     except PilotflameError as error:
-        await response.write(event("error", orjson.dumps(error.to_wire())))
+        await send(event("error", orjson.dumps(error.to_wire())))
     await response.write_eof()
     return response
+
+
+def _joined(encode: JobEncoder, job: Job, pieces: Sequence[tuple[int, bytes]]) -> bytes:
+    return b"".join(encode(job, pieces))
 
 
 def job_encoder(

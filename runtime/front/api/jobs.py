@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from ..http.responses import (
     Timestamp,
     json_response,
     json_with_large,
+    outputs_response,
     timestamp,
 )
 from ..http.routes import Choices, Number, Parameter, Route, header
@@ -138,7 +140,7 @@ class JobsApi:
         """Store a job. With `wait_s`, respond when it has ended, or when the time is over."""
         job, headers = await submitted(self._backend, request, _read, WAIT_S.read(request) or None)
         headers["Location"] = job_path(job)
-        return job_response(job, status=200 if job.state.final else 202, headers=headers)
+        return await job_response(request, job, status=200 if job.state.final else 202, headers=headers)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         found = await newest(self._backend, request)
@@ -150,18 +152,18 @@ class JobsApi:
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         if wait_s := WAIT_S.read(request):
-            return job_response(await waited(self._backend, request, wait_s))
-        return job_response(await self._jobs.store.get(*named(request)))
+            return await job_response(request, await waited(self._backend, request, wait_s))
+        return await job_response(request, await self._jobs.store.get(*named(request)))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         job = await self._jobs.store.glance(*named(request))
         return await send_job(request, self._jobs, job, job_encoder(shown))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        return job_response(await self._jobs.store.cancel(*named(request)))
+        return await job_response(request, await self._jobs.store.cancel(*named(request)))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
-        return job_response(await retried(self._backend, request))
+        return await job_response(request, await retried(self._backend, request))
 
 
 def shown(job: Job) -> dict[str, Any]:
@@ -185,12 +187,14 @@ def named(request: web.Request) -> tuple[str, str, str]:
     return request.match_info["function"], request.match_info["job"], owner_of(request)
 
 
-def job_response(
-    job: Job, show: Callable[[Job], dict[str, Any]] = shown, *, status: int = 200, headers: Headers | None = None
+async def job_response(
+    request: web.Request, job: Job, show: Callable[[Job], dict[str, Any]] = shown, *,
+    status: int = 200, headers: Headers | None = None,
 ) -> web.Response:  # fmt: skip
-    """Return a response with a job in the form that `show` returns. A large output is not copied."""
-    if job.output is None or job.output_type or len(job.output) <= SLICE_BYTES:
-        return json_response(show(job), status=status, headers=headers)
+    """Return a response with a job in the form that `show` returns. A large output in JSON is not copied."""
+    size = len(job.output or b"")
+    if job.output is None or job.output_type or size <= SLICE_BYTES:
+        return await outputs_response(request, size, partial(show, job), status=status, headers=headers)
     return json_with_large(
         "output", job.output, show(replace(job, output=None)), status=status, headers=headers
     )

@@ -14,6 +14,7 @@ from aiohttp import web
 from ....addresses import is_loopback
 from ....errors import DeadlineExceeded, OutputInvalid, PilotflameError, PluginError, Unauthorized
 from ....handlers.codec import JSON_TYPE
+from ....handlers.contract import NOTHING
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Metrics, Reading
 from ...jobs.stored.outbox import WebhookBodies
@@ -23,7 +24,8 @@ from ..http.call_group import CallGroup
 from ..http.event_stream import LAST_EVENT_S
 from ..http.guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from ..http.parsed_bodies import parsed
-from ..http.requests import Headers, dump_json, load_json, load_output, timeout_of
+from ..http.requests import Headers, dump_json, id_of, load_json, load_output, timeout_of
+from ..http.responses import outputs_response
 from ..http.routes import Route, based
 from ..listening.tls import Certificate
 from .backend import Backend
@@ -66,6 +68,18 @@ MOST_CALLS = 256
 MOST_OUTPUT_BYTES = 64 << 20
 """The most bytes of the outputs of all calls of one request."""
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
+
+
+async def list_response(
+    request: web.Request, name: str, outputs: Sequence[bytes], others: Mapping[str, Any] = NOTHING
+) -> web.Response:
+    """Return the response with an object that has the list of these outputs as its member `name`, and the members `others`."""
+
+    def show() -> dict[str, Any]:
+        return {name: [orjson.Fragment(output) for output in outputs], **others}
+
+    size = sum(map(len, outputs))
+    return await outputs_response(request, size, show, headers={"X-Request-Id": id_of(request)})
 
 
 class ApiPlugin:
@@ -151,7 +165,7 @@ class ApiPlugin:
         events: Sequence[Any],
         field: str,
         extra: Mapping[str, Any] = BARE,
-    ) -> list[orjson.Fragment]:
+    ) -> list[bytes]:
         """Call a function with each of several JSON values, so that its calls form batches. Return the outputs in the same order,
         as JSON.
 
@@ -165,7 +179,7 @@ class ApiPlugin:
         settings = self.backend.functions.get(function).record.settings
         count_calls(request, len(events))
         # Parsed, an output may be twenty times as large.
-        outputs = [orjson.Fragment(b"null")] * len(events)
+        outputs = [b"null"] * len(events)
         waiting, left_bytes = iter(enumerate(events)), MOST_OUTPUT_BYTES
 
         async def work() -> None:
@@ -180,7 +194,7 @@ class ApiPlugin:
                     await parsed(request, output, load_output)
                 except PilotflameError as error:
                     raise error.about(f"{field}[{number}]") from None
-                outputs[number] = orjson.Fragment(output)
+                outputs[number] = output
 
         try:
             async with (

@@ -15,6 +15,7 @@ from ..http.chain import Chain
 from ..http.connection import ClientConnection
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING
+from ..http.large_answers import ANSWERS
 from ..http.parsed_bodies import PARSED_BODIES, ParsedBodies
 from ..http.routes import Route, aiohttp_routes
 from ..http.transport import PlainConnection
@@ -73,7 +74,7 @@ async def http_server(
     """
     chain = plain.chain
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[chain.middleware])
-    app[INCOMING], app[PARSED_BODIES] = chain.bodies, ParsedBodies()
+    app[INCOMING], app[PARSED_BODIES], app[ANSWERS] = chain.bodies, ParsedBodies(), chain.answers
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     http = HttpServer(runner, chain)

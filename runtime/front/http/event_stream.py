@@ -14,7 +14,9 @@ from typing_extensions import TypedDict
 
 from ....errors import PilotflameError
 from ...calls.serving.invocation import Invocation, Stream
+from .large_answers import ANSWERS
 from .responses import invocation_headers
+from .sliced_body import SLICE_BYTES
 
 EVENT_STREAM_TYPE = "text/event-stream"
 # If there was no event for this time, a comment is sent, because proxies close connections on which nothing is sent.
@@ -126,5 +128,9 @@ class EventStream:
             headers = self._headers or invocation_headers(self._invocation) | STREAM_HEADERS
             self.response = web.StreamResponse(headers=headers)
             await self.response.prepare(self._request)
-        await self.response.write(data)
+        if len(data) <= SLICE_BYTES:
+            # The deadline of the invocation ends a write that its caller does not read.
+            await self.response.write(data)
+        else:
+            await self._request.app[ANSWERS].send(self._request, self.response, data)
         return self.response

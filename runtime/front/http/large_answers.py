@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from aiohttp import web
+
 from ....errors import Overloaded
 from ...ground.access.fair_share import SharedRoom
-from .sliced_body import SLICE_BYTES, SlicedBody
+from .requests import caller_of
+from .sliced_body import SLICE_BYTES, SlicedBody, write_slices
 
 MAX_BYTES = 1 << 30
 RETRY_S = 1.0
@@ -36,13 +39,26 @@ class LargeAnswers:
             if len(body) <= SLICE_BYTES:
                 return body
             body = SlicedBody([body], media_type)
-        if not self.room.takes(owner, body.size):
-            message = "The gateway holds as many bytes of answers as it may, which callers have not read."
-            remedy = "Read the answers to your other requests."
-            raise Overloaded(message, remedy=remedy, details={"retry_after_s": RETRY_S})
+        self._check_room(owner, body.size)
         body.timeout_s = self.timeout_s
         body.sending = partial(self._sending, transport, owner, body.size)
         return body
+
+    async def send(self, request: web.Request, response: web.StreamResponse, part: bytes) -> None:
+        """Send a part of a streamed response in slices. Raise Overloaded if the callers of this owner have left too many
+        bytes unread, and ConnectionResetError if the caller reads nothing.
+        """
+        owner = caller_of(request).owner
+        if len(part) > SLICE_BYTES:
+            self._check_room(owner, len(part))
+        with self._sending(request.transport, owner, len(part)):
+            await write_slices([part], response.write, self.timeout_s)
+
+    def _check_room(self, owner: str, size: int) -> None:
+        if not self.room.takes(owner, size):
+            message = "The gateway holds as many bytes of answers as it may, which callers have not read."
+            remedy = "Read the answers to your other requests."
+            raise Overloaded(message, remedy=remedy, details={"retry_after_s": RETRY_S})
 
     @contextmanager
     def _sending(self, transport: asyncio.Transport | None, owner: str, size: int) -> Iterator[None]:
@@ -56,3 +72,6 @@ class LargeAnswers:
             raise ConnectionResetError("The caller reads nothing.") from None
         finally:
             self.room.remove(owner, size)
+
+
+ANSWERS = web.AppKey("answers", LargeAnswers)

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, NamedTuple, NotRequired
+from typing import Annotated, Any, NamedTuple, NotRequired, TypeVar
 
 import orjson
 from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
@@ -30,7 +30,7 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.negotiation import weigh
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keys import Caller, Scope
-from .requests import Headers, awaits_continue
+from .requests import Headers, awaits_continue, in_turn
 from .sliced_body import SlicedBody
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
@@ -50,6 +50,7 @@ COMPRESSION_LEVEL = 1
 _GZIP_BITS = zlib.MAX_WBITS | 16
 _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 InTurn = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """Runs work in a thread, in the turn of a caller."""
@@ -96,6 +97,24 @@ def json_response(
     if no_store:
         response.headers["Cache-Control"] = "no-store"
     return response
+
+
+async def made(request: web.Request, size: int, make: Callable[[], T]) -> T:
+    """Return the result of `make`, which makes an answer from `size` bytes of outputs: in a thread if they are many."""
+    return await in_turn(request, make) if size > MAX_ON_LOOP_BYTES else make()
+
+
+async def outputs_response(
+    request: web.Request,
+    size: int,
+    show: Callable[[], Any],
+    *,
+    status: int = 200,
+    headers: Headers | None = None,
+) -> web.Response:
+    """Return a response with the result of `show` as JSON, which contains `size` bytes of outputs."""
+    body = await made(request, size, lambda: orjson.dumps(show()))
+    return web.Response(body=body, status=status, headers=headers, content_type=JSON_TYPE)
 
 
 def json_with_large(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from aiohttp.abc import AbstractStreamWriter
@@ -34,12 +34,20 @@ class SlicedBody(Payload):
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Send the body. Raise TimeoutError if a slice is not sent in time."""
         with self.sending():
-            for slice_ in self._slices():
-                async with asyncio.timeout(self.timeout_s):
-                    await writer.write(slice_)
-                await asyncio.sleep(0)
+            await write_slices(self.parts, writer.write, self.timeout_s)
 
-    def _slices(self) -> Iterator[memoryview]:
-        for part in self.parts:
-            for start in range(0, len(part), SLICE_BYTES):
-                yield memoryview(part)[start : start + SLICE_BYTES]
+
+async def write_slices(
+    parts: Sequence[bytes], write: Callable[[memoryview], Awaitable[None]], timeout_s: float | None
+) -> None:
+    """Pass the bytes of all parts to `write`, a slice at a time. Raise TimeoutError if a slice is not written in time."""
+    for slice_ in _slices(parts):
+        async with asyncio.timeout(timeout_s):
+            await write(slice_)
+        await asyncio.sleep(0)
+
+
+def _slices(parts: Sequence[bytes]) -> Iterator[memoryview]:
+    for part in parts:
+        for start in range(0, len(part), SLICE_BYTES):
+            yield memoryview(part)[start : start + SLICE_BYTES]

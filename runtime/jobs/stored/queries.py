@@ -35,6 +35,13 @@ def glance(connection: sqlite3.Connection, function: str, job_id: str, owner: st
     return job_of(row_of(connection, function, job_id, owner))
 
 
+def glance_any(connection: sqlite3.Connection, job_id: str) -> Job:
+    """Return the job with this id, of any owner, without input, output and logs. Raise UnknownJob if there is none."""
+    if (row := find_row(connection, job_id)) is None:
+        raise unknown(job_id)
+    return job_of(row)
+
+
 def find(
     connection: sqlite3.Connection,
     job_id: str,

@@ -116,6 +116,7 @@ class JobStore:
 
     get = _whole(_query(queries.get))
     glance = _query(queries.glance)
+    glance_any = _query(queries.glance_any)
     _found = _query(queries.find)
     find = _whole(_found)
     _due = _query(turns.due)

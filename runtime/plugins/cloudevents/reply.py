@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +18,9 @@ from aiohttp import web
 
 from ....errors import EventInvalid, OutputInvalid
 from ....handlers.codec import JSON_TYPE
+from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import load_output, preferences_of
+from ...front.http.responses import made
 from .parsing import PREFIX, STRUCTURED, ReceivedEvent, structured_event
 
 DEFAULT_TYPE = "pilotflame.output"
@@ -29,7 +32,7 @@ def wants_reply(request: web.Request) -> bool:
     return "reply" in preferences_of(request) or _wants_structured(request)
 
 
-def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) -> web.Response:
+async def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) -> web.Response:
     """Return `response`, which answers the event `cause`, as an event. If there is no output, the result is empty.
 
     Raises OutputInvalid if the output is meant as an event but is not a valid event.
@@ -38,17 +41,18 @@ def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) ->
     kind = headers.popone("Content-Type", JSON_TYPE)
     if body in (b"null", b"") and kind == JSON_TYPE:
         return web.Response(status=204, headers=headers)
-    event = _event(request, cause, response.headers["X-Request-Id"], body, kind)
+    event = await _event(request, cause, response.headers["X-Request-Id"], body, kind)
     kind = event.content_type or JSON_TYPE
     if _wants_structured(request):
-        return web.Response(body=_structured(event, kind), headers=headers, content_type=STRUCTURED)
+        whole = await made(request, len(body), partial(_structured, event, kind))
+        return web.Response(body=whole, headers=headers, content_type=STRUCTURED)
     sent = {name: value for name, value in event.attributes.items() if name != "datacontenttype"}
     headers.update({f"{PREFIX}{name}": _header(value) for name, value in sent.items()})
     headers["Content-Type"] = kind
     return web.Response(body=event.data, headers=headers)
 
 
-def _event(
+async def _event(
     request: web.Request, cause: ReceivedEvent, request_id: str, body: bytes, kind: str
 ) -> ReceivedEvent:
     attributes = {
@@ -56,7 +60,9 @@ def _event(
         "causationid": cause.attributes["id"],
     }  # fmt: skip
     # Most outputs are not events. So parse only an output that contains "specversion".
-    found = load_output(body) if kind == JSON_TYPE and b'"specversion"' in body else None
+    found = (
+        await parsed(request, body, load_output) if kind == JSON_TYPE and b'"specversion"' in body else None
+    )
     if not isinstance(found, dict) or "specversion" not in found:
         return ReceivedEvent(attributes, body, kind)
     try:

@@ -102,7 +102,7 @@ class EventsApi(ApiPlugin):
         if response.status != 200 or not isinstance(response, web.Response) or not wants_reply(request):
             return response
         try:
-            return reply(request, event, response)
+            return await reply(request, event, response)
         except OutputInvalid as error:
             return error_reply(error, request_id).response()
 

@@ -44,8 +44,8 @@ from ..predictions.requests import (
     check_size,
     detailed_error,
     find_prediction,
+    prediction_response,
     read_prediction,
-    shown,
     wait_in,
 )
 from .dialect import CogDialect
@@ -162,18 +162,18 @@ class PredictionsApi(ApiPlugin):
         if wait_s and not waited:
             # Some callers, such as Replicate's clients, wait only while the status is "starting".
             changes["status"] = "starting"
-        return await self._response(job, 200 if waited else 202, changes, **replayed)
+        return await self._response(request, job, 200 if waited else 202, changes, **replayed)
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         job = await find_prediction(request, self._backend)
         if accepts_events(request):
             job = job.bare()
             return await send_job(request, self._jobs, job, _encoder())
-        return await self._response(job)
+        return await self._response(request, job)
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         job = await find_prediction(request, self._backend)
-        return await self._response(await self._jobs.store.cancel(job.function, job.id))
+        return await self._response(request, await self._jobs.store.cancel(job.function, job.id))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """Show the health of the named function or of all functions. The healthiest function gives the overall status.
@@ -226,11 +226,18 @@ class PredictionsApi(ApiPlugin):
         return await self._jobs.store.get(job.function, job.id)
 
     async def _response(
-        self, job: Job, status: int = 200, changes: Mapping[str, str] = NOTHING, **headers: str
+        self,
+        request: web.Request,
+        job: Job,
+        status: int = 200,
+        changes: Mapping[str, str] = NOTHING,
+        **headers: str,
     ) -> web.Response:
         """Return the response with the prediction, in which the fields of `changes` replace its own."""
-        body = await shown(job, self._jobs) | dict(changes)
-        return json_response(body, status=status, headers=headers | {"X-Job-Id": job.id})
+        return await prediction_response(
+            request, self._jobs, job, lambda prediction: prediction | dict(changes),
+            status=status, headers=headers | {"X-Job-Id": job.id},
+        )  # fmt: skip
 
     def _live(self, request: web.Request, version: str | None) -> Live:
         """Return the function that the request names, or else the only function that the caller may see.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
@@ -16,7 +16,7 @@ from ....errors import InputInvalid, PilotflameError, UnknownJob
 from ...front.api.backend import Backend
 from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
-from ...front.http.responses import ErrorFields, Response, Timestamp, error_reply
+from ...front.http.responses import ErrorFields, Response, Timestamp, error_reply, outputs_response
 from ...jobs.stored.job import EVENTS, Job, Webhook
 from ...jobs.stored.jobs import Jobs
 from ...node.functions.live import Live
@@ -107,11 +107,18 @@ class PredictionError(TypedDict):
     error: ErrorFields
 
 
-async def shown(job: Job, jobs: Jobs) -> dict[str, Any]:
-    """Return a job as a prediction. If the job streams, its output is the pieces so far."""
-    if not job.pieces or job.state.final:
-        return prediction_of(job)
-    return prediction_of(job, [piece for _, piece in await jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)])
+async def prediction_response(
+    request: web.Request, jobs: Jobs, job: Job, complete: Callable[[dict[str, Any]], dict[str, Any]],
+    *, status: int = 200, headers: Headers | None = None,
+) -> web.Response:  # fmt: skip
+    """Return a response with what `complete` returns for the prediction. While the job streams, its output is the pieces so far."""
+    pieces: list[bytes] = []
+    if job.pieces and not job.state.final:
+        pieces = [piece for _, piece in await jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)]
+    size = len(job.input) + len(job.output or b"") + sum(map(len, pieces))
+    return await outputs_response(
+        request, size, lambda: complete(prediction_of(job, pieces)), status=status, headers=headers
+    )
 
 
 async def read_prediction(

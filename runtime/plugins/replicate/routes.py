@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 from aiohttp import web
 
 from ....errors import InputInvalid
+from ....handlers.contract import NOTHING
 from ...front.api.backend import ASYNC_BODY_BYTES, Backend
 from ...front.api.plugin import ApiPlugin
-from ...front.http.requests import caller_of, owner_of, preferences_of
+from ...front.http.requests import Headers, caller_of, owner_of, preferences_of
 from ...front.http.responses import json_response
 from ...front.http.routes import Route, header
 from ...ground.access.keys import Scope
@@ -25,8 +26,8 @@ from ..predictions.requests import (
     PredictionRequest,
     check_size,
     find_prediction,
+    prediction_response,
     read_prediction,
-    shown,
     wait_in,
 )
 from .account import AccountApi
@@ -124,11 +125,9 @@ class ReplicateApi(ApiPlugin):
             job = job.bare()
             del wanted, body, given, fields
             job = await self._jobs.wait(job.function, job.id, wait_s)
-        found = await self._shown(request, job)
-        if wait_s and not job.state.final:
-            # Replicate's clients wait on only while the status is "starting".
-            found["status"] = "starting"
-        return json_response(found, status=201, headers=replayed)
+        # Replicate's clients wait on only while the status is "starting".
+        changes = {"status": "starting"} if wait_s and not job.state.final else {}
+        return await self._response(request, job, changes, status=201, headers=replayed)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """List the caller's predictions, without inputs and outputs."""
@@ -146,15 +145,22 @@ class ReplicateApi(ApiPlugin):
         return json_response({"previous": before, "next": following, "results": results})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._shown(request, await find_prediction(request, self._backend)))
+        return await self._response(request, await find_prediction(request, self._backend))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         job = await find_prediction(request, self._backend)
         cancelled = await self._jobs.store.cancel(job.function, job.id, owner_of(request))
-        return json_response(await self._shown(request, cancelled))
+        return await self._response(request, cancelled)
 
-    async def _shown(self, request: web.Request, job: Job) -> dict[str, Any]:
-        return self._whole(request, job, await shown(job, self._jobs))
+    async def _response(
+        self, request: web.Request, job: Job, changes: Mapping[str, str] = NOTHING, *,
+        status: int = 200, headers: Headers | None = None,
+    ) -> web.Response:  # fmt: skip
+        """Return a response with the prediction, in which the fields of `changes` replace its own."""
+        return await prediction_response(
+            request, self._jobs, job, lambda found: self._whole(request, job, found) | dict(changes),
+            status=status, headers=headers,
+        )  # fmt: skip
 
     def _whole(self, request: web.Request, job: Job, prediction: dict[str, Any]) -> dict[str, Any]:
         origin = self.origin_of(request)

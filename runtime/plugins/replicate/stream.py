@@ -26,6 +26,8 @@ from .problem import ERRORS
 SIGNATURE = Parameter("signature", "As in `urls.stream` of the prediction.", required=True)
 PATH = "/v1/streams/{id}"
 _REASONS = {JobState.CANCELLED: "canceled", JobState.FAILED: "error", JobState.TIMED_OUT: "error"}
+# A list of all lines would need fifty times the memory of an output that consists of ends of lines.
+_PART_CHARS = 64 << 10
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -51,11 +53,10 @@ class StreamApi:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         job_id = request.match_info["id"]
         # The signature replaces the check of the owner. So search the jobs of all owners.
-        job = await self._jobs.store.find(job_id, lambda _: True, ())
+        job = await self._jobs.store.glance_any(job_id)
         sent = request.query.get(SIGNATURE.name, "")
         if not hmac.compare_digest(sent.encode(errors="replace"), self._signature(job).encode()):
             raise queries.unknown(job_id)
-        job = job.bare()
         return await send_job(request, self._jobs, job, _encoder())
 
     def _signature(self, job: Job) -> str:
@@ -69,27 +70,33 @@ def _encoder() -> JobEncoder:
         nonlocal last
         for number, piece in pieces:
             last = number
-            yield _event("output", _text(piece), number)
+            yield from _event("output", _text(piece), number)
         if not job.state.final or pieces:
             return
         if job.state is JobState.COMPLETED and not job.pieces and job.output:
             last += 1
-            yield _event(
-                "output", str(prediction_of(job)["output"]) if job.output_type else _text(job.output), last
-            )
+            text = str(prediction_of(job)["output"]) if job.output_type else _text(job.output)
+            yield from _event("output", text, last)
         if job.error is not None:
             last += 1
-            yield _event("error", str(job.error.get("message", "")), last)
+            yield from _event("error", str(job.error.get("message", "")), last)
         reason = {"reason": _REASONS[job.state]} if job.state in _REASONS else {}
-        yield _event("done", orjson.dumps(reason).decode(), last + 1)
+        yield from _event("done", orjson.dumps(reason).decode(), last + 1)
 
     return encode
 
 
-def _event(name: str, text: str, number: int) -> bytes:
-    """Return an event. Each line of `text` becomes a `data:` line, and clients join these lines again."""
-    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(text))
-    return f"event: {name}\nid: {number}\n{lines}\n".encode()
+def _event(name: str, text: str, number: int) -> Iterator[bytes]:
+    """Yield the parts of an event. Each line of `text` becomes a `data:` line, and clients join these lines again."""
+    yield f"event: {name}\nid: {number}\ndata: ".encode()
+    start = 0
+    while start < len(text):
+        end = start + _PART_CHARS
+        # The two characters of one end of a line stay together.
+        end += text[end - 1 : end + 1] == "\r\n"
+        yield _LINE_END.sub("\ndata: ", text[start:end]).encode()
+        start = end
+    yield b"\n\n"
 
 
 def _text(piece: bytes) -> str:

@@ -136,7 +136,7 @@ def webhook_body(job: Job, _pieces: Sequence[bytes]) -> bytes:
 
 async def _response(request: web.Request, job: Job, headers: Headers | None = None) -> web.Response:
     """Return a response with a job as a RunPodJob."""
-    return job_response(await openai_jobs.read_in_form(request, job), shown, headers=headers)
+    return await job_response(request, await openai_jobs.read_in_form(request, job), shown, headers=headers)
 
 
 class QueueApi(ApiPlugin):

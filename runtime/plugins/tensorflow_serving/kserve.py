@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from aiohttp import web
 
 from ....errors import BadInput, FunctionStopped, NotSupported
-from ...front.api.plugin import ApiPlugin
-from ...front.http.requests import id_of
+from ...front.api.plugin import ApiPlugin, list_response
 from ...front.http.responses import json_response
 from ...front.http.routes import Route
 from ...ground.access.keys import Scope
@@ -61,7 +60,7 @@ class KserveApi(ApiPlugin):
         name, body = request.match_info["function"], await self.read_json(request)
         key, events = _events(body)
         outputs = await self.call_each(request, name, events, key)
-        return json_response({"predictions": outputs}, headers={"X-Request-Id": id_of(request)})
+        return await list_response(request, "predictions", outputs)
 
     async def explain(self, request: web.Request) -> web.StreamResponse:
         name = self.backend.functions.get(request.match_info["function"]).record.function

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import orjson
 from aiohttp import web
 
 from ....errors import BadInput, NotSupported, UnknownFunction, UnknownRoute
-from ...front.api.plugin import BARE, ApiPlugin
-from ...front.http.requests import id_of
-from ...front.http.responses import json_response
+from ...front.api.plugin import BARE, ApiPlugin, list_response
+from ...front.http.requests import id_of, load_output
+from ...front.http.responses import json_response, outputs_response
 from ...front.http.routes import Parameter, Route
 from ...ground.access.keys import Scope
 from ...node.functions.live import Live
@@ -77,16 +78,18 @@ class TensorFlowServingApi(ApiPlugin):
         function, body = self._live(request).record.function, await self.read_json(request)
         # A deploy may have replaced the version while the body arrived.
         self._live(request)
-        headers = {"X-Request-Id": id_of(request)}
         check_signature(body)
         if "inputs" not in body:
             outputs = await self.call_each(request, function, instances_of(body), "instances")
-            return json_response({"predictions": outputs}, headers=headers)
+            return await list_response(request, "predictions", outputs)
         if "instances" in body:
             fault = "Not formatted correctly expecting only one of 'inputs' or 'instances' keys to exist"
             raise BadInput(fault, remedy="Send one of them.")
-        output = await self.call(request, function, body["inputs"], extra=BARE)
-        return json_response({"outputs": output}, headers=headers)
+        output = await self.call(request, function, body["inputs"], extra=BARE, read=_checked)
+        headers = {"X-Request-Id": id_of(request)}
+        return await outputs_response(
+            request, len(output), lambda: {"outputs": orjson.Fragment(output)}, headers=headers
+        )
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:
         name, verb = self._live(request).record.function, request.match_info["verb"]
@@ -131,6 +134,12 @@ def check_signature(body: Any) -> None:
     if named not in ("", SIGNATURE):
         fault = f'Serving signature name: "{named[:64]}" not found in signature def.'
         raise BadInput(fault, remedy=f"A function has only {SIGNATURE!r}.")
+
+
+def _checked(output: bytes) -> bytes:
+    """Return an output as it is. Raise the errors of `load_output`."""
+    load_output(output)
+    return output
 
 
 def _places() -> list[tuple[str, tuple[Parameter, ...]]]:

@@ -24,10 +24,10 @@ from ....errors import (
 )
 from ....handlers.codec import JSON_TYPE
 from ...front.api.invoke import Invoker
-from ...front.api.plugin import BARE, ApiPlugin
+from ...front.api.plugin import BARE, ApiPlugin, list_response
 from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import content_type_of, id_of, load_json
-from ...front.http.responses import Response, error_reply, json_response
+from ...front.http.responses import Response, error_reply
 from ...front.http.routes import Parameter, Route
 from ...ground.access.keys import Scope
 
@@ -127,15 +127,15 @@ class VertexApi(ApiPlugin):
         outputs = await self._predictions(request, named["function"])
         record = self.backend.functions.get(named["function"]).record
         place = f"projects/{named['project']}/locations/{named['location']}"
-        answer = VertexPredictions(
-            predictions=outputs, deployedModelId=record.revision, model=f"{place}/models/{record.function}",
-            modelDisplayName=record.function, modelVersionId=str(record.number),
-        )  # fmt: skip
-        return json_response(answer, headers={"X-Request-Id": id_of(request)})
+        others = {
+            "deployedModelId": record.revision, "model": f"{place}/models/{record.function}",
+            "modelDisplayName": record.function, "modelVersionId": str(record.number),
+        }  # fmt: skip
+        return await list_response(request, "predictions", outputs, others)
 
     async def predict_only(self, request: web.Request) -> web.StreamResponse:
         outputs = await self._predictions(request, self.backend.only(request).record.function)
-        return json_response(VertexPredictions(predictions=outputs), headers={"X-Request-Id": id_of(request)})
+        return await list_response(request, "predictions", outputs)
 
     async def predict_raw(self, request: web.Request) -> web.StreamResponse:
         name, kind = request.match_info["function"], content_type_of(request.headers)
@@ -160,7 +160,7 @@ class VertexApi(ApiPlugin):
             f"pilotflame does not support {verb}.", remedy=f"Call {name}:predict or {name}:rawPredict."
         )
 
-    async def _predictions(self, request: web.Request, function: str) -> list[Any]:
+    async def _predictions(self, request: web.Request, function: str) -> list[bytes]:
         """Call the function for each instance of the body, which may have parameters for all. Return the outputs."""
         _, body = await self.backend.read_body(request, function)
         instances, extra = await parsed(request, body, lambda body: _asked(load_json(body)))

@@ -136,3 +136,27 @@ async def test_answers_that_nobody_reads_leave_room_for_other_callers(
     a, b = [await call(gateway, size, Authorization=f"Bearer {key['key']}", **headers) for key in keys]
     assert (a.status_code, a.json()["error"]["type"]) == (503, "overloaded")
     assert b.content == WHOLE[:size]
+
+
+@pytest.mark.parametrize("source", [SOURCE, SOURCE.replace("return", "yield")], ids=["output", "piece"])
+async def test_a_reader_of_events_that_reads_nothing_is_disconnected(impatient: Gateway, source: str) -> None:
+    gateway, size = impatient, 32 << 20
+    await gateway.deploy(source.replace("bytes(range(256))", "'x' * 256"), name="f")
+    job = (await gateway.client.post("/v1/functions/f/jobs?wait_s=60", json={"input": size})).json()
+    assert job["status"] == "COMPLETED"
+    answers, (reader, writer) = room_of(gateway), await asyncio.open_connection(*gateway.address)
+    writer.transport.pause_reading()
+    writer.write(f"GET /v1/functions/f/jobs/{job['id']}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+
+    async def held() -> bool:
+        return answers.room._total > size
+
+    async def free() -> bool:
+        return not answers.room._total
+
+    await until(held, "the event is being sent")
+    await until(free, "the reader is disconnected")
+    writer.transport.resume_reading()
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+        await reader.readexactly(size)
+    writer.transport.abort()
