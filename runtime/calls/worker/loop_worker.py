@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import threading
 from typing import Any
 
 import uvloop
@@ -14,6 +13,7 @@ from ....handlers.handler import Hook
 from ..leftovers import fork_safety
 from ..link.connection import Link
 from .loop_runner import LoopRunner
+from .owned_thread import start_thread
 from .worker import RELEASE_TIMEOUT_S, Worker, exit_at_once
 
 
@@ -54,7 +54,7 @@ class LoopWorker(Worker):
         self._finish()
 
     def _pin(self) -> None:
-        threading.Thread(target=super()._pin, name="pin", daemon=True).start()
+        start_thread(super()._pin, "pin")
 
     def _activate(self, head: dict[str, Any]) -> None:
         super()._activate(head)

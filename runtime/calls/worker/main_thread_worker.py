@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import Any
 
 from ....handlers.handler import Hook
@@ -20,6 +21,7 @@ from ..leftovers.thread_state import ThreadState
 from ..link.connection import Link
 from ..link.poll_loop import PollLoop
 from .function_setup import run_without_loop
+from .owned_thread import start_thread
 from .thread_runner import ThreadRunner
 from .worker import RELEASE_TIMEOUT_S, Worker, exit_at_once
 
@@ -75,12 +77,7 @@ class MainThreadWorker(Worker):
             return
         self._thread_state = ThreadState(self._built.threads)
         for number in range(1, self._spec.concurrency):
-            threading.Thread(
-                target=self._thread_state.run,
-                args=(self._threads.work,),
-                name=f"handler-{number}",
-                daemon=True,
-            ).start()
+            start_thread(partial(self._thread_state.run, self._threads.work), f"handler-{number}")
         run_without_loop(self._become_ready())
         self._threads.work()
         self._idle.wait()

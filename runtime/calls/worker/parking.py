@@ -17,6 +17,7 @@ from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.poll_loop import LinkLoop
 from . import devices
+from .owned_thread import start_thread
 from .weights import WorkerWeights
 
 # How long a worker that ends waits for a running hook. The gateway kills a worker that does not park or end in time.
@@ -108,7 +109,7 @@ class WorkerParking:
     def _begin(self) -> None:
         """Park, if that is still wanted. If not, deliver the frames that were held."""
         if self._asked and not self._closed:
-            threading.Thread(target=self._run, name="parking", daemon=True).start()
+            start_thread(self._run, "parking")
             return
         self.awake = True
         held, self._held = self._held, []

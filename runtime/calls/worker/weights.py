@@ -17,6 +17,7 @@ from ..link.connection import Link
 from ..link.frames import FrameKind
 from ..link.worker_spec import WorkerSpec
 from . import devices
+from .owned_thread import start_thread
 
 
 class WorkerWeights:
@@ -79,7 +80,7 @@ class WorkerWeights:
     def follow(self) -> None:
         """Watch weights that are still arriving, in a thread. If no gate waits for the weights, wait for all of them here."""
         if self.snapshots is not None and self.snapshots.arriving:
-            threading.Thread(target=self._await, name="weights", daemon=True).start()
+            start_thread(self._await, "weights")
             if self._spec.wait_for_weights or (self._shared and not self.snapshots.gated):
                 self.snapshots.wait()
 
