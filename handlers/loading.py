@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -17,8 +18,8 @@ def import_file(
 ) -> ModuleType:
     """Import `path`, a file below `root`, and return the module.
 
-    The file's folder becomes the first entry of `sys.path`. Then this calls `prepare`, and runs the file, with `as_main`
-    as `__main__`. Raise HandlerImportError if the file does not exist, is
+    The file's folder and `root` become the first entries of `sys.path`. Then this calls `prepare`, and imports the file in the
+    package of its folder, or with `as_main` runs it as `__main__`. Raise HandlerImportError if the file does not exist, is
     not Python, or raises.
     """
     if not path.is_file():
@@ -26,23 +27,52 @@ def import_file(
         fault = f"{path.name} is not in the function's folder (there: {there or 'nothing'})."
         remedy = "Create it with `def handler(event): ...`, or set `handler`, or for a web app `asgi`, in pilotflame.toml."
         raise HandlerImportError(fault, remedy=remedy)
-    sys.path.insert(0, str(path.parent))
+    if importlib.util.spec_from_file_location(path.stem, path) is None:
+        raise HandlerImportError(f"{path.name} is not a Python file.", remedy="Name a .py file.")
+    # The file's folder is searched before the root of the code.
+    sys.path[:0] = dict.fromkeys((str(path.parent), str(root)))
     if prepare is not None:
         prepare()
-    spec = importlib.util.spec_from_file_location("__main__" if as_main else path.stem, path)
-    if spec is None or spec.loader is None:
-        raise HandlerImportError(f"{path.name} is not a Python file.", remedy="Name a .py file.")
-    module = importlib.util.module_from_spec(spec)
-    # While the file runs, annotations and dataclasses look up their module here.
-    sys.modules[path.stem] = module
-    if as_main:
-        sys.modules["__main__"] = module
-        # Without this, the file would read the arguments of pilotflame's process as its own.
-        sys.argv = [str(path)]
     try:
-        spec.loader.exec_module(module)
+        return _run(path, "__main__") if as_main else _imported(root, path)
     except (Exception, SystemExit) as error:
         advice = "Add the package that provides `{}` to requirements.txt and deploy with --install."
         remedy = advice.format(error.name) if isinstance(error, ModuleNotFoundError) else ""
         raise explain(HandlerImportError, f"Importing {path.name}", error, root, remedy=remedy) from error
+
+
+def _imported(root: Path, path: Path) -> ModuleType:
+    """Return the module of a file, which is in the package of its folder if there is such a package."""
+    package = ".".join(path.parent.relative_to(root).parts)
+    if not package or not _is_package(package, path.parent):
+        return _run(path, path.stem)
+    name = f"{package}.{path.stem}"
+    # The package may have imported the file.
+    module = sys.modules[name] if name in sys.modules else _run(path, name)
+    setattr(sys.modules[package], path.stem, module)
+    sys.modules[path.stem] = module
+    return module
+
+
+def _is_package(name: str, folder: Path) -> bool:
+    """Return True if `folder` can be imported as the package `name`, and no other package has this name."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
+    return str(folder) in getattr(importlib.import_module(name), "__path__", ())
+
+
+def _run(path: Path, name: str) -> ModuleType:
+    """Run a file as the module `name`, and return the module."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    # While the file runs, annotations and dataclasses look up their module here.
+    sys.modules[path.stem] = sys.modules[name] = module
+    if name == "__main__":
+        # Without this, the file would read the arguments of pilotflame's process as its own.
+        sys.argv = [str(path)]
+        # A script has no spec. Processes that multiprocessing starts run the file as their main module only then.
+        module.__spec__ = None
+    spec.loader.exec_module(module)
     return module

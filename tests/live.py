@@ -325,7 +325,9 @@ class Gateway:
             if handler is not None:
                 sources["handler.py"] = handler
             for file, text in sources.items():
-                (Path(folder) / file).write_text(text)
+                path = Path(folder) / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
             order = {"path": folder, "overrides": overrides, "check": check}
             return await self.client.post("/v1/functions", json=order)
 

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import io
 import os
-import sys
 import types
 import typing
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from ....handlers.dialect import Entry
 from ....handlers.files import InputFiles, text_of, with_urls
 from ....handlers.handler import Handler, HandlerKind, Hook, kind_of, written
 from ....handlers.loading import import_file
-from ....handlers.stand_in import is_installed
+from ....handlers.stand_in import is_installed, provide
 from .inputs import CogInputs, output_adapter
 from .metrics import CogMetrics
 from .sdk import CONCURRENCY_MARK, stand_in
@@ -53,7 +52,7 @@ def resolve_cog(root: Path, entry: Entry, _function: str = "") -> Handler:
 
 def _provide_cog() -> None:
     if not is_installed("cog"):
-        sys.modules.update(stand_in())
+        provide(stand_in(), __file__)
 
 
 class Predictor:

@@ -21,7 +21,7 @@ from ....handlers.contract import Context
 from ....handlers.dialect import Entry
 from ....handlers.handler import Handler, kind_of
 from ....handlers.loading import import_file
-from ....handlers.stand_in import is_installed
+from ....handlers.stand_in import is_installed, provide
 
 _REMEDY = 'Call runpod.serverless.start({"handler": handler}) in it, or name another file in pilotflame.toml.'
 
@@ -77,7 +77,7 @@ class RunPodSdk:
         if not is_installed("runpod"):
             from .sdk import stand_in  # noqa: PLC0415  imported only if needed
 
-            sys.modules.update(stand_in(self.start, self.progress_update))
+            provide(stand_in(self.start, self.progress_update), __file__)
             return
         serverless: Any = importlib.import_module("runpod.serverless")
         progress: Any = importlib.import_module("runpod.serverless.modules.rp_progress")

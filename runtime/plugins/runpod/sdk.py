@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import mimetypes
 import os
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -22,6 +24,7 @@ from ....snapshot.extras import needs
 _LEVELS = {"DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
 VERSION = "1.12.0"
 """The stand-in has the functions of this release of the package."""
+DRIVER_S = 30.0
 _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
@@ -38,16 +41,31 @@ def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> 
             "runpod": {"RunPodLogger": RunPodLogger, "api_key": None, "__version__": VERSION},
             "runpod.serverless": {**serverless, "register_fitness_check": lambda check: check},
             "runpod.serverless.modules": {},
+            "runpod.serverless.modules.rp_handler": {"is_generator": is_generator},
             "runpod.serverless.modules.rp_logger": {"RunPodLogger": RunPodLogger},
             "runpod.serverless.modules.rp_progress": {"progress_update": progress_update},
             "runpod.serverless.utils": {**uploads, "download_files_from_urls": download_files_from_urls},
             "runpod.serverless.utils.rp_cleanup": {"clean": clean},
+            "runpod.serverless.utils.rp_cuda": {"is_available": is_available},
             "runpod.serverless.utils.rp_debugger": debugger,
             "runpod.serverless.utils.rp_download": downloads,
             "runpod.serverless.utils.rp_upload": uploads,
             "runpod.serverless.utils.rp_validator": {"validate": validate},
         }
     )
+
+
+def is_available() -> bool:
+    """Return True if the driver's tool finds a GPU."""
+    try:
+        found = subprocess.run(["nvidia-smi"], capture_output=True, timeout=DRIVER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return b"NVIDIA-SMI" in found.stdout
+
+
+def is_generator(handler: Callable[..., Any]) -> bool:
+    return inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler)
 
 
 class Checkpoints:

@@ -22,7 +22,7 @@ from ....handlers.dialect import Entry
 from ....handlers.forms import MAX_FIELDS, FormField, FormParser, too_many_fields
 from ....handlers.handler import Handler, HandlerKind
 from ....handlers.loading import import_file
-from ....handlers.stand_in import is_installed
+from ....handlers.stand_in import is_installed, provide
 from .dialect import manifest_in
 from .sdk import RequestMetrics, TorchServeContext, stand_in
 
@@ -47,7 +47,7 @@ def resolve_torchserve(root: Path, entry: Entry, function: str = "") -> Handler:
 
 def _provide_ts() -> None:
     if not is_installed("ts"):
-        sys.modules.update(stand_in())
+        provide(stand_in(), __file__)
 
 
 class Typed(NamedTuple):

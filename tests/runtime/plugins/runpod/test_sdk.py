@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pilotflame.handlers.stand_in import CHILDREN
+from pilotflame.runtime.plugins import runpod as runpod_plugin
 from pilotflame.runtime.plugins.runpod import sdk
 from pilotflame.runtime.plugins.runpod.sdk import stand_in, validate
 
@@ -134,3 +140,56 @@ def test_the_debugger_measures_steps() -> None:
     assert [step["name"] for step in found] == ["block", "answer"]
     assert all(step["duration_ms"] == step["end"] - step["start"] >= 0 for step in found)
     assert debugger.get_debugger_output() == []
+
+
+def test_child_processes_import_the_stand_in_and_start_takes_no_jobs() -> None:
+    folder = Path(str(runpod_plugin.__path__[0])) / CHILDREN
+    script = """
+import runpod
+from runpod.serverless.utils.rp_validator import validate
+import runpod.serverless
+runpod.serverless.start({"handler": print})
+runpod.serverless.progress_update({"id": "1"}, 1)
+print(runpod.__doc__)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert ended.stdout == "Pilotflame's stand-in.\n"
+    assert "cannot report progress" in ended.stderr
+
+
+# The machinery of RunPod's worker, and what handlers find elsewhere here: weights that the node keeps, downloads that it checks.
+LEFT_OUT = {
+    "runpod.serverless.modules": {
+        "rp_fastapi", "rp_fitness", "rp_gpu_fitness", "rp_http", "rp_job", "rp_local", "rp_ping", "rp_scale", "rp_system_fitness",
+        "rp_tips", "worker_state",
+    },
+    "runpod.serverless.utils": {"rp_model_cache", "rp_ssrf", "rp_volume_cache"},
+}  # fmt: skip
+HELPERS = {
+    "calculate_chunk_size", "parse_content_length", "extract_disposition_params", "extract_region_from_url", "get_boto_client",
+    "files", "bucket_upload",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", LEFT_OUT)
+def test_the_stand_in_has_the_names_of_the_package(package: str) -> None:
+    spec = importlib.util.find_spec("runpod")
+    assert spec is not None
+    assert spec.origin is not None
+    folder, modules = Path(spec.origin).parent.joinpath(*package.split(".")[1:]), stand_in(print, print)
+    left_out, lacking = set(LEFT_OUT[package]), []
+    for path in folder.glob("*.py"):
+        defined = [
+            one for one in ast.parse(path.read_text()).body if isinstance(one, ast.FunctionDef | ast.ClassDef)
+        ]
+        names = {one.name for one in defined if one.name[0] != "_"} - HELPERS
+        if path.stem in left_out:
+            left_out.discard(path.stem)
+            continue
+        module = vars(modules.get(f"{package}.{path.stem}", ast))
+        lacking += [f"{path.stem}.{name}" for name in names if name not in module]
+    assert not lacking
+    assert not left_out
