@@ -88,6 +88,8 @@ def build(
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
     threads = spec.threads or inherited or fork_safety.torch_threads()
     os.chdir(working_directory or spec.code)
+    if (root := logging.getLogger()).level == DEFAULT_LEVEL:
+        root.setLevel(DEFAULT_LEVEL)
     handler = resolve(spec.code, spec.handler, spec.function, spec.resolver)
     if not keeps:
         _keep_compiled(spec)
@@ -252,6 +254,20 @@ def warm_up_torch() -> None:
         torch.zeros(1 << 17).add_(1)
 
 
+class _Default(int):
+    """The level that a root logger has if nothing sets it. A level of the same number that the handler sets is another object."""
+
+
+DEFAULT_LEVEL = _Default(logging.WARNING)
+
+
 def configure_logging() -> None:
-    """Let `context.log` and the logging module write to standard error, which is the function's log."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MarkedHandler()], force=True)
+    """Let `context.log` and the logging module write to standard error, which is the function's log.
+
+    The handler's own configuration stays: its level, and its logging handlers in place of `MarkedHandler`.
+    """
+    root = logging.getLogger()
+    if not root.handlers:
+        root.addHandler(MarkedHandler())
+        if root.level is DEFAULT_LEVEL:
+            root.setLevel(logging.INFO)

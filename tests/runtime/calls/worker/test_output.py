@@ -166,3 +166,43 @@ async def test_a_mark_in_what_is_printed_is_text(deploy, gateway: Gateway):
     function = await deploy(source)
     found = await ended(function, await submit(function, 1))
     assert found["logs"] == "\x1e0123456789abcdef i 1 other forged"
+
+
+LOGS = """
+import logging, logging.config
+{configuration}
+def handler(event, context):
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("mine"), level)("mine %s", level)
+    context.log.error("ours")
+"""
+JSON_LINES = """logging.config.dictConfig({
+    "version": 1,
+    "formatters": {"json": {"format": '{"level": "%(levelname)s", "text": "%(message)s"}'}},
+    "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "json", "stream": "ext://sys.stdout"}},
+    "root": {"level": "ERROR", "handlers": ["out"]},
+})"""
+
+
+@pytest.mark.parametrize(
+    ("configuration", "expected"),
+    {
+        "": ["mine info", "WARNING mine warning", "ERROR mine error", "ERROR ours"],
+        "logging.getLogger().setLevel(logging.DEBUG)": [
+            "DEBUG mine debug", "mine info", "WARNING mine warning", "ERROR mine error", "ERROR ours",
+        ],
+        "logging.getLogger().setLevel(logging.WARNING)": ["WARNING mine warning", "ERROR mine error", "ERROR ours"],
+        "logging.basicConfig(format='%(levelname)s: %(message)s')": [
+            "WARNING: mine warning", "ERROR: mine error", "ERROR: ours",
+        ],
+        "logging.basicConfig(level=logging.INFO, format='%(message)s')": [
+            "mine info", "mine warning", "mine error", "ours",
+        ],
+        "logging.getLogger('mine').setLevel('ERROR')": ["ERROR mine error", "ERROR ours"],
+        JSON_LINES: ['{"level": "ERROR", "text": "mine error"}', '{"level": "ERROR", "text": "ours"}'],
+        "logging.disable(logging.CRITICAL)": [],
+    }.items(),
+)  # fmt: skip
+async def test_the_handlers_own_logging_stays(deploy, configuration: str, expected: list[str]):
+    function = await deploy(LOGS.replace("{configuration}", configuration))
+    assert (await ended(function, await submit(function, 1))).get("logs", "").splitlines() == expected
