@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
 from ..errors import OutputInvalid
-from .opener import opener
+from .opener import encoded, opener
 
 SCHEMES = ("http", "https", "data")
 # A download fails if its server sends nothing for this long. It also fails at the invocation's deadline.
@@ -66,7 +66,7 @@ class InputFiles(ExitStack):
         try:
             if url in self._known:
                 return self._copied(Path(self._known[url]))
-            with opener().open(url, timeout=self._timeout_s()) as response:
+            with opener().open(encoded(url), timeout=self._timeout_s()) as response:
                 target, path = self._temporary(_suffix(url, response.headers))
                 with target:
                     self._copy(response, target)

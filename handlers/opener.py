@@ -12,11 +12,23 @@ import socket
 import ssl
 from collections.abc import Mapping
 from urllib import request
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from ..addresses import INPUT_NETWORKS, Addresses
 from ..snapshot.sources.dialer import AddressRefused, Dialer
 
 MAX_CONNECT_S = 60.0
+_ALLOWED = "/:@!$&'()*+,;=~?%"
+
+
+def encoded(url: str) -> str:
+    """Return a URL with the characters that RFC 3986 allows, as browsers send it. Callers also send spaces and other letters."""
+    parts = urlsplit(url)
+    if parts.scheme == "data" or (url.isascii() and url.isprintable() and " " not in url):
+        return url
+    host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    path, query = quote(parts.path, _ALLOWED), quote(parts.query, _ALLOWED)
+    return urlunsplit((parts.scheme, host, path, query, ""))
 
 
 def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:

@@ -11,10 +11,19 @@ from urllib.error import URLError
 import pytest
 from pilotflame.addresses import INPUT_NETWORKS, Addresses
 from pilotflame.handlers.files import InputFiles
-from pilotflame.handlers.opener import connected, opener
+from pilotflame.handlers.opener import connected, encoded, opener
 from pilotflame.snapshot.sources.dialer import Dialer
 
+targets: list[str] = []
 HERE = {INPUT_NETWORKS: "127.0.0.1, ::1"}
+
+
+URLS = {
+    "/bild a.png": "/bild%20a.png", "/bildä.png": "/bild%C3%A4.png", "/x?q=a b": "/x?q=a%20b", "/a%20b": "/a%20b",
+    "/100%.png": "/100%.png", "/日本/x.png?é=1#ä": "/%E6%97%A5%E6%9C%AC/x.png?%C3%A9=1", "/a[1].png": "/a[1].png",
+    "/a\tb": "/ab", "/x?sig=a%2Fb+c==": "/x?sig=a%2Fb+c==", "/a\x7fb": "/a%7Fb",
+}  # fmt: skip
+"""What callers send, and the target that a server gets."""
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -29,6 +38,7 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if not target:
             self.wfile.write(b"body")
+        targets.append(self.path)
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -95,3 +105,18 @@ def test_what_ends_early_is_refused(server: str, monkeypatch: pytest.MonkeyPatch
         assert found.fetch(server).read_bytes() == b"body"
         with pytest.raises(ValueError, match="ended 5 bytes early"):
             found.fetch(f"{server}/short")
+
+
+@pytest.mark.parametrize(("sent", "target"), URLS.items())
+def test_the_url_of_a_file_may_have_spaces_and_all_letters(
+    server: str, monkeypatch: pytest.MonkeyPatch, sent: str, target: str
+) -> None:
+    monkeypatch.setenv(INPUT_NETWORKS, "127.0.0.1")
+    with InputFiles() as files:
+        assert files.fetch(server + sent).read_text() == "body"
+    assert targets[-1] == target
+
+
+def test_a_host_may_have_all_letters() -> None:
+    assert encoded("https://bücher.example/ä") == "https://xn--bcher-kva.example/%C3%A4"
+    assert encoded("data:text/plain,a b ä") == "data:text/plain,a b ä"
