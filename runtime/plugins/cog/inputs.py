@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -25,6 +26,8 @@ from pydantic import (
     create_model,
 )
 from pydantic.errors import PydanticSchemaGenerationError
+from pydantic_core import PydanticKnownError
+from pydantic_core.core_schema import ErrorType
 
 from ....errors import HandlerSignatureError
 from ....foreign_json import failing_fast
@@ -33,6 +36,10 @@ from ....handlers.files import InputFiles
 from ....handlers.handler import written
 from .sdk import declared_input
 
+# As Cog's server checks a request by the JSON schema of the inputs: an integral 1.0 is an integer, and true is no number.
+_JSON_TYPES: dict[Any, tuple[ErrorType, tuple[type, ...]]] = {
+    bool: ("bool_type", (bool,)), int: ("int_type", (int, float)), float: ("float_type", (int, float)),
+}  # fmt: skip
 _BOUNDS = ("ge", "le", "min_length", "max_length")
 _URI = {"type": "string", "format": "uri"}
 _HIDDEN = {"type": "string", "format": "password", "writeOnly": True}
@@ -142,7 +149,18 @@ def _converted_class(annotation: type) -> Any:
         return Annotated[Any, PlainValidator(_opened), WithJsonSchema(_URI)]
     if hasattr(annotation, "get_secret_value"):
         return Annotated[Any, PlainValidator(_secret(annotation)), WithJsonSchema(_HIDDEN)]
+    if annotation in _JSON_TYPES:
+        return Annotated[annotation, BeforeValidator(_of_type(*_JSON_TYPES[annotation]))]
     return annotation
+
+
+def _of_type(wrong: ErrorType, kinds: tuple[type, ...]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if type(value) not in kinds:
+            raise PydanticKnownError(wrong)
+        return value
+
+    return check
 
 
 def _pattern(regex: str) -> AfterValidator:
@@ -150,7 +168,7 @@ def _pattern(regex: str) -> AfterValidator:
     compiled = re.compile(regex)
 
     def matching(value: Any) -> Any:
-        if isinstance(value, str) and not compiled.search(value):
+        if isinstance(value, str) and not compiled.match(value):
             raise ValueError(f"must match {regex!r}")
         return value
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Gate, Gateway
+from pilotflame.errors import InputInvalid
 from pilotflame.runtime.calls.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -331,3 +332,47 @@ async def test_what_cannot_be_served_is_said_at_deploy(gateway: Gateway, source:
     response = await gateway.send(None, files={"predict.py": source})
     assert response.status_code == 422
     assert word in response.json()["error"]["message"]
+
+
+TYPED = """
+from typing import List, Optional, Union
+from cog import BasePredictor, Input
+class Predictor(BasePredictor):
+    def predict(
+        self, whole: int = 0, real: float = 0.0, flag: bool = False, text: str = "", many: List[int] = [], maybe: Optional[int] = None,
+        either: Union[int, str] = 0, begins: str = Input(default="ab", regex="b"),
+    ) -> list:
+        return [whole, real, flag, text, many, maybe, either, begins]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("whole", 1.0, 1), ("whole", 2**40, 2**40), ("real", 5, 5.0), ("maybe", None, None), ("maybe", 3, 3), ("many", [1, 2.0], [1, 2]),
+        ("either", 5, 5), ("either", "5", "5"), ("begins", "ba", "ba"),
+    ],
+)  # fmt: skip
+async def test_an_input_that_cogs_server_takes(
+    made: Callable[..., Any], name: str, value: Any, taken: Any
+) -> None:
+    predictor = made("cog:predict.py", TYPED)
+    predictor.set_up()
+    answer = predictor({name: value})
+    found = answer[["whole", "real", "flag", "text", "many", "maybe", "either", "begins"].index(name)]
+    assert (found, type(found)) == (taken, type(taken))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("whole", True), ("whole", "3"), ("whole", 1.5), ("real", True), ("real", "1.5"), ("flag", 1), ("flag", "yes"), ("text", 3),
+        ("many", [True]), ("many", ["1"]), ("maybe", False), ("maybe", "1"), ("either", True), ("either", 1.5), ("begins", "ab"),
+        ("whole", None),
+    ],
+)  # fmt: skip
+async def test_an_input_that_cogs_server_refuses(made: Callable[..., Any], name: str, value: Any) -> None:
+    predictor = made("cog:predict.py", TYPED)
+    predictor.set_up()
+    with pytest.raises(InputInvalid, match=name):
+        predictor({name: value})
