@@ -17,6 +17,7 @@ from ...calls.serving.invocation import Invocation, Output, Stream
 from ...calls.serving.response_cache import CachedCall
 from ...calls.serving.revision import Revision
 from ...ground.access.keys import Caller, Scope
+from ...jobs.stored.job import ENVELOPE
 from ..http.event_stream import EVENTS, LAST_EVENT_S, EventStream
 from ..http.guard import counted
 from ..http.parsed_bodies import parsed
@@ -231,7 +232,9 @@ class Invoker:
         kind, content_type = media_type_of(request.headers), content_type_of(request.headers)
         if kind == JSON_TYPE or kind.endswith("+json"):
             await parsed(request, body, load_json)
-        job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
+        job, replayed = await self._backend.submit(
+            request, live, body, content_type=content_type, extra=ENVELOPE
+        )
         headers = replayed | {"X-Request-Id": job.id, "Preference-Applied": "respond-async"}
         headers["Location"] = job_path(job)
         return json_response(Accepted(id=job.id, status=job.state), status=202, headers=headers)

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from ....errors import InputInvalid
 from ...ground.access.keys import Scope
 from ...ground.telemetry.invocation_end import Source
-from ...jobs.stored.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobCounts, JobState, Webhook
+from ...jobs.stored.job import BATCH_PRIORITY, ENVELOPE, LOW_PRIORITY, Job, JobCounts, JobState, Webhook
 from ...node.functions.live import Live
 from ..http.event_stream import EVENTS
 from ..http.parsed_bodies import parsed
@@ -246,4 +246,4 @@ async def purged(backend: Backend, request: web.Request) -> int:
 def _read(_live: Live, body: bytes) -> tuple[bytes, dict[str, Any]]:
     wanted = validate(JobRequest, load_json(body), REMEDY, InputInvalid)
     fields = wanted.new_fields(wanted.priority, wanted.execution_timeout_s, wanted.ttl_s)
-    return dump_json(wanted.input), fields
+    return dump_json(wanted.input), {**fields, "extra": ENVELOPE}

@@ -156,7 +156,7 @@ class JobAttempt:
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=live.revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
-            extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
+            extra={"bare": True, **(job.extra or {}), "job": {"id": job.id, "attempt": job.attempts + 1}},
             tenant=job.owner, priority=LAST if job.priority else NORMAL, source=job.source,
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())

@@ -539,3 +539,23 @@ async def test_the_runpod_sdk_works_unmodified(deploy, gateway: Gateway, monkeyp
         "health": ["jobs", "workers"],
         "purge": "completed",
     }
+
+
+ECHOES = "import runpod\nif __name__ == '__main__':\n    runpod.serverless.start({'handler': lambda job: job['input']})\n"
+
+
+async def test_each_way_in_takes_the_event_of_a_test_input(deploy):
+    function = await deploy(ECHOES)
+    client, name, event = function.client, function.name, {"input": {"x": 1}}
+
+    async def done(path: str, body: Any, **headers: str) -> Any:
+        answer = (await client.post(path, json=body, headers=headers)).json()
+        job = await Queue(function).ended(answer["id"])
+        return job["output"]
+
+    for sent, given in ((event, {"x": 1}), ({"input": event}, event), ({"x": 1}, {"x": 1})):
+        assert await function.answer(sent) == given
+        assert await done(f"/invoke/{name}", sent, Prefer="respond-async") == given
+        assert await done(f"/v1/functions/{name}/jobs", {"input": sent}) == given
+    assert await done(f"/v2/{name}/run", event) == {"x": 1}
+    assert await done(f"/v2/{name}/run", {"input": event}) == event
