@@ -164,18 +164,6 @@ class PieceExchange(Protocol):
         A piece has at most PIECE_BYTES (runtime/calls/link/stream_credit.py).
         """
 
-    async def send_last(self, piece: bytes) -> bool:
-        """Send the last piece like `send`, but at the end of this turn of the event loop.
-
-        A handler that ends in this turn returns the result of `take_last`. Then one frame has the piece and the end.
-        """
-
-    def take_last(self) -> bytes:
-        """Return the piece of `send_last` if it was not sent yet, or b""."""
-
-    def flush(self) -> None:
-        """Send the piece of `send_last` now, because the handler fails."""
-
     async def receive(self) -> bytes | None:
         """Return the next piece of the input; None after the last piece, or if the caller has gone."""
 

@@ -18,8 +18,7 @@ class WorkerExchange:
     """
 
     __slots__ = (
-        "_asked", "_changed", "_channel", "_credit", "_ended", "_last", "_link", "_pieces", "_read", "follows",
-        "gone", "on_gone",
+        "_asked", "_changed", "_channel", "_credit", "_ended", "_link", "_pieces", "_read", "follows", "gone", "on_gone",
     )  # fmt: skip
 
     def __init__(self, link: Link, channel: int, *, follows: bool) -> None:
@@ -28,7 +27,6 @@ class WorkerExchange:
         self._ended, self._asked, self.gone = not follows, False, False
         self.on_gone: Callable[[], None] | None = None
         self._pieces: deque[bytes] = deque()
-        self._last = b""
         self._credit: Credit | None = None
         self._read: ReadPieces | None = None
         self._changed: asyncio.Event | None = None
@@ -38,22 +36,6 @@ class WorkerExchange:
             return False
         self._link.send(FrameKind.CHUNK, self._channel, b"", piece)
         return True
-
-    async def send_last(self, piece: bytes) -> bool:
-        # The first piece always fits.
-        if self.gone or (self._credit is not None and not await self._spend(piece)):
-            return False
-        self._last = piece
-        asyncio.get_running_loop().call_soon(self.flush)
-        return True
-
-    def take_last(self) -> bytes:
-        piece, self._last = self._last, b""
-        return piece
-
-    def flush(self) -> None:
-        if piece := self.take_last():
-            self._link.send(FrameKind.CHUNK, self._channel, b"", piece)
 
     async def _spend(self, piece: bytes) -> bool:
         """Wait until the gateway has room for a piece. Return False if the caller has gone."""

@@ -74,11 +74,17 @@ def _of_wsgi(app: Any) -> App:
     return cast("App", WSGIMiddleware(app, workers=THREADS))
 
 
+def _matches_below_root() -> bool:
+    """Return True if the app's routes match a path without the root path, as in Starlette below 0.33 (and FastAPI below 0.107)."""
+    version = getattr(sys.modules.get("starlette"), "__version__", "1.0")
+    return tuple(int(part) for part in version.split(".")[:2]) < (0, 33)
+
+
 class AppCaller:
     """Calls one app in one worker."""
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        self._app, self._strips = app, _matches_below_root()
         self.lifespan = Lifespan(app)
 
     async def call(self, event: Any, context: Context) -> Any:
@@ -92,6 +98,8 @@ class AppCaller:
         if facts is None or exchange is None:
             return await EventCall(event).run(self._app, state)
         scope = scope_of(facts, state)
+        if self._strips:
+            scope["path"] = scope["path"].removeprefix(scope["root_path"])
         if facts.kind == WEBSOCKET:
             return await WebSocketCall(exchange).run(self._app, scope)
         return await HttpCall(exchange, None if exchange.follows else event).run(self._app, scope)

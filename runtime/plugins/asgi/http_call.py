@@ -39,21 +39,20 @@ class HttpCall:
         self._waiting: asyncio.Event | None = None
 
     async def run(self, app: App, scope: dict[str, Any]) -> bytes:
-        """Call the app. Return the last piece of the response if it was not sent before.
+        """Call the app, and return nothing: the pieces of the response are sent at once, also if the app then blocks.
 
         Raise the app's error, and HandlerFailed if the app has not completed its response.
         """
         try:
             await app(scope, self.receive, self.send)
         except BaseException as error:
-            self._exchange.flush()
             if self._exchange.gone and is_of_leaving(error):
                 return b""
             raise
         if not self._ended and not self._exchange.gone:
             what = "completing" if self._status else "starting"
             raise HandlerFailed(f"The app returned without {what} a response.")
-        return self._exchange.take_last()
+        return b""
 
     async def receive(self) -> Message:
         """Return a piece of the body. After the body, wait until the response or the caller has ended, and return a
@@ -93,7 +92,7 @@ class HttpCall:
         for part in before:
             self._check_sent(await self._exchange.send(self._piece(part)))
         if last:
-            sent = await self._exchange.send_last(self._piece(final, last=True))
+            sent = await self._exchange.send(self._piece(final, last=True))
             self._end()
             self._check_sent(sent)
         elif final or not self._started:

@@ -126,7 +126,6 @@ async def test_waits_end_when_the_caller_goes(what: str) -> None:
         made.exchange.close()
         assert await waiting is None
         assert not await made.exchange.send(b"x")
-        assert not await made.exchange.send_last(b"x")
         assert called == [None]
 
 
@@ -136,23 +135,6 @@ async def test_pieces_that_arrived_before_the_end_are_read() -> None:
         made.exchange.close()
         assert await made.exchange.receive() == b"x"
         assert await made.exchange.receive() is None
-
-
-async def test_the_last_piece_shares_the_frame_of_the_end() -> None:
-    async with ends() as made:
-        assert await made.exchange.send_last(b"all")
-        assert made.exchange.take_last() == b"all"
-        await turns()
-        assert made.sent == []
-
-
-async def test_the_last_piece_of_a_handler_that_goes_on_is_sent_at_once() -> None:
-    async with ends() as made:
-        assert await made.exchange.send(b"one")
-        assert await made.exchange.send_last(b"two")
-        await turns()
-        assert made.exchange.take_last() == b""
-        assert made.sent == [b"one", b"two"]
 
 
 async def test_output_waits_for_its_reader() -> None:

@@ -16,7 +16,8 @@ async def deploy_app(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
 
     async def deployed(source: str, settings: dict[str, Any] | None = None, **how: Any) -> Function:
         given = {"asgi": "app:app", **(settings or {})}
-        function = await gateway.deploy(None, given, files={"app.py": source}, **how)
+        files = {"app.py": source, **how.pop("files", {})}
+        function = await gateway.deploy(None, given, files=files, **how)
         names.append(function.name)
         return function
 

@@ -82,6 +82,11 @@ async def app(scope, receive, send):
         await body(b"done")
         await gate.wait_async("after")
         gate.say("ended")
+    elif case == "/blocks":
+        await start()
+        await body(b"done")
+        gate.wait("after")
+        gate.say("ended")
     elif case == "/fails":
         raise ValueError("a secret")
     elif case == "/fails-late":
@@ -265,12 +270,13 @@ async def test_a_slow_reader_does_not_fill_the_gateway(
     await gate.next("gone")
 
 
+@pytest.mark.parametrize("case", ["background", "blocks"])
 async def test_background_work_goes_on_after_the_response(
-    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, case: str
 ) -> None:
     function = await deploy_app(CASES, gate=gate)
     async with asyncio.timeout(LIMIT_S):
-        assert (await gateway.client.get(f"/asgi/{function.name}/background")).text == "done"
+        assert (await gateway.client.get(f"/asgi/{function.name}/{case}")).text == "done"
     arrival = await gate.next("after")
     assert (await function.status())["in_flight"] == 1
     arrival.go()
@@ -463,3 +469,16 @@ async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
         for path in ("/healthz", "/console"):
             response = await closed.client.get(path, headers={**key, "Host": "e.apps.test"})
             assert failure(response)["status"] == 404
+
+
+@pytest.mark.parametrize(
+    ("version", "path"),
+    [("0.27.0", "/a/b"), ("0.32.0.post1", "/a/b"), ("0.33.0", "/asgi/{}/a/b"), ("1.10.0", "/asgi/{}/a/b")],
+)
+async def test_old_starlette_matches_paths_below_the_root_path(
+    gateway: Gateway, deploy_app: Callable[..., Any], version: str, path: str
+) -> None:
+    stub = {"starlette/__init__.py": f"__version__ = {version!r}\n"}
+    function = await deploy_app("import starlette\n" + ECHO, files=stub)
+    shown = (await gateway.client.get(f"/asgi/{function.name}/a/b")).json()
+    assert (shown["path"], shown["root_path"]) == (path.format(function.name), f"/asgi/{function.name}")
