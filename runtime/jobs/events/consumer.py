@@ -351,6 +351,7 @@ class Consumer:
             idempotency=key,
             source="queue",
             traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+            extra={"message": dict(message.facts)} if message.facts else None,
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ....snapshot.sources.access import ANY, Access
 from ..stored.job import Job
@@ -25,6 +25,8 @@ class Message:
     """When the message was sent, as Unix time in seconds."""
     group: str = ""
     """The message group. The queue delivers the messages of a group in order. "" means that there is no order."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a handler finds beside the body, in `context.extra["message"]`. It is stored with the job, so it is JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import orjson
 from ....errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
 from ....handlers.adapter import LenientOutput
 from ....handlers.codec import InputCodec, OutputCodec
-from ....handlers.contract import Context
+from ....handlers.contract import NOTHING, Context
 from ....handlers.dialect import Entry
 from ....handlers.failure import PACKAGE_FOLDER, explain
 from ....handlers.handler import Handler, HandlerKind, kind_of
@@ -28,6 +28,7 @@ from ....machine import memory_bytes
 
 ACCOUNT = "000000000000"
 VERSION = "$LATEST"
+SQS = "aws:sqs"
 DEFAULT_REGION = "us-east-1"
 # The remaining time that an invocation without a deadline reports. It is the longest timeout that Lambda allows.
 _MAX_REMAINING_MS = 900_000
@@ -148,6 +149,26 @@ def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
     return SimpleNamespace(custom=sent.get("custom"), env=sent.get("env"), client=shown)
 
 
+def _mapped(event: Any, context: Context) -> Any:
+    """Return the event as AWS's event source mapping of a queue makes it, if it is a message of SQS."""
+    if (record := _record(context)) is None:
+        return event
+    body = record["body"] if "body" in record else orjson.dumps(event).decode()
+    return {"Records": [{**record, "body": body}]}
+
+
+def _checked(answer: Any, context: Context) -> Any:
+    """Return an answer. Raise HandlerFailed if it reports the message of the call as failed, so that the message stays in the queue."""
+    if _record(context) is not None and isinstance(answer, dict) and answer.get("batchItemFailures"):
+        raise HandlerFailed("The handler has returned the message in batchItemFailures.")
+    return answer
+
+
+def _record(context: Context) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] = context.extra.get("message", NOTHING)
+    return found if found.get("eventSource") == SQS else None
+
+
 class LambdaCaller:
     """Calls the user's function. If it fails, raises HandlerFailed with Lambda's errorType and errorMessage."""
 
@@ -157,15 +178,17 @@ class LambdaCaller:
 
     def call(self, event: Any, context: Context) -> Any:
         try:
-            return self._function(event, LambdaContext(context))
+            answer = self._function(_mapped(event, context), LambdaContext(context))
         except Exception as error:
             raise self._failed(error) from error
+        return _checked(answer, context)
 
     async def call_async(self, event: Any, context: Context) -> Any:
         try:
-            return await self._function(event, LambdaContext(context))
+            answer = await self._function(_mapped(event, context), LambdaContext(context))
         except Exception as error:
             raise self._failed(error) from error
+        return _checked(answer, context)
 
     def _failed(self, error: Exception) -> HandlerFailed:
         failed = explain(HandlerFailed, "The handler", error, self._root)

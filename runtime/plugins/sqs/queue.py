@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from ....errors import BusFailed
+from ....foreign_json import excess
 from ...jobs.events.message_queue import Identity, Message, Sink
 from .aws import AwsClient
 from .settings import MAX_VISIBILITY_S, SqsSource
@@ -41,9 +45,13 @@ class SqsQueue(AwsClient):
             response = client.receive_message(
                 QueueUrl=self._url, MaxNumberOfMessages=min(limit, BATCH), WaitTimeSeconds=POLL_S * wait,
                 VisibilityTimeout=self._visibility_s,
-                MessageSystemAttributeNames=[_COUNT, _GROUP, _SENT], MessageAttributeNames=["traceparent"],
+                MessageSystemAttributeNames=["All"], MessageAttributeNames=["All"],
             )  # fmt: skip
-            return [_message(raw, fifo=self._url.endswith(".fifo")) for raw in response.get("Messages", ())]
+            account, region = self._url.split("/")[-2], client.meta.region_name
+            arn = f"arn:{client.meta.partition}:sqs:{region}:{account}:{self._source.queue_name}"
+            of_queue = {"eventSource": "aws:sqs", "eventSourceARN": arn, "awsRegion": region}
+            fifo = self._url.endswith(".fifo")
+            return [_message(raw, of_queue, fifo=fifo) for raw in response.get("Messages", ())]
 
         return await self.call(poll, self._release_abandoned)
 
@@ -92,8 +100,8 @@ def open_queue(source: SqsSource, identity: Identity) -> tuple[SqsQueue, Sink | 
     return SqsQueue(source, identity), open_sink(source, identity)
 
 
-def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
-    facts = raw.get("Attributes", {})
+def _message(raw: dict[str, Any], of_queue: Mapping[str, str], *, fifo: bool) -> Message:
+    message_id, facts = raw["MessageId"], raw.get("Attributes", {})
     count, sent_s = max(1, int(facts.get(_COUNT, "1"))), int(facts.get(_SENT, "0")) / 1000 or time.time()
     # Only a FIFO queue keeps an order within a group. In a standard queue, the group only names the message's tenant.
     group = str(facts.get(_GROUP, "")) if fifo else ""
@@ -102,6 +110,31 @@ def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
         for name, value in raw.get("MessageAttributes", {}).items()
         if "StringValue" in value
     }
-    return Message(
-        raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), count, attributes, sent_s, group
-    )
+    body, record = raw["Body"].encode(), {**_record(raw), **of_queue}
+    return Message(message_id, raw["ReceiptHandle"], body, count, attributes, sent_s, group, record)
+
+
+def _record(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as a record of the event of a Lambda function. It has the body only if the job's input has not its exact text."""
+    text = raw["Body"]
+    return {
+        "messageId": raw["MessageId"], "receiptHandle": raw["ReceiptHandle"], "attributes": raw.get("Attributes", {}),
+        "messageAttributes": {name: _attribute(value) for name, value in raw.get("MessageAttributes", {}).items()},
+        "md5OfBody": raw.get("MD5OfBody", ""), **({} if _is_compact(text) else {"body": text}),
+    }  # fmt: skip
+
+
+def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"dataType": value["DataType"], "stringListValues": [], "binaryListValues": []}
+    if "BinaryValue" in value:
+        return found | {"binaryValue": base64.b64encode(value["BinaryValue"]).decode()}
+    return found | {"stringValue": value.get("StringValue", "")}
+
+
+def _is_compact(text: str) -> bool:
+    """Return True if parsed JSON, written again, gives the same text."""
+    sent = text.encode()
+    try:
+        return not excess(sent) and orjson.dumps(orjson.loads(sent)) == sent
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return False

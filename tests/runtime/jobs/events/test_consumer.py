@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -643,3 +644,65 @@ async def test_the_messages_of_a_paused_function_stay_in_the_queue(
     gate.open()
     assert (await gateway.client.post(f"/v1/functions/{function.name}/resume")).status_code == 200
     await until(mine.empty, "the end of the message that waited")
+
+
+RECORDS = """
+import json
+from gate import say
+
+def handler(event, context):
+    [record] = event["Records"]
+    say(json.dumps(record))
+    failed = "fails" in record["body"]
+    return {"batchItemFailures": [{"itemIdentifier": record["messageId"]}] if failed else []}
+"""
+
+
+@pytest.mark.parametrize(
+    "body", ['{"a":1}', '{"a": 1, "b": 12345678901234567890123}', "plain ä", '"quoted"', "7"]
+)
+async def test_a_lambda_handler_gets_records_as_from_aws(deploy, gate: Gate, queue, body: str) -> None:
+    mine = queue()
+    await deploy(RECORDS, {**source(mine), "handler": "lambda:handler.py:handler"}, gate=gate, check=False)
+    attributes = {
+        "kind": {"DataType": "String", "StringValue": "x"},
+        "raw": {"DataType": "Binary", "BinaryValue": b"\xff"},
+    }
+    sent = await mine.send(body, MessageAttributes=attributes)
+    record = json.loads((await gate.next()).word)
+    await until(mine.empty, "the message is deleted")
+    assert (record["messageId"], record["body"], record["md5OfBody"]) == (
+        sent, body, hashlib.md5(body.encode()).hexdigest(),
+    )  # fmt: skip
+    assert (record["eventSource"], record["eventSourceARN"], record["awsRegion"]) == (
+        "aws:sqs", mine.arn, "us-east-1",
+    )  # fmt: skip
+    assert record["attributes"]["ApproximateReceiveCount"] == "1"
+    assert record["messageAttributes"] == {
+        "kind": {"dataType": "String", "stringValue": "x", "stringListValues": [], "binaryListValues": []},
+        "raw": {"dataType": "Binary", "binaryValue": "/w==", "stringListValues": [], "binaryListValues": []},
+    }
+
+
+async def test_what_a_lambda_handler_reports_as_failed_stays_in_the_queue(deploy, gate: Gate, queue) -> None:
+    dead = queue()
+    policy = json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": "2"})
+    mine = queue(RedrivePolicy=policy)
+    await deploy(RECORDS, {**source(mine), "handler": "lambda:handler.py:handler"}, gate=gate, check=False)
+    await mine.send("works")
+    await mine.send("fails")
+
+    async def ended() -> bool:
+        return not mine.messages and dead.bodies == ["fails"]
+
+    await until(ended, "the message that fails is in the dead-letter queue")
+
+
+async def test_other_handlers_find_the_message_beside_its_body(deploy, gate: Gate, queue) -> None:
+    mine, text = (
+        queue(),
+        "import gate\ndef handler(event, context):\n    gate.say(context.extra['message']['messageId'])\n",
+    )
+    await deploy(text, source(mine), gate=gate, check=False)
+    sent = await mine.send("1")
+    assert (await gate.next()).word == sent
