@@ -17,7 +17,7 @@ import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import JsonSchemaMode
 
-from ..errors import BadInput, InputInvalid, OutputInvalid
+from ..errors import BadInput, InputInvalid, OutputInvalid, UnsupportedMedia
 from ..foreign_json import check_json, failing_fast, first_errors
 from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
@@ -67,8 +67,8 @@ class InputCodec(_Codec):
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
 
-        Raise BadInput if the body does not have the format of its content type (by default JSON), InputTooLarge if its
-        JSON has too many values, and InputInvalid if the event does not fit the annotation.
+        Raise BadInput if the body does not have the format of its content type (by default JSON), UnsupportedMedia if it has several
+        parts, InputTooLarge if its JSON has too many values, and InputInvalid if the event does not fit the annotation.
         """
         if self._raw:
             return body
@@ -166,6 +166,10 @@ def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
 
 
 def _decode_other(body: bytes, kind: str, content_type: str) -> Any:
+    if kind.startswith("multipart/"):
+        fault = f"The body is {kind}, which is no event."
+        remedy = "Send a file as the whole body, or JSON. A handler whose event is annotated as bytes gets the body as it is."
+        raise UnsupportedMedia(fault, remedy=remedy)
     if not kind.startswith("text/") and kind != TENSORS_TYPE:
         return body
     header = Message()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import BadInput, InputInvalid, OutputInvalid
+from pilotflame.errors import BadInput, InputInvalid, OutputInvalid, UnsupportedMedia
 from pilotflame.handlers.codec import (
     BYTES_TYPE,
     FORM_TYPE,
@@ -329,3 +329,13 @@ def test_the_output_schema_is_what_is_sent_not_what_is_taken() -> None:
 
     assert OutputCodec(None).schema() == {}
     assert OutputCodec(Aliased).schema()["properties"]["when"]["format"] == "date"
+
+
+@pytest.mark.parametrize(
+    "kind", ["multipart/form-data; boundary=x", "multipart/mixed", "Multipart/Form-Data"]
+)
+def test_a_body_of_several_parts_is_refused_unless_bytes_are_annotated(kind: str) -> None:
+    with pytest.raises(UnsupportedMedia, match="is no event") as caught:
+        InputCodec(None).decode(b"--x--", kind)
+    assert "Send a file as the whole body" in caught.value.remedy
+    assert InputCodec(bytes).decode(b"--x--", kind) == b"--x--"

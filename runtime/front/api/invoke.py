@@ -94,7 +94,7 @@ class Invoker:
         return [
             Route(
                 "POST", INVOKE_PATH, self.invoke, Scope.INVOKE, "Call the function and wait for its output.",
-                {JSON_TYPE: Any, **EVENTS}, errors=(400, 408, 413, 422, 429, 500, 503, 504),
+                {JSON_TYPE: Any, **EVENTS}, errors=(400, 408, 413, 415, 422, 429, 500, 503, 504),
                 parameters=PARAMETERS, body=Any, body_required=False, headers=_HEADERS,
             ),
         ]  # fmt: skip
