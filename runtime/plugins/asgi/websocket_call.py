@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from typing import Any
 
 from ....errors import HandlerFailed
@@ -48,9 +49,11 @@ class WebSocketCall:
         # The code with which the app has closed the WebSocket.
         self._code = ABNORMAL
         self._status, self._head = 0, b""
+        self._offered: list[str] = []
 
     async def run(self, app: App, scope: dict[str, Any]) -> bytes:
         """Call the app. Raise the app's error, and HandlerFailed if it has not answered the handshake."""
+        self._offered = scope["subprotocols"]
         try:
             await app(scope, self.receive, self.send)
         except Exception as error:
@@ -121,9 +124,14 @@ class WebSocketCall:
                 raise RuntimeError(f"Unexpected ASGI message {kind!r}: the WebSocket is {state}.")
 
     async def _accept(self, message: Message) -> None:
-        head = encode_head(message.get("headers", ()))
+        head, chosen = encode_head(message.get("headers", ())), message.get("subprotocol") or ""
+        if chosen and chosen not in self._offered:
+            offered = ", ".join(self._offered) or "none"
+            sys.stderr.write(
+                f"The app accepts the subprotocol {chosen!r}, but its client offers {offered}: it is not sent.\n"
+            )
         self._state = SocketState.OPEN
-        await self._pass(encode_accept(message.get("subprotocol") or "", head))
+        await self._pass(encode_accept(chosen, head))
 
     async def _deny(self, message: Message) -> None:
         last = not message.get("more_body", False)

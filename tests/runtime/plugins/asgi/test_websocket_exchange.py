@@ -361,3 +361,24 @@ async def test_unfinished_messages_of_one_caller_leave_room_for_others(
                 assert len((await received(socket)).data) == 200 << 10
             for task in closed:
                 task.cancel()
+
+
+CHOOSES = """
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        raise RuntimeError("no lifespan")
+    await receive()
+    await send({"type": "websocket.accept", "subprotocol": "superchat"})
+    await receive()
+"""
+
+
+@pytest.mark.parametrize(("offered", "told"), [((), "none"), (("chat", "json"), "chat, json")])
+async def test_a_subprotocol_that_is_not_offered_is_in_the_log(
+    gateway: Gateway, deploy_app: Callable[..., Any], offered: tuple[str, ...], told: str
+) -> None:
+    function = await deploy_app(CHOOSES)
+    url = f"{gateway.url}/asgi/{function.name}/"
+    async with aiohttp.ClientSession() as session, session.ws_connect(url, protocols=offered) as socket:
+        assert socket.protocol is None
+        await function.logged(f"The app accepts the subprotocol 'superchat', but its client offers {told}")
