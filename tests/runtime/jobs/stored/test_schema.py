@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_store_tests import new_job
 from jobs_model import QUEUED
 from pilotflame.runtime.jobs.stored import schema
 from pilotflame.runtime.jobs.stored.database import Database
 from pilotflame.runtime.jobs.stored.job import JobCounts, JobState, NewJob
 from pilotflame.runtime.jobs.stored.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.testing.job_store import new_job
 
 
 def insert_older(connection: sqlite3.Connection, asked: NewJob, job_id: str) -> None:

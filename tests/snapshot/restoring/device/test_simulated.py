@@ -13,8 +13,8 @@ from subprocess import PIPE
 import pytest
 import torch
 from device_memory import DeviceMemory
+from device_tests import DeviceTests
 from pilotflame.errors import SnapshotError
-from pilotflame.runtime.testing.device import DeviceTests
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 
 MIB = 1 << 20
