@@ -49,7 +49,7 @@ hypothesis.settings.load_profile("house")
 # The files that take 15 s and more, the longest first.
 LONGEST = (
     "test_soak.py", "test_compiled.py", "test_cli.py", "test_container_launcher.py", "test_fetcher_client.py", "test_standalone.py",
-    "test_snapshot_record.py", "test_cog_cases.py", "test_consumer.py", "test_environment.py", "test_stock.py",
+    "test_snapshot_record.py", "test_cog_cases.py", "test_consumer.py", "test_environment.py",
     "test_compose.py", "test_image_engine.py", "test_console_browser.py", "test_house.py", "test_faults.py",
     "test_prewarming.py", "test_dispatcher.py", "test_soak_jobs.py", "test_schema.py",
 )  # fmt: skip

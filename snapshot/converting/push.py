@@ -10,8 +10,7 @@ from ..format.discover import find_signature
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Composing, Progress, Source, Writable
-from .stock import Stock
+from ..sources.source import ByteCounter, Progress, Source, Writable
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
 # Replaces the manifest while files are overwritten. This text is not a valid manifest, so readers refuse the snapshot.
@@ -20,16 +19,12 @@ _BROKEN_OFF = b'{"incomplete": "A push overwrites these files. If it broke off, 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How many files and bytes a push sent, and how many the destination already had. The manifest is not counted.
-
-    `copied_bytes` are the bytes of sent files that were not sent, because the store copied them from other objects.
-    """
+    """How many files and bytes a push sent, and how many the destination already had. The manifest is not counted."""
 
     sent_files: int
     sent_bytes: int
     kept_files: int
     kept_bytes: int
-    copied_bytes: int = 0
 
 
 def push(
@@ -39,21 +34,19 @@ def push(
     *,
     force: bool = False,
     verified: bool = False,
-    base: Source | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, the signature if there is one, then the manifest.
 
     Verifies the files first, unless the caller has verified them and passes `verified`. Does not send a file that
     the destination already has: the destination's manifest lists the file with the same digests, and the file has the
-    right size there. `base` is another snapshot in the same store. If the destination is Composing, the store copies
-    chunks that the destination or `base` has, and only the other chunks are sent.
+    right size there.
 
     If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
     because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
-    Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed, `destination` is
-    not Writable or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
+    Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed or `destination` is
+    not Writable, and SourceError or CacheError if the destination cannot be read or written.
     """
     if not isinstance(destination, Writable):
         fault = f"{destination.url} cannot be written to."
@@ -66,9 +59,6 @@ def push(
     if existing is not None and existing.digest != manifest.digest and not force:
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
         raise SnapshotError(fault, remedy=_FORCE)
-    stock = _stock(destination, base)
-    if existing is not None and isinstance(destination, Composing):
-        stock.add(destination, existing, sizes)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
     # A shard's digests belong to its chunks, so only manifests with the same chunk size are comparable.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
@@ -79,34 +69,19 @@ def push(
     if existing is not None and existing.digest != manifest.digest and _replaces(missing, existing):
         # This push makes the existing manifest wrong. If it breaks off, the next push must not trust that manifest.
         destination.put(MANIFEST_NAME, _BROKEN_OFF)
-    copied_bytes = _send(folder, manifest, missing, destination, stock, progress)
+    _send(folder, missing, destination, progress)
     if (signature := find_signature(FolderSource(folder), manifest)) is not None:
         destination.put(SIGNATURE_NAME, signature)
     if existing is None or missing or existing.to_json() != manifest.to_json():
         destination.put(MANIFEST_NAME, manifest.to_json())
     sent_bytes = sum(file.size_bytes for file in missing)
     kept_bytes = manifest.total_bytes + manifest.assets_bytes - sent_bytes
-    return Pushed(
-        len(missing), sent_bytes - copied_bytes, len(manifest.files) - len(missing), kept_bytes, copied_bytes
-    )
+    return Pushed(len(missing), sent_bytes, len(manifest.files) - len(missing), kept_bytes)
 
 
 def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:
     names = {file.name for file in existing.files}
     return any(file.name in names for file in sent)
-
-
-def _stock(destination: Source, base: Source | None) -> Stock:
-    """Return a stock of the chunks of `base`. Raises SnapshotError if the destination cannot copy them."""
-    stock = Stock()
-    if base is None:
-        return stock
-    if not isinstance(destination, Composing) or not destination.copies_from(base):
-        fault = f"{destination.url} cannot copy from {base.url}."
-        raise SnapshotError(fault, remedy="Name a base at the same store of S3, or none.")
-    found = read_manifest(base)
-    stock.add(base, found, {shard.name: base.stat(shard.name).size_bytes for shard in found.shards})
-    return stock
 
 
 def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
@@ -119,28 +94,14 @@ def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
         raise SnapshotError(fault, remedy=_FORCE) from error
 
 
-def _send(
-    folder: Path,
-    manifest: Manifest,
-    files: list[Shard | Asset],
-    destination: Writable,
-    stock: Stock,
-    progress: Progress | None,
-) -> int:
-    """Store the files at the destination. Return how many of their bytes the store copied from other objects."""
+def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
+    """Store the files at the destination."""
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
-    copied_bytes = 0
     for file in files:
         if source.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more."
             raise SnapshotChanged(fault, remedy="Create the manifest again, or fetch the file again.")
-        pieces = stock.pieces(file, manifest.chunk_bytes) if isinstance(file, Shard) else []
-        if isinstance(destination, Composing) and any(piece.there is not None for piece in pieces):
-            copied_bytes += destination.compose(file.name, folder / file.name, pieces, sent.add)
-        else:
-            destination.put(file.name, folder / file.name, sent.add)
-        stock.forget(destination, file.name)
+        destination.put(file.name, folder / file.name, sent.add)
         if destination.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {destination.url} does not have the bytes that were sent."
             raise SnapshotChanged(fault, remedy="Check that nothing else writes there, and push again.")
-    return copied_bytes

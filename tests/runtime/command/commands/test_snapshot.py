@@ -65,16 +65,6 @@ def test_push_to_s3_and_look_at_it_there(weights: Path, bucket: str) -> None:
     assert facts["first_touch_recorded"] is False
 
 
-def test_a_push_names_what_the_store_has_copied(weights: Path, bucket: str) -> None:
-    run("create", weights)
-    run("push", weights, bucket)
-    said = run("push", weights, f"{bucket}-2", "--base", bucket).output
-    assert f"pushed to {bucket}-2: 2 B in 2 files, 2.4 KiB were copied at the store, " in said
-    assert (
-        json.loads(run("inspect", f"{bucket}-2", "--json").output)["digest"] == Manifest.read(weights).digest
-    )
-
-
 def test_create_on_a_prefix_uploads_the_manifest_alone(weights: Path, bucket: str) -> None:
     client = boto3.client("s3")
     for name in ("model.safetensors", "config.json"):
