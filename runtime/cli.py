@@ -28,10 +28,6 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sho
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
     "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
-    "completion": (
-        "completion",
-        "Print the script that completes commands, functions and templates in SHELL.",
-    ),
     "delete": ("functions", "Delete a function and all its revisions."),
     "demo": (
         "demo",

@@ -26,6 +26,9 @@ from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_
 
 pytest_plugins = ["fast_first"]
 
+# pytest then shows the values in a failed assertion.
+pytest.register_assert_rewrite("device_tests", "job_store_tests", "launcher_tests", "source_tests")
+
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 # No example has a deadline of its own: on a machine with other load, any example may take long.
 # `make mutants` only counts failures. It uses the profile without shrinking, which takes longer than the test.
@@ -46,7 +49,7 @@ hypothesis.settings.load_profile("house")
 # The files that take 15 s and more, the longest first.
 LONGEST = (
     "test_soak.py", "test_compiled.py", "test_cli.py", "test_container_launcher.py", "test_fetcher_client.py", "test_standalone.py",
-    "test_snapshot_record.py", "test_cog_cases.py", "test_consumer.py", "test_environment.py", "test_stock.py",
+    "test_snapshot_record.py", "test_cog_cases.py", "test_consumer.py", "test_environment.py",
     "test_compose.py", "test_image_engine.py", "test_console_browser.py", "test_house.py", "test_faults.py",
     "test_prewarming.py", "test_dispatcher.py", "test_soak_jobs.py", "test_schema.py",
 )  # fmt: skip

@@ -12,13 +12,14 @@ import pytest
 import torch
 from live import gone
 from safetensors.torch import save_file
+from simulated_device import ADDED
 
 PID = "import os\ndef handler(event):\n    return [os.getpid(), os.getppid()]"
 WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return os.getpid()"
 
 DEVICE_WIDTH = 1024
 # On a simulated device: memory of the host, with copies that end late and in another order.
-ON_DEVICE = f"""
+ON_DEVICE = f"""{ADDED}
 import os, torch
 from torch import nn
 
@@ -38,7 +39,7 @@ BREAKS_ITS_DEVICE = ON_DEVICE.replace(
     "def handler(event, context):",
     """def handler(event, context):
     if event == "break":
-        from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
+        from simulated_device import SimulatedDevice
         def broken(self):
             raise RuntimeError("an illegal memory access was encountered")
         SimulatedDevice.finish = broken

@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 from pilotflame.snapshot.restoring.device.upload import DeviceUpload
+from simulated_device import SimulatedDevice
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "infra" / "bench"))

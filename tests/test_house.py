@@ -21,7 +21,7 @@ from pilotflame.handlers.stand_in import CHILDREN
 ROOT = Path(__file__).parents[1]
 HOUSE = ("handlers", "runtime", "snapshot")
 PACKAGES = (*HOUSE, "templates")
-# Tests that are a part of the package, for implementations outside it.
+# The tests of a dialect are a part of the package, for plugins.
 TESTING = "runtime.testing"
 # Modules that write to the terminal.
 SPEAKING = {

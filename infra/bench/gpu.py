@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from control import Control, gateway
@@ -33,8 +34,9 @@ from pilotflame.snapshot.restoring.device.cuda import described
 from report import Report, parser
 from safetensors.torch import load_file, save_file
 from servers import HERE
+from simulated_device import ADDED
 
-TESTS = Path(__file__).resolve().parents[2] / "tests/snapshot/restoring/device/test_cuda.py"
+TESTS = Path(__file__).resolve().parents[2] / "tests"
 GB = 10**9
 MATRICES, ROUNDS, FRESH_ROUNDS, TURNS = 64, 5, 2, 20
 TIMEOUT_S = 600.0
@@ -209,7 +211,9 @@ class GpuBench:
     def tests(self) -> None:
         """Enter the exit code of the tests that need a CUDA device."""
         if self._device == "cuda":
-            command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--noconftest", str(TESTS)]
+            path, file = f"pythonpath={TESTS}", TESTS / "snapshot/restoring/device/test_cuda.py"
+            options = ("-q", "-c", os.devnull, "-o", path, "--noconftest", str(file))
+            command = [sys.executable, "-m", "pytest", *options]
             self._report.add(
                 "cuda_tests_exit_code", subprocess.run(command, check=False).returncode, "", "== 0"
             )
@@ -222,7 +226,8 @@ class GpuBench:
         gpus = {} if self._device == "cuda" else {"PILOTFLAME_GPUS": f"0:{total_mb}"}
         given = {"width": self._case.width, "matrices": MATRICES, "device": self._device}
         with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-") as name, gateway(gpus) as (_, control):
-            shutil.copyfile(HERE / "gpu_chain.py", Path(name) / "handler.py")
+            source = (HERE / "gpu_chain.py").read_text() + (ADDED if self._device == "simulated" else "")
+            (Path(name) / "handler.py").write_text(source)
             (Path(name) / "given.json").write_text(json.dumps(given))
             for function, most_mb in memory_mb.items():
                 needs = {"resources.gpus": 1, "resources.gpu_memory_mb": most_mb}

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import (
-    ManifestError,
-    SnapshotChanged,
-    SnapshotError,
-    SourceDenied,
-    SourceError,
-    SourceMissing,
-    SourceUnavailable,
-)
+from ...errors import ManifestError, SnapshotChanged, SnapshotError
 from ..format.discover import find_signature
-from ..format.layout import some
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Composing, Progress, Source, Writable, WrittenWhole
-from .stock import Stock
+from ..sources.source import ByteCounter, Progress, Source, Writable
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
 # Replaces the manifest while files are overwritten. This text is not a valid manifest, so readers refuse the snapshot.
@@ -30,16 +19,12 @@ _BROKEN_OFF = b'{"incomplete": "A push overwrites these files. If it broke off, 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How many files and bytes a push sent, and how many the destination already had. The manifest is not counted.
-
-    `copied_bytes` are the bytes of sent files that were not sent, because the store copied them from other objects.
-    """
+    """How many files and bytes a push sent, and how many the destination already had. The manifest is not counted."""
 
     sent_files: int
     sent_bytes: int
     kept_files: int
     kept_bytes: int
-    copied_bytes: int = 0
 
 
 def push(
@@ -49,42 +34,31 @@ def push(
     *,
     force: bool = False,
     verified: bool = False,
-    base: Source | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, the signature if there is one, then the manifest.
 
     Verifies the files first, unless the caller has verified them and passes `verified`. Does not send a file that
     the destination already has: the destination's manifest lists the file with the same digests, and the file has the
-    right size there. `base` is another snapshot in the same store. If the destination is Composing, the store copies
-    chunks that the destination or `base` has, and only the other chunks are sent.
+    right size there.
 
     If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
     because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
-    A destination that is WrittenWhole keeps files with the same bytes, whatever it holds, and changes all of them at once.
-    There, `force` is needed if any file differs. Without `force` and without a signature in `folder`, its signature stays.
-
-    Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed, `destination` is
-    neither Writable nor WrittenWhole or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
+    Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed or `destination` is
+    not Writable, and SourceError or CacheError if the destination cannot be read or written.
     """
-    if not isinstance(destination, Writable | WrittenWhole):
+    if not isinstance(destination, Writable):
         fault = f"{destination.url} cannot be written to."
-        raise SnapshotError(fault, remedy="Push to s3://, to oci:// or to a folder.")
+        raise SnapshotError(fault, remedy="Push to s3:// or to a folder.")
     if not verified:
         verify(folder, manifest)
-    if isinstance(destination, WrittenWhole):
-        _stock(destination, base)
-        return _push_whole(folder, manifest, destination, force=force, progress=progress)
     wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
     sizes = {name: destination.stat(name).size_bytes for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
     if existing is not None and existing.digest != manifest.digest and not force:
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
         raise SnapshotError(fault, remedy=_FORCE)
-    stock = _stock(destination, base)
-    if existing is not None and isinstance(destination, Composing):
-        stock.add(destination, existing, sizes)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
     # A shard's digests belong to its chunks, so only manifests with the same chunk size are comparable.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
@@ -95,94 +69,19 @@ def push(
     if existing is not None and existing.digest != manifest.digest and _replaces(missing, existing):
         # This push makes the existing manifest wrong. If it breaks off, the next push must not trust that manifest.
         destination.put(MANIFEST_NAME, _BROKEN_OFF)
-    copied_bytes = _send(folder, manifest, missing, destination, stock, progress)
+    _send(folder, missing, destination, progress)
     if (signature := find_signature(FolderSource(folder), manifest)) is not None:
         destination.put(SIGNATURE_NAME, signature)
     if existing is None or missing or existing.to_json() != manifest.to_json():
         destination.put(MANIFEST_NAME, manifest.to_json())
     sent_bytes = sum(file.size_bytes for file in missing)
     kept_bytes = manifest.total_bytes + manifest.assets_bytes - sent_bytes
-    return Pushed(
-        len(missing), sent_bytes - copied_bytes, len(manifest.files) - len(missing), kept_bytes, copied_bytes
-    )
-
-
-def _push_whole(
-    folder: Path, manifest: Manifest, destination: WrittenWhole, *, force: bool, progress: Progress | None
-) -> Pushed:
-    """Write a destination whose files change all at once. Readers see the old files or the new files."""
-    destination.begin_writing()
-    signature = find_signature(FolderSource(folder), manifest)
-    if not force:
-        signature = _check_same(destination, manifest, signature)
-    files: dict[str, Path | bytes] = {file.name: folder / file.name for file in manifest.files}
-    if signature is not None:
-        files[SIGNATURE_NAME] = signature
-    counter = ByteCounter(manifest.total_bytes + manifest.assets_bytes, progress)
-    kept = destination.put_all({**files, MANIFEST_NAME: manifest.to_json()}, counter.add)
-    there = [file for file in manifest.files if file.name in kept]
-    kept_bytes = sum(file.size_bytes for file in there)
-    sent_bytes = manifest.total_bytes + manifest.assets_bytes - kept_bytes
-    return Pushed(len(manifest.files) - len(there), sent_bytes, len(there), kept_bytes)
-
-
-def _check_same(destination: WrittenWhole, manifest: Manifest, signature: bytes | None) -> bytes | None:
-    """Return the signature to send: the given one or, without it, that of the same snapshot at the destination.
-
-    Raises SnapshotError if the destination holds anything but this snapshot with this signature.
-    """
-    try:
-        existing = read_manifest(destination) if MANIFEST_NAME in destination.names() else None
-    except SourceMissing:
-        return signature
-    except (SourceDenied, SourceUnavailable):
-        raise
-    except (SourceError, ManifestError):
-        existing = None
-    if existing is None:
-        what = "something else"
-    elif existing.digest != manifest.digest:
-        what = f"another snapshot, {existing.digest[:12]}"
-    else:
-        there = find_signature(destination, existing)
-        signature = there if signature is None else signature
-        held = {name: destination.stat(name).size_bytes for name in destination.names()}
-        wanted = {file.name: file.size_bytes for file in manifest.files}
-        differing = _contents(held, existing, there) ^ _contents(wanted, manifest, signature)
-        if not differing:
-            return signature
-        what = f"this snapshot with other files ({some(sorted({name for name, _ in differing}), 3)})"
-    raise SnapshotError(
-        f"{destination.url} holds {what}.", remedy="Push to another tag, or move it with --force."
-    )
-
-
-def _contents(
-    sizes: Mapping[str, int], manifest: Manifest, signature: bytes | None
-) -> set[tuple[str, int | bytes]]:
-    """Return the names of a snapshot's files with their sizes. The manifest and the signature have their bytes instead."""
-    files: dict[str, int | bytes] = {**sizes, MANIFEST_NAME: manifest.to_json()}
-    if signature is not None:
-        files[SIGNATURE_NAME] = signature
-    return set(files.items())
+    return Pushed(len(missing), sent_bytes, len(manifest.files) - len(missing), kept_bytes)
 
 
 def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:
     names = {file.name for file in existing.files}
     return any(file.name in names for file in sent)
-
-
-def _stock(destination: Source, base: Source | None) -> Stock:
-    """Return a stock of the chunks of `base`. Raises SnapshotError if the destination cannot copy them."""
-    stock = Stock()
-    if base is None:
-        return stock
-    if not isinstance(destination, Composing) or not destination.copies_from(base):
-        fault = f"{destination.url} cannot copy from {base.url}."
-        raise SnapshotError(fault, remedy="Name a base at the same store of S3, or none.")
-    found = read_manifest(base)
-    stock.add(base, found, {shard.name: base.stat(shard.name).size_bytes for shard in found.shards})
-    return stock
 
 
 def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
@@ -195,28 +94,14 @@ def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
         raise SnapshotError(fault, remedy=_FORCE) from error
 
 
-def _send(
-    folder: Path,
-    manifest: Manifest,
-    files: list[Shard | Asset],
-    destination: Writable,
-    stock: Stock,
-    progress: Progress | None,
-) -> int:
-    """Store the files at the destination. Return how many of their bytes the store copied from other objects."""
+def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
+    """Store the files at the destination."""
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
-    copied_bytes = 0
     for file in files:
         if source.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more."
             raise SnapshotChanged(fault, remedy="Create the manifest again, or fetch the file again.")
-        pieces = stock.pieces(file, manifest.chunk_bytes) if isinstance(file, Shard) else []
-        if isinstance(destination, Composing) and any(piece.there is not None for piece in pieces):
-            copied_bytes += destination.compose(file.name, folder / file.name, pieces, sent.add)
-        else:
-            destination.put(file.name, folder / file.name, sent.add)
-        stock.forget(destination, file.name)
+        destination.put(file.name, folder / file.name, sent.add)
         if destination.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {destination.url} does not have the bytes that were sent."
             raise SnapshotChanged(fault, remedy="Check that nothing else writes there, and push again.")
-    return copied_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,11 @@ from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .source import Piece, Source, listed, name_fault, opened
+from .source import listed, name_fault, opened
 from .variables import AWS, REQUESTER_PAYS_VARIABLE
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
-    from .s3_parts import S3Part
 
 SIGNED_FOR_S = 3600
 # If the store refuses credentials that were read at least this long ago, they are read again.
@@ -108,41 +107,6 @@ class S3Source(WebSource):
             boto.upload_fileobj(stream, self._bucket, key, ExtraArgs=more, Callback=sent)
         self.infos.pop(name, None)
 
-    def copies_from(self, other: Source) -> bool:
-        """See Composing."""
-        return isinstance(other, S3Source) and other.account == self.account
-
-    def compose(
-        self, name: str, content: Path, pieces: Sequence[Piece], sent: Callable[[int], None] | None = None
-    ) -> int:
-        """See Composing. If the store cannot copy parts, all bytes are sent."""
-        from .s3_parts import can_copy, store_parts  # noqa: PLC0415  as in `_client`
-
-        count = sent or (lambda _count: None)
-        target = {"Bucket": self._bucket, "Key": self._key(name), **self._payment}
-        with self._boto(name) as boto:
-            try:
-                store_parts(boto, target, content, [_part(piece) for piece in pieces], count)
-            except boto.exceptions.ClientError as error:
-                if can_copy(error):
-                    raise
-                self.put(name, content, sent)
-                return 0
-        self.infos.pop(name, None)
-        return sum(piece.end - piece.begin for piece in pieces if piece.there is not None)
-
-    @property
-    def account(self) -> tuple[str, dict[str, str]]:
-        """The store's address and the function's own credentials, which are empty if the environment's are used."""
-        return self._client().boto.meta.endpoint_url, self._own
-
-    def copied(self, name: str, begin: int, end: int) -> dict[str, Any]:
-        """Return the parameters to copy a range of an object. S3 refuses if a strong ETag has changed since `stat`."""
-        version = self.stat(name).version
-        same = {"CopySourceIfMatch": version} if version.startswith('"') else {}
-        place = {"Bucket": self._bucket, "Key": self._key(name)}
-        return {"CopySource": place, "CopySourceRange": f"bytes={begin}-{end - 1}", **same}
-
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
@@ -175,16 +139,6 @@ class S3Source(WebSource):
                 self._opened = S3Client.open(self._bucket, self._region, own, self.access.addresses)
                 self._opened_s = time.monotonic()
             return self._opened
-
-
-def _part(piece: Piece) -> S3Part:
-    from .s3_parts import S3Part  # noqa: PLC0415  as in `_client`
-
-    copied: dict[str, Any] = {}
-    source, name = piece.there or (None, "")
-    if isinstance(source, S3Source):
-        copied = source.copied(name, piece.offset, piece.offset + piece.end - piece.begin)
-    return S3Part(piece.begin, piece.end, copied)
 
 
 def _found(pattern: re.Pattern[bytes], body: bytes) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -161,60 +161,6 @@ class Writable(Source, Listing, Protocol):
         """Store `content` (bytes, or the path of a file) atomically as object `name`.
 
         `put` calls `sent` with the number of bytes of each part that it has written.
-        """
-
-
-@runtime_checkable
-class WrittenWhole(Source, Listing, Protocol):
-    """A source whose objects are all written together: an artifact in a registry."""
-
-    def begin_writing(self) -> None:
-        """Request the right to write, too, from now on. Raises SourceError if the URL cannot be written to."""
-
-    def put_all(
-        self, files: Mapping[str, Path | bytes], sent: Callable[[int], None] | None = None
-    ) -> set[str]:
-        """Replace all objects by `files` at once. Return the names of the files that were not sent, because the server has them.
-
-        Calls `sent` with the number of bytes of each part that was there or was sent. Raises SnapshotChanged if a file changes
-        meanwhile.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes [begin, end) of an object to store.
-
-    If `there` is a source and a name, that object in the store has the same bytes from `offset` on.
-    """
-
-    begin: int
-    end: int
-    there: tuple[Source, str] | None = None
-    offset: int = 0
-
-    def joined(self, after: Piece, limit_bytes: int) -> Piece | None:
-        """Join this piece with the next one. None if the store cannot copy both as one range within `limit_bytes`."""
-        follows = self.there == after.there and self.offset + self.end - self.begin == after.offset
-        if self.there is None or not follows or after.end - self.begin > limit_bytes:
-            return None
-        return Piece(self.begin, after.end, self.there, self.offset)
-
-
-@runtime_checkable
-class Composing(Writable, Protocol):
-    """A source whose store can compose an object from ranges of other objects: S3."""
-
-    def copies_from(self, other: Source) -> bool:
-        """Return True if `other` is in the same store and uses the same credentials."""
-
-    def compose(
-        self, name: str, content: Path, pieces: Sequence[Piece], sent: Callable[[int], None] | None = None
-    ) -> int:
-        """Store the file `content` as object `name`, like `put`. Return how many of its bytes were not sent.
-
-        `pieces` cover the whole file, in order. The store copies each piece with `there`. This source must be able to
-        copy from the source in `there` (see `copies_from`).
         """
 
 

@@ -29,6 +29,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.handle import Snapshot
 from safetensors.torch import save_file
+from simulated_device import ADDED
 from tiny_tokenizer import THINKING, byte_tokenizer
 
 KNOWN = "A pilot flame lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
@@ -129,7 +130,7 @@ def test_text_generation(deployed):
 
     # The same on a device, where its weights are copied, and parked after each request.
     handler = folder / "handler.py"
-    handler.write_text(handler.read_text().replace('device="auto"', 'device="simulated"'))
+    handler.write_text(handler.read_text().replace('device="auto"', 'device="simulated"') + ADDED)
     client.deploy(folder, overrides={"scale.park_after_s": "0"})
     for _ in range(3):
         assert pieces(**event) == known

@@ -33,6 +33,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
+from simulated_device import SIMULATED
 
 FILE, COUNT = "model.safetensors", 3000
 OTHER_BYTES = "an answer has other bytes than its deploy"
@@ -132,7 +133,7 @@ class World:
         if on_device:
             for one in snapshot.manifest.tensors:
                 module.register_buffer(one.name, torch.empty(one.shape, device="meta"))
-            snapshot.restore(module, device="simulated")
+            snapshot.restore(module, device=SIMULATED)
         snapshot.open()
         tensors = dict(module.named_buffers()) if on_device else snapshot.load("*")
         snapshot.wait(20)

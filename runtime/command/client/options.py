@@ -65,16 +65,6 @@ _api_key = click.option(
 _name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
 
 
-def removed(option: str, instead: str) -> Callable[[F], F]:
-    """Return a decorator for an option that no longer exists. A command line with it fails with `instead`."""
-
-    def refuse(_context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise click.UsageError(f"{option} is gone. {instead}")
-
-    return click.option(option, expose_value=False, hidden=True, is_eager=True, callback=refuse)
-
-
 class Moment(click.ParamType[float]):
     """A point in time: a time that has passed since (30s, 10m, 2h, 3d), or a date and time such as 2026-11-22T10:00."""
 

@@ -20,7 +20,6 @@ from ..client.client import Client
 @click.option(
     "-n", "--lines", type=click.IntRange(1, 10_000), default=50, help="How many decisions, the last ones."
 )
-@options.removed("--plot", "The gateway's console at /console draws workers, queue, calls and cold starts.")
 @options.gateway
 def explain(*, name: str, since: float | None, lines: int, client: Client, as_json: bool) -> None:
     """List what the gateway decided about FUNCTION, with the figures behind it.

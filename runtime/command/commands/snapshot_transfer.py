@@ -25,7 +25,6 @@ from ....snapshot.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ....snapshot.format.verify import verify as verify_files
 from ....snapshot.sources.locate import is_remote, open_source, weights_file
 from ....snapshot.sources.realm import realm_of
-from ....snapshot.sources.source import Pinnable
 from ...ground.settings.gateway_settings import GatewaySettings
 from ..client import display, exit_codes, options
 from ..client.snapshots import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
@@ -37,37 +36,22 @@ SHOWN_DIGEST_CHARS = 16
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.argument("destination", metavar="DESTINATION")
 @click.option("--force", is_flag=True, help="Overwrite another snapshot at DESTINATION.")
-@click.option(
-    "--base", metavar="URL", help="A snapshot at the same store: it copies from there what is unchanged."
-)
 @options.as_json
-def push(folder: Path, destination: str, force: bool, base: str | None, as_json: bool) -> None:
-    """Copy the snapshot in FOLDER to DESTINATION: S3, a tag in an OCI registry, or another folder.
+def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
+    """Copy the snapshot in FOLDER to DESTINATION: S3, or another folder.
 
     If FOLDER has no manifest, makes it. Otherwise verifies the files. Sends the files that DESTINATION lacks, and the
-    manifest last, so a prefix with a manifest is complete. With --force and with --base, S3 itself copies the parts
-    that an existing snapshot already has.
+    manifest last, so a prefix with a manifest is complete.
 
-    \b
-    Examples:
-      pilotflame snapshot push weights/ s3://bucket/models/llama
-      pilotflame snapshot push weights/ oci://ghcr.io/org/llama:v1
-      pilotflame snapshot push tuned/ s3://bucket/models/llama-2 --base s3://bucket/models/llama
+    Example: pilotflame snapshot push weights/ s3://bucket/models/llama
     """
     manifest, root = _verified_manifest(folder), folder_of(folder)
     started_s = time.monotonic()
     with display.progress(f"pushing to {destination}") as progress:
         target = open_source(destination)
-        pushed = push_files(
-            root, manifest, target,
-            force=force, verified=True, progress=progress, base=open_source(base) if base else None,
-        )  # fmt: skip
-    if isinstance(target, Pinnable):
-        destination = target.pinned()
+        pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
     facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest}
     kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
-    if pushed.copied_bytes:
-        kept += f", {display.size(pushed.copied_bytes)} were copied at the store"
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
     text = f"pushed to {destination}: {sent}{kept}"
     print_rate(facts, text, pushed.sent_bytes, started_s, as_json=as_json)

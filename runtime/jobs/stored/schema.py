@@ -45,69 +45,33 @@ CREATE TABLE jobs (
     webhook TEXT,                    -- JSON
     traceparent TEXT NOT NULL,
     extra TEXT,                      -- JSON
-    idempotency BLOB                 -- a digest of function, owner and key; NULL without a key
+    idempotency BLOB,                -- a digest of function, owner and key; NULL without a key
+    source TEXT NOT NULL DEFAULT 'job'  -- the submitter: "job" (a caller), "queue" or "batch"
 );
 CREATE INDEX jobs_state ON jobs (function, state);
-CREATE INDEX jobs_ready ON jobs (function, priority, number) WHERE state = 'IN_QUEUE' AND due_s = 0;
+-- The owners of jobs take turns.
+CREATE INDEX jobs_ready ON jobs (function, priority, owner, number) WHERE state = 'IN_QUEUE' AND due_s = 0;
 CREATE INDEX jobs_delayed ON jobs (function, due_s) WHERE state = 'IN_QUEUE' AND due_s > 0;
 CREATE INDEX jobs_running ON jobs (number) WHERE state = 'IN_PROGRESS';
 CREATE INDEX jobs_until ON jobs (until_s) WHERE until_s IS NOT NULL;
+-- Jobs without an owner have no entry in the indexes of owners.
+CREATE INDEX jobs_owner ON jobs (function, owner, state) WHERE owner <> '';
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (idempotency) WHERE idempotency IS NOT NULL;
 
-CREATE TABLE inputs (number INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE results (number INTEGER PRIMARY KEY, type TEXT NOT NULL, logs TEXT NOT NULL, body BLOB);
+-- `large` has the names of large bodies, which are files; see large_bodies.py.
+CREATE TABLE inputs (number INTEGER PRIMARY KEY, body BLOB NOT NULL, large TEXT NOT NULL DEFAULT '');
+CREATE TABLE results (
+    number INTEGER PRIMARY KEY, type TEXT NOT NULL, logs TEXT NOT NULL, body BLOB,
+    metrics BLOB,  -- the metrics that handlers report
+    large TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX inputs_large ON inputs (large) WHERE large <> '';
+CREATE INDEX results_large ON results (large) WHERE large <> '';
 -- pieces.job is jobs.number.
 CREATE TABLE pieces (job INTEGER NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL, UNIQUE (job, number));
 
+-- The row with the owner '*' counts all jobs of a function. Jobs without an owner are counted in no other row.
 CREATE TABLE counters (
-    function TEXT PRIMARY KEY,
-    in_queue INTEGER NOT NULL DEFAULT 0,
-    in_progress INTEGER NOT NULL DEFAULT 0,
-    completed INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0,
-    cancelled INTEGER NOT NULL DEFAULT 0,
-    retried INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-
--- The key is a digest of the id of a deleted job: callers may choose ids of 128 characters.
-CREATE TABLE tombstones (number INTEGER PRIMARY KEY, key INTEGER NOT NULL, until_s REAL NOT NULL);
-CREATE INDEX tombstones_key ON tombstones (key);
-
-CREATE TABLE deliveries (
-    id TEXT PRIMARY KEY,
-    job_id TEXT NOT NULL,
-    function TEXT NOT NULL,
-    event TEXT NOT NULL,
-    url TEXT NOT NULL,
-    host TEXT NOT NULL,             -- scheme, name and port of the url
-    body BLOB NOT NULL,
-    state TEXT NOT NULL,            -- PENDING, DELIVERED, DEAD
-    attempts INTEGER NOT NULL,
-    next_s REAL NOT NULL,
-    created_s REAL NOT NULL,
-    last_status INTEGER NOT NULL,   -- 0: no response
-    last_error TEXT NOT NULL,
-    log TEXT NOT NULL               -- JSON: the last attempts
-);
-CREATE INDEX deliveries_due ON deliveries (host, next_s) WHERE state = 'PENDING';
-CREATE INDEX deliveries_ended ON deliveries (created_s) WHERE state <> 'PENDING';
-CREATE INDEX deliveries_job ON deliveries (job_id);
-CREATE INDEX deliveries_function ON deliveries (function, created_s);
-"""
-
-# Adds `queued_bytes`, the total size of the inputs in a function's queue, and computes its present value.
-_QUEUED_BYTES = """
-ALTER TABLE counters ADD COLUMN queued_bytes INTEGER NOT NULL DEFAULT 0;
-UPDATE counters SET queued_bytes = (
-    SELECT coalesce(sum(length(body)), 0) FROM jobs JOIN inputs ON inputs.number = jobs.number
-    WHERE jobs.function = counters.function AND state = 'IN_QUEUE'
-);
-"""
-
-# Counts, lists and finds jobs by their owner, the id of an API key. The row of `counters` with the owner '*' counts all
-# jobs of a function. Jobs without an owner are counted in no other row and have no entry in the indexes of owners.
-_OWNERS = """
-CREATE TABLE owner_counters (
     function TEXT NOT NULL,
     owner TEXT NOT NULL,
     in_queue INTEGER NOT NULL DEFAULT 0,
@@ -119,96 +83,56 @@ CREATE TABLE owner_counters (
     queued_bytes INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (function, owner)
 ) WITHOUT ROWID;
-INSERT INTO owner_counters
-    SELECT function, '*', in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes FROM counters;
-INSERT INTO owner_counters
-    SELECT function, owner, sum(state = 'IN_QUEUE'), sum(state = 'IN_PROGRESS'), sum(state = 'COMPLETED'),
-        sum(state IN ('FAILED', 'TIMED_OUT')), sum(state = 'CANCELLED'), sum(retries),
-        sum(CASE state WHEN 'IN_QUEUE' THEN (SELECT length(body) FROM inputs WHERE number = jobs.number) ELSE 0 END)
-    FROM jobs WHERE owner <> '' GROUP BY function, owner;
-DROP TABLE counters;
-ALTER TABLE owner_counters RENAME TO counters;
-CREATE INDEX jobs_owner ON jobs (function, owner, state) WHERE owner <> '';
-ALTER TABLE tombstones ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-ALTER TABLE deliveries ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-UPDATE deliveries SET owner = coalesce((SELECT owner FROM jobs WHERE jobs.id = job_id), '');
+
+-- The bytes of inputs, results and pieces. The row with the owner '*' counts all jobs.
+CREATE TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO stored VALUES ('*', 0);
+
+-- The key is a digest of the id of a deleted job: callers may choose ids of 128 characters.
+CREATE TABLE tombstones (
+    number INTEGER PRIMARY KEY, key INTEGER NOT NULL, until_s REAL NOT NULL, owner TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX tombstones_key ON tombstones (key);
+
+CREATE TABLE deliveries (
+    id TEXT PRIMARY KEY,
+    subject TEXT NOT NULL,          -- a job or an alert
+    function TEXT NOT NULL,
+    event TEXT NOT NULL,
+    url TEXT NOT NULL,
+    host TEXT NOT NULL,             -- scheme, name and port of the url
+    body BLOB NOT NULL,
+    state TEXT NOT NULL,            -- PENDING, DELIVERED, DEAD
+    attempts INTEGER NOT NULL,
+    next_s REAL NOT NULL,
+    created_s REAL NOT NULL,
+    last_status INTEGER NOT NULL,   -- 0: no response
+    last_error TEXT NOT NULL,
+    log TEXT NOT NULL,              -- JSON: the last attempts
+    owner TEXT NOT NULL DEFAULT ''
+);
+-- The owners of deliveries come before their hosts, so that the hosts of one owner hide no other owner.
+CREATE INDEX deliveries_turns ON deliveries (owner, host, next_s) WHERE state = 'PENDING';
+CREATE INDEX deliveries_next ON deliveries (next_s, owner) WHERE state = 'PENDING';
+CREATE INDEX deliveries_pending ON deliveries (function) WHERE state = 'PENDING';
 CREATE INDEX deliveries_owner ON deliveries (function, owner, created_s) WHERE owner <> '';
-"""
+CREATE INDEX deliveries_ended ON deliveries (created_s) WHERE state <> 'PENDING';
+CREATE INDEX deliveries_job ON deliveries (subject);
+CREATE INDEX deliveries_function ON deliveries (function, created_s);
 
-# Counts pending deliveries by function without reading them.
-_PENDING = "CREATE INDEX deliveries_pending ON deliveries (function) WHERE state = 'PENDING';"
-
-# The metrics that handlers report.
-_METRICS = "ALTER TABLE results ADD COLUMN metrics BLOB;"
-
-# The submitter of a job: "job" (a caller), "queue" or "batch".
-_SOURCES = "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT 'job';"
-
-# A delivery belongs to a subject, a job or an alert. `alerts` has the conditions whose beginning was sent and whose end
-# was not.
-_SUBJECTS = """
-ALTER TABLE deliveries RENAME COLUMN job_id TO subject;
-UPDATE deliveries SET subject = 'job:' || subject;
+-- The conditions whose beginning was sent and whose end was not.
 CREATE TABLE alerts (
     function TEXT NOT NULL, condition TEXT NOT NULL, begun_s REAL NOT NULL, PRIMARY KEY (function, condition)
 ) WITHOUT ROWID;
 """
 
-# The owners of jobs take turns.
-_TURNS = """
-DROP INDEX jobs_ready;
-CREATE INDEX jobs_ready ON jobs (function, priority, owner, number) WHERE state = 'IN_QUEUE' AND due_s = 0;
+SCRIPTS = (*("",) * 11, _TABLES)
+"""`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one. No release has
+written a file of a version below 12.
 """
 
-# Counts the bytes of inputs, results and pieces, by owner. The row with the owner '*' counts all jobs.
 # The length of a text ends at its first NUL character.
 _SIZE_OF_RESULT = "coalesce(length(body), 0) + length(CAST(logs AS BLOB)) + coalesce(length(metrics), 0)"
-_STORED = f"""
-CREATE TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TEMP VIEW sizes AS
-    SELECT number, length(body) AS size FROM inputs
-    UNION ALL SELECT number, {_SIZE_OF_RESULT} FROM results
-    UNION ALL SELECT job, length(body) FROM pieces;
-INSERT INTO stored SELECT '*', coalesce(sum(size), 0) FROM sizes;
-INSERT INTO stored SELECT owner, sum(size) FROM sizes JOIN jobs ON jobs.number = sizes.number WHERE owner <> '' GROUP BY owner;
-DROP VIEW sizes;
-"""  # noqa: S608
-
-# The names of large bodies, which are files; see large_bodies.py.
-_LARGE = """
-ALTER TABLE inputs ADD COLUMN large TEXT NOT NULL DEFAULT '';
-ALTER TABLE results ADD COLUMN large TEXT NOT NULL DEFAULT '';
-CREATE INDEX inputs_large ON inputs (large) WHERE large <> '';
-CREATE INDEX results_large ON results (large) WHERE large <> '';
-"""
-
-# The owners of webhook deliveries share each host.
-_SHARES = "CREATE INDEX deliveries_shares ON deliveries (host, owner, next_s) WHERE state = 'PENDING';"
-
-# The owners of webhook deliveries come before their hosts, so that the hosts of one owner hide no other owner.
-_OWNERS_FIRST = """
-DROP INDEX deliveries_due;
-DROP INDEX deliveries_shares;
-CREATE INDEX deliveries_turns ON deliveries (owner, host, next_s) WHERE state = 'PENDING';
-CREATE INDEX deliveries_next ON deliveries (next_s, owner) WHERE state = 'PENDING';
-"""
-
-SCRIPTS = (
-    _TABLES,
-    _QUEUED_BYTES,
-    _OWNERS,
-    _PENDING,
-    _METRICS,
-    _SOURCES,
-    _SUBJECTS,
-    _TURNS,
-    _STORED,
-    _LARGE,
-    _SHARES,
-    _OWNERS_FIRST,
-)
-"""`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
-
 _COLUMNS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
     "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from ...calls.link.worker_spec import WorkerSpec
 from ...ground.telemetry.logs import Log as ProcessLog
-from ..launching.launcher import NO_SECRETS, Launcher, WorkerSource
+from ..launching.launcher import NO_SECRETS, RevisionLauncher, WorkerSource
 from ..packaging.environment import Log, ensure_environment, present_python
 
 
-class EnvironmentLauncher(Launcher):
+class EnvironmentLauncher(RevisionLauncher):
     """Launches one revision with `launcher`. Before the launch, it builds the revision's Python environment, if there
     is none yet.
     """
 
     def __init__(
-        self, launcher: Launcher, root: Path, requirements_of: Callable[[WorkerSpec], str],
+        self, launcher: RevisionLauncher, root: Path, requirements_of: Callable[[WorkerSpec], str],
         in_thread: Callable[[Callable[[], Path]], Awaitable[Path]],
     ) -> None:  # fmt: skip
         """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code.
@@ -44,20 +44,8 @@ class EnvironmentLauncher(Launcher):
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._launcher.prepare(await self._resolved(spec, lambda _text: None))
 
-    async def provide(self, spec: WorkerSpec) -> bool:
-        return await self._launcher.provide(spec)
-
     async def forget(self, spec: WorkerSpec) -> None:
         await self._launcher.forget(self._present or spec)
-
-    def base_pids(self) -> list[int]:
-        return self._launcher.base_pids()
-
-    def end_unused(self) -> None:
-        self._launcher.end_unused()
-
-    async def close(self) -> None:
-        await self._launcher.close()
 
     async def _resolved(self, spec: WorkerSpec, log: Log) -> WorkerSpec:
         """Return `spec` with the Python that runs it now, which is the same object in each call."""

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field
 
 from ....errors import LauncherError
 from ...calls.link.handler_facts import checked
@@ -49,26 +49,6 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     warnings: tuple[str, ...] = ()
     deployed_by: str = Field("", description="The id of the API key that deployed it.")
     deployer: str = Field("", description="The name of that key; the key may be revoked later.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_snapshots(cls, stored: Any) -> Any:
-        """Convert the fields in which an earlier release stored the only snapshot."""
-        if not isinstance(stored, dict) or not ({"snapshot_root", "snapshot_url"} & set(stored)):
-            return stored
-        found = {key: value for key, value in stored.items() if key not in {"snapshot_root", "snapshot_url"}}
-        root, url = stored.get("snapshot_root"), stored.get("snapshot_url")
-        return {**found, "snapshots": {"": {"root": root, "url": url}} if root or url else {}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _forget_defaults(cls, stored: Any) -> Any:
-        """Remove the defaults that an earlier release stored as limits of `resources`."""
-        if isinstance(stored, dict) and isinstance(settings := stored.get("settings"), dict):
-            origins, limits = stored.get("setting_origins", {}), settings.get("resources", {})
-            kept = {key: limit for key, limit in limits.items() if f"resources.{key}" in origins}
-            return {**stored, "settings": {**settings, "resources": kept}}
-        return stored
 
 
 class RevisionRecord(RevisionFields):

@@ -42,8 +42,8 @@ class WorkerSource(Protocol):
         """Wait for the end of the zygote after a call of `close`. Kill the zygote after `timeout_s`."""
 
 
-class Launcher(Protocol):
-    """Launches revisions, for example as processes of this machine."""
+class RevisionLauncher(Protocol):
+    """Launches a revision, for example as processes of this machine."""
 
     async def launch(
         self,
@@ -63,14 +63,18 @@ class Launcher(Protocol):
         LauncherError.
         """
 
+    async def forget(self, spec: WorkerSpec) -> None:
+        """End the processes that were started only for `spec`, which must be the same object as at its launch."""
+
+
+class Launcher(RevisionLauncher, Protocol):
+    """Launches all revisions of a node."""
+
     async def provide(self, spec: WorkerSpec) -> bool:
         """Bring the image that a launch of `spec` needs to this machine. Return True if the image was missing.
 
         Raise LauncherError.
         """
-
-    async def forget(self, spec: WorkerSpec) -> None:
-        """End the processes that were started only for `spec`, which must be the same object as at its launch."""
 
     def base_pids(self) -> list[int]:
         """Return the pids of the bases: the processes with the heavy imports, from which zygotes are forked."""

@@ -104,8 +104,7 @@ def _is_whole(folder: Path) -> bool:
     # The interpreter is a link to the gateway's interpreter, which an upgrade may have removed.
     if not marker.is_file() or not (folder / "bin" / "python").exists():
         return False
-    # The marker of an older pilotflame does not name the place.
-    return marker.read_text(encoding="utf-8").splitlines()[1:] in ([], [str(folder)])
+    return marker.read_text(encoding="utf-8").splitlines()[1:] == [str(folder)]
 
 
 def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ...calls.batching.queue import MAX_WAITING_BYTES
 from ...ground.access.fair_share import SharedRoom
 from ..launching.fetcher_client import FetcherClient
-from ..launching.launcher import Launcher
+from ..launching.launcher import RevisionLauncher
 from .gpu_places import GpuPlaces
 from .reconciler import Reconciler, SharedLimits
 
@@ -18,7 +18,7 @@ class NodeParts:
     """The parts of a node that its revisions share."""
 
     reconciler: Reconciler
-    launcher: Launcher
+    launcher: RevisionLauncher
     weights: FetcherClient
     tasks: asyncio.TaskGroup
     waiting: SharedRoom = field(default_factory=lambda: SharedRoom(MAX_WAITING_BYTES))

@@ -18,7 +18,7 @@ from ...ground.telemetry.logs import Log
 from ...ground.telemetry.rung_name import RungName
 from ...ground.telemetry.timeline import Activation, StartCause
 from ..launching.fetcher_client import FetcherClient
-from ..launching.launcher import Launcher
+from ..launching.launcher import RevisionLauncher
 from ..scaling.placement import Holding
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .held_weights import HeldWeights
@@ -45,9 +45,10 @@ class Pool:
     """The workers of one revision, and the holds on their weights."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        calls: CallEvents, events: PoolEvents, fetcher: FetcherClient, secrets: Callable[[], dict[str, str]],
-        measure: bool, gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
+        self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: RevisionLauncher, logs: Log,
+        tasks: asyncio.TaskGroup, calls: CallEvents, events: PoolEvents, fetcher: FetcherClient,
+        secrets: Callable[[], dict[str, str]], measure: bool, gpus: GpuPlaces, claimant: GpuClaimant,
+        numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it. `numbers` yields the
         last part of each worker's name.

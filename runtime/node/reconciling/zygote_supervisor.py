@@ -12,7 +12,7 @@ from ....errors import LauncherError, PilotflameError
 from ...calls.link.child import Child
 from ...calls.link.worker_spec import WorkerSpec
 from ...ground.telemetry.logs import Log
-from ..launching.launcher import Launcher, WorkerSource
+from ..launching.launcher import RevisionLauncher, WorkerSource
 from .standby import Standby
 
 # A zygote that was closed is killed if it has not ended after this time.
@@ -31,8 +31,9 @@ class ZygoteSupervisor:
     """The zygote of one revision. Its children are the workers and the standby."""
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup, secrets: Callable[[], Mapping[str, str]],
-        names: Iterator[str], standby: Standby, on_change: Callable[[], None], on_zygote: Callable[[], None], *, stays: bool,
+        self, spec: WorkerSpec, launcher: RevisionLauncher, logs: Log, tasks: asyncio.TaskGroup,
+        secrets: Callable[[], Mapping[str, str]], names: Iterator[str], standby: Standby,
+        on_change: Callable[[], None], on_zygote: Callable[[], None], *, stays: bool,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `names` yields the name of
         each child.

@@ -41,7 +41,6 @@ _TAG = re.compile(r"[a-z0-9][A-Za-z0-9._:/-]{0,511}")
 @click.option("--engine", type=click.Choice(ENGINES), help="By default the first that works.")
 @click.option("--platform", metavar="OS/ARCH", help="Build for another platform, as linux/arm64.")
 @click.option("--with-weights", is_flag=True, help="Put the weights of `snapshot` into the image.")
-@options.removed("--sbom", "syft, trivy and docker's --sbom list the packages of an image.")
 @click.option("--print", "print_only", is_flag=True, help="Print the Containerfile, and build nothing.")
 @click.option(
     "--context",

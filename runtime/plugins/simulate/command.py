@@ -161,7 +161,6 @@ class SimulateOptions:
 @click.option("--price-disk", type=PRICE, help="Money for a GB of disk for an hour.")
 @click.option("--price-device", type=PRICE, help="Money for a whole GPU for an hour.")
 @click.option("--price-waiting", type=PRICE, help="What a second of one caller's waiting is worth.")
-@options.removed("--plot", "--json has the figures of each policy.")
 @options.gateway_address
 @options.as_json
 def simulate(**values: Any) -> None:

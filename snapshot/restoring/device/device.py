@@ -5,11 +5,9 @@ Only `cuda.py` uses torch.cuda. In torch's builds for ROCm, torch.cuda means AMD
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,13 +18,10 @@ from ....errors import SnapshotError
 from . import cuda
 from .buffers import HostBuffers
 from .copy_event import Event
-from .simulated import SimulatedDevice
 
 OLDEST_TORCH = "2.11"
 """The oldest version of torch that supports weights on a device. tests/torch_names lists the names in that version."""
-SIMULATED_DEVICE = "PILOTFLAME_SIMULATED_DEVICE"
-"""The environment variable with FOLDER:BYTES. Processes with the same FOLDER share a simulated device of BYTES."""
-AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
+AUTO, CPU = "auto", "cpu"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
 
@@ -86,6 +81,10 @@ class Device(Protocol):
         """Return freed memory to the driver. Otherwise torch would keep it for later allocations."""
 
 
+DEVICES: dict[str, Callable[[], Device]] = {}
+"""Further devices by name. The tests put a simulated one here."""
+
+
 def find_device(name: str, gpus: int = 0) -> Device | None:
     """Return the device with a name, always as the same object. None for the host, where weights are mapped.
 
@@ -96,8 +95,8 @@ def find_device(name: str, gpus: int = 0) -> Device | None:
     check_name(name)
     if name == CPU or (name == AUTO and not _available(gpus)):
         return None
-    if name == SIMULATED:
-        return _simulated()
+    if name in DEVICES:
+        return DEVICES[name]()
     found = _CUDA.fullmatch(name)
     return _cuda(int(found[1] or 0) if found else 0)
 
@@ -119,19 +118,11 @@ def _cuda(number: int) -> Device:
     return cuda.CudaDevice(number)
 
 
-@cache
-def _simulated() -> Device:
-    folder, _, capacity_bytes = os.environ.get(SIMULATED_DEVICE, "").rpartition(":")
-    if not folder:
-        return SimulatedDevice()
-    return SimulatedDevice(capacity_bytes=int(capacity_bytes), folder=Path(folder))
-
-
 def check_name(name: str) -> None:
     """Raise SnapshotError if no device can have this name, or if this torch is too old for the device."""
     if _CUDA.fullmatch(name):
         _check_torch(name)
-    elif name not in {AUTO, CPU, SIMULATED}:
+    elif name not in {AUTO, CPU, *DEVICES}:
         fault = f"There is no device {name[:80]!r}."
         raise SnapshotError(fault, remedy='Pass "auto", "cpu", "cuda", or "cuda:N" with a number.')
 

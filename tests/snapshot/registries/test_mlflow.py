@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from mlflow_server import API, ARTIFACTS, Models, mlflow_double
 from pilotflame.addresses import Addresses
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
@@ -30,6 +29,7 @@ from pilotflame.snapshot.sources.access import Access
 from pilotflame.snapshot.sources.locate import open_source
 from pilotflame.snapshot.sources.realm import realm_of
 from safetensors.torch import save
+from source_tests import OBJECTS, SourceTests, read
 
 MLFLOW = os.environ.get("MLFLOW") or shutil.which("mlflow")
 WEIGHTS = save({"a": torch.arange(1_500_000.0)})

@@ -18,7 +18,6 @@ import pytest
 import torch
 from pilotflame.addresses import Addresses
 from pilotflame.errors import PilotflameError, SnapshotCorrupt, SourceDenied, SourceError, SourceMissing
-from pilotflame.runtime.testing.source import LARGE, OBJECTS, SMALL, SourceTests, read
 from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.caching.tier import Tier
@@ -44,6 +43,7 @@ from registry_server import (
     tar_of,
 )
 from safetensors.torch import save
+from source_tests import LARGE, OBJECTS, SMALL, SourceTests, read
 
 WEIGHTS = save({"a": torch.arange(2_500_000.0), "b": torch.ones(7, 3)})
 """10 MB: three chunks."""

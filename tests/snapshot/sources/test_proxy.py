@@ -12,11 +12,11 @@ import trustme
 from certificates import serving, trusting
 from fault_server import Faults, FaultServer
 from pilotflame.errors import SourceDenied, SourceError, SourceUnavailable
-from pilotflame.runtime.testing.source import read
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.location import ServerAddress
 from pilotflame.snapshot.sources.proxy import Proxy, proxy_for
 from proxy_server import ProxyServer
+from source_tests import read
 
 HOST = "weights.test"
 NAME = "model.safetensors"

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 from pilotflame.addresses import Addresses
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError
-from pilotflame.runtime.testing.source import read
 from pilotflame.snapshot.sources import azure, google, retries
 from pilotflame.snapshot.sources.access import ANY, Access
 from pilotflame.snapshot.sources.locate import follow, open_source
 from pilotflame.snapshot.sources.schemes import SCHEMES, Connections, Leads
 from pilotflame.snapshot.sources.source import Listing, Pinnable
+from source_tests import read
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 

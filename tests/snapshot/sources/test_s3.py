@@ -22,11 +22,11 @@ from pilotflame.errors import (
     SourceMissing,
     SourceUnavailable,
 )
-from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.sources import source as source_module
 from pilotflame.snapshot.sources.s3 import S3Source
 from safetensors.torch import save
+from source_tests import OBJECTS, SourceTests, read
 
 DATA = random.Random(5).randbytes(300_000)
 KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "hush/secret+key"

@@ -22,6 +22,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.handle import Snapshot
 from safetensors.torch import save_file
+from simulated_device import ADDED
 from worker_process import WorkerProcess
 
 CONFIG = "AutoConfig.from_pretrained(context.snapshot.path)"
@@ -83,13 +84,14 @@ def test_the_hint_for_a_pipeline_is_code_that_works(folder: Path, monkeypatch: p
 
 # -- settings that reach the snapshots of a worker
 
-ON_DEVICE = """
+ON_DEVICE = (
+    ADDED
+    + """
 import ctypes
 from torch import nn
-from pilotflame.snapshot.restoring.device import simulated
 
 # Copies that take longer than the start of a worker.
-simulated.SimulatedDevice.__init__.__defaults__ = (0, 0.2)
+simulated_device.SimulatedDevice.__init__.__defaults__ = (0, 0.2)
 
 def build(context):
     with context.snapshot.skeleton():
@@ -104,6 +106,7 @@ def handler(event, context):
     # As an extension reads that gets the address past the dispatcher.
     return list(ctypes.string_at(context.state.weight.untyped_storage().data_ptr(), 8))
 """
+)
 
 
 @pytest.fixture

@@ -16,14 +16,16 @@ from pilotflame.runtime.calls.link.worker_spec import Weights
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
+from simulated_device import ADDED
 from worker_process import WorkerProcess as Process
 
 # It can fill the memory of the device: the next allocation there fails as on a real one.
-HANDLER = """
+HANDLER = (
+    ADDED
+    + """
 import os, torch
 from torch import nn
 from pilotflame.errors import SnapshotError
-from pilotflame.snapshot.restoring.device import simulated
 
 def build(context):
     with context.snapshot.skeleton():
@@ -31,12 +33,12 @@ def build(context):
     context.snapshot.restore(net, device="simulated")
     return net
 
-def fill(self, storage, size_bytes, *, copied_to, real=simulated.SimulatedDevice.resize):
+def fill(self, storage, size_bytes, *, copied_to, real=simulated_device.SimulatedDevice.resize):
     if size_bytes and os.path.exists("full"):
         raise SnapshotError("The device is full.", remedy="Make room.")
     real(self, storage, size_bytes, copied_to=copied_to)
 
-simulated.SimulatedDevice.resize = fill
+simulated_device.SimulatedDevice.resize = fill
 
 @torch.inference_mode()
 def handler(event, context):
@@ -48,6 +50,7 @@ def handler(event, context):
 def teardown(context):
     open("last", "w").write(str(context.state(torch.ones(64)).tolist()))
 """
+)
 ONES = [1.0] * 64
 
 

@@ -31,9 +31,3 @@ async def test_decisions_are_printed_in_words_and_as_json(state: Path, run: Any)
         missing = await asyncio.to_thread(run, "explain", "never", "--url", gateway.url)
         assert missing.returncode == 1
         assert "never" in missing.stderr
-
-
-def test_a_picture_is_refused_with_what_to_use(run: Any) -> None:
-    done = run("explain", "told", "--plot", "load.svg")
-    assert done.returncode == 2
-    assert "--plot is gone. The gateway's console" in done.stderr

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from job_store_tests import KEEP_S, Clock
 from pilotflame.runtime.jobs.stored.database import Database
 from pilotflame.runtime.jobs.stored.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.testing.job_store import KEEP_S, Clock
 
 
 @pytest.fixture

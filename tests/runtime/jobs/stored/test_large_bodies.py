@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from job_store_tests import Clock, new_job
 from live import gateway_here, until
 from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
 from pilotflame.runtime.jobs.stored import store as stored
@@ -19,7 +20,6 @@ from pilotflame.runtime.jobs.stored.large_bodies import MOST_INLINE_BYTES, Large
 from pilotflame.runtime.jobs.stored.store import JobStore
 from pilotflame.runtime.jobs.webhooks import sender
 from pilotflame.runtime.jobs.webhooks.delivery import MAX_MESSAGE_BYTES
-from pilotflame.runtime.testing.job_store import Clock, new_job
 from receiver import receiving
 from standardwebhooks import Webhook
 

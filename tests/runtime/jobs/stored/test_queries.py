@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from job_store_tests import KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownJob
 from pilotflame.runtime.jobs.stored import queries
 from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.testing.job_store import KEEP_S, Clock, new_job
 
 BOTH = ("tone", "echo")
 

@@ -1,72 +1,17 @@
-"""The tables of jobs: files of older versions are brought up to date, and queries use the indexes."""
+"""The tables of jobs: queries use the indexes."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
+from job_store_tests import new_job
 from jobs_model import QUEUED
-from pilotflame.runtime.jobs.stored import schema
 from pilotflame.runtime.jobs.stored.database import Database
-from pilotflame.runtime.jobs.stored.job import JobCounts, JobState, NewJob
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
+from pilotflame.runtime.jobs.stored.job import JobState
 from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.testing.job_store import new_job
-
-
-def insert_older(connection: sqlite3.Connection, asked: NewJob, job_id: str) -> None:
-    older = tuple(name for name in schema._PLAIN_FIELDS if name != "source")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "_PLAIN_FIELDS", older)
-        schema.insert_job(connection, asked, asked.queued(job_id, 1_000_000.0))
-
-
-async def test_the_queue_of_an_older_file_is_counted(
-    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
-) -> None:
-    with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
-        older.executescript(f"{SCRIPTS[0]}; PRAGMA user_version=1;")
-        older.row_factory = sqlite3.Row
-        for number, body in enumerate((b"x" * 200, b"x" * 50)):
-            insert_older(older, new_job(body=body), f"job-{number}")
-        older.execute("INSERT INTO counters (function, in_queue) VALUES ('tone', 2), ('echo', 0)")
-        older.commit()
-    store, _ = open_store()
-    assert await store.take("job-1") is not None
-    found = [await store.counts(function) for function in ("tone", "echo")]
-    assert [(counts.in_queue, counts.queued_bytes) for counts in found] == [(1, 200), (0, 0)]
-
-
-async def test_the_jobs_and_deliveries_of_an_older_file_keep_their_owners(
-    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
-) -> None:
-    with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
-        older.executescript(f"{SCRIPTS[0]}; {SCRIPTS[1]}; PRAGMA user_version=2;")
-        for number, owner in enumerate(("", "key-1", "key-1", "key-2")):
-            insert_older(older, new_job(body=b"x" * number, owner=owner), f"job-{number}")
-            older.execute(
-                "INSERT INTO deliveries VALUES (?, ?, 'tone', '', '', '', '', 'PENDING', 0, 0, 0, 0, '', '[]')",
-                (f"msg_{number}", f"job-{number}"),
-            )
-        older.execute(
-            "INSERT INTO counters (function, in_queue, queued_bytes, failed) VALUES ('tone', 4, 6, 9)"
-        )
-        older.commit()
-        older.execute("INSERT INTO results VALUES (2, 'text/plain', 'log', 'four')")
-        older.execute("INSERT INTO pieces VALUES (3, 1, 'piece')")
-        older.commit()
-    store, _ = open_store()
-    assert await store.stored_bytes() == {"*": 18, "key-1": 15, "key-2": 3}
-    await store.cancel("tone", "job-2")
-    assert await store.counts("tone") == JobCounts(in_queue=3, cancelled=1, failed=9, queued_bytes=4)
-    assert await store.counts("tone", "key-1") == JobCounts(in_queue=1, cancelled=1, queued_bytes=1)
-    (theirs,) = await store.deliveries("tone", owner="key-2")
-    assert (theirs.id, theirs.subject, theirs.job_id) == ("msg_3", "job:job-3", "job-3")
-    assert len(await store.deliveries("tone")) == 4
 
 
 @pytest.mark.parametrize("states", [(), (QUEUED,)])

@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_store_tests import (
+    DONE,
+    HOOK,
+    KEEP_S,
+    Clock,
+    JobStoreTests,
+    new_job,
+    run_once,
+)
 from jobs_model import deliveries
 from pilotflame.errors import (
     JobConflict,
@@ -24,15 +33,6 @@ from pilotflame.runtime.jobs.stored.database import Database
 from pilotflame.runtime.jobs.stored.job import JobCounts, JobState, Webhook
 from pilotflame.runtime.jobs.stored.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.testing.job_store import (
-    DONE,
-    HOOK,
-    KEEP_S,
-    Clock,
-    JobStoreTests,
-    new_job,
-    run_once,
-)
 
 
 class TestJobStore(JobStoreTests):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from job_store_tests import HOOK, KEEP_S, Clock, new_job
 from jobs_model import QUEUED, Model, ModelJob, deliveries
 from pilotflame.errors import (
     JobConflict,
@@ -29,7 +30,6 @@ from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
 from pilotflame.runtime.jobs.stored.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.store import JobStore
 from pilotflame.runtime.jobs.stored.transaction import Transaction
-from pilotflame.runtime.testing.job_store import HOOK, KEEP_S, Clock, new_job
 
 FUNCTIONS = ("tone", "echo")
 OWNERS = ("", "key-1", "key-2")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from job_store_tests import FAILED, Clock, new_job
 from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.testing.job_store import FAILED, Clock, new_job
 
 
 async def submitted(store: JobStore, owner: str, count: int, **more: object) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 from live import Function, Gateway, failure, gateway_here, gone
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from simulated_device import ADDED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -172,7 +173,9 @@ async def test_a_file_that_is_truncated_during_a_call_is_named(deploy, gate, tmp
 
 # -- random histories
 
-ON_DEVICE = """
+ON_DEVICE = (
+    ADDED
+    + """
 import torch
 
 def build(context):
@@ -186,6 +189,7 @@ def handler(event, context):
     found = {name: float(tensor.cpu()[-1]) for name, tensor in context.state.named_buffers()}
     return found | {"config": (context.snapshot.path / "config.json").read_text()}
 """
+)
 CHANGES = ("in place", "rename over", "other size", "link", "truncate", "touch", "put back", "config")
 MOVES = ("deploy", "deploy", "restart", "rollback", "worker ends", "zygote dies", "parked", *["call"] * 6)
 

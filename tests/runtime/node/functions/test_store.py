@@ -1,6 +1,5 @@
 """The store after crashes: a child kills itself at each system call in turn."""
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 from pilotflame.errors import BadInput, SettingsError, UnknownFunction, UnknownRevision
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
-from pilotflame.runtime.ground.settings.resources import Resources
 from pilotflame.runtime.node.functions.revision_record import RevisionFields, RevisionRecord, StoredSnapshot
 from pilotflame.runtime.node.functions.store import Retention, Store
 
@@ -58,25 +56,6 @@ def revisions(store: Store, name: str) -> list[RevisionRecord]:
 def keeping(store: Store, count: int) -> Store:
     """The same store, which keeps `count` revisions."""
     return Store(store.curves.parent, Reports(), Retention(count))
-
-
-@pytest.mark.parametrize(
-    ("earlier", "now"),
-    [
-        ({"snapshot_root": "/weights", "snapshot_url": None}, {"": StoredSnapshot(root=Path("/weights"))}),
-        ({"snapshot_root": None, "snapshot_url": "s3://b/net"}, {"": StoredSnapshot(url="s3://b/net")}),
-        ({"snapshot_root": None, "snapshot_url": None}, {}),
-    ],
-)
-def test_a_revision_of_an_earlier_release_keeps_its_snapshot(
-    store: Store, earlier: dict[str, Any], now: dict[str, StoredSnapshot]
-) -> None:
-    record = deploy(store)
-    file = store.code(record).parent / "revision.json"
-    stored = json.loads(file.read_text())
-    del stored["snapshots"]
-    file.write_text(json.dumps(stored | earlier))
-    assert store.functions()[record.function].snapshots == now
 
 
 class Reports(list[str]):
@@ -256,24 +235,6 @@ def test_a_promoted_revision_is_found_again(store: Store, tmp_path: Path, report
     assert revisions(again, "tone") == [record]
     assert (again.code(record) / "handler.py").read_text() == "x"
     assert staged(tmp_path) == []
-    assert reports == []
-
-
-def test_defaults_that_an_earlier_release_stored_are_no_limits(
-    store: Store, tmp_path: Path, reports: Reports
-) -> None:
-    path = store.code(deploy(store)).parent / "revision.json"
-    stored = json.loads(path.read_text())
-    stored["settings"]["resources"] = {
-        "memory_mb": 64, "cpus": None, "pids": 1024, "tmp_mb": 1024, "network": "none",
-    }  # fmt: skip
-    stored["setting_origins"]["resources.memory_mb"] = "pilotflame.toml"
-    path.write_text(json.dumps(stored))
-    again = Store(tmp_path, reports)
-    again.start()
-    record = again.function("tone").current()
-    assert record is not None
-    assert record.settings.resources == Resources(memory_mb=64)
     assert reports == []
 
 

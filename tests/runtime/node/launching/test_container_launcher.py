@@ -16,12 +16,12 @@ import psutil
 import pytest
 import pytest_asyncio
 from containers import Engine, made_image, podman, require_podman, running_engine
+from launcher_tests import LauncherTests
 from live import Function, Gateway, failure, gateway_here, gateway_process, gone, short_folder, until
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.node.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.node.launching.listener import Listener
-from pilotflame.runtime.testing.launcher import LauncherTests
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

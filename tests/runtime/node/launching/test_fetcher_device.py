@@ -16,6 +16,7 @@ from live import Gateway, failure, gateway_here, short_folder
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import load_file, save_file
+from simulated_device import ADDED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -23,7 +24,9 @@ WIDTH, LAYERS = 64, 12
 SEEDS = itertools.count()
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 # The layers are used in the reverse order of the file. The buffer is computed, so no snapshot has it.
-HANDLER = """
+HANDLER = (
+    ADDED
+    + """
 import torch
 from torch import nn
 
@@ -50,6 +53,7 @@ def handler(event, context):
     assert len({one.untyped_storage().data_ptr() for one in net.parameters()}) == 1
     return net(torch.tensor(event)).tolist()
 """
+)
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "devices.md"
 ON_LOOP = HANDLER.replace("def handler", "async def handler")
 REHEARSED = (
@@ -61,7 +65,9 @@ def rehearse(context):
 """
 )
 # Each of the layers is a module of its own, and one answers.
-LAST = """
+LAST = (
+    ADDED
+    + """
 import sys
 import torch
 from torch import nn
@@ -81,6 +87,7 @@ def handler(event, context):
     assert "torch._dynamo" not in sys.modules
     return answer
 """
+)
 ONES = [1.0] * WIDTH
 
 
@@ -185,7 +192,9 @@ async def test_the_handler_of_the_page_runs_with_a_device_and_without(
     source, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     layer = torch.nn.Linear(256, 256)
     save_file(dict(layer.state_dict()), tmp_path / "model.safetensors")
-    function = await gateway.deploy(source.replace('"auto"', f'"{device}"'), {"snapshot": str(tmp_path)})
+    function = await gateway.deploy(
+        source.replace('"auto"', f'"{device}"') + ADDED, {"snapshot": str(tmp_path)}
+    )
     with torch.inference_mode():
         right = layer(torch.ones(256)).tolist()
     assert await function.answer([1.0] * 256) == pytest.approx(right, rel=1e-4, abs=1e-5)

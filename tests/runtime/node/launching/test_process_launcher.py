@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from launcher_tests import ECHO, LauncherTests, forked, launched
 from pilotflame.runtime.calls.link.worker_spec import Confinement, WorkerSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.node.launching.confinements import Confinements
@@ -15,7 +16,6 @@ from pilotflame.runtime.node.launching.container_launcher import ContainerLaunch
 from pilotflame.runtime.node.launching.launcher import Launcher, LauncherByImage
 from pilotflame.runtime.node.launching.listener import Listener
 from pilotflame.runtime.node.launching.process_launcher import ProcessLauncher
-from pilotflame.runtime.testing.launcher import ECHO, LauncherTests, forked, launched
 
 
 @pytest.fixture

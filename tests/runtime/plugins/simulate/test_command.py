@@ -301,13 +301,6 @@ def test_it_asks_for_a_trace_or_a_log(run: Any, timer: Path) -> None:
         assert "--from-log FUNCTION" in done.stderr
 
 
-def test_a_picture_is_refused_with_what_to_use(run: Any, timer: Path) -> None:
-    done = run("simulate", timer, "--policy", "all", "--plot", "bills.svg")
-    assert done.returncode == 2
-    assert "--plot is gone. --json has the figures of each policy." in done.stderr
-    assert "--plot" not in run("simulate", "--help").stdout
-
-
 async def test_what_a_gateway_remembers_is_replayed(state: Path, run: Any) -> None:
     async with gateway_process(state) as gateway:
         await gateway.deploy("def handler(event):\n    return event\n", name="kept")

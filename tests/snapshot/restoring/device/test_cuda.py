@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from pilotflame.runtime.testing.device import DeviceTests
+from device_tests import DeviceTests
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.handle import Snapshot

@@ -18,10 +18,10 @@ from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
 from pilotflame.snapshot.restoring.device import buffers, slab
 from pilotflame.snapshot.restoring.device.device import find_device
-from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 from pilotflame.snapshot.restoring.device.slab_copies import checksum, random_factors
 from pilotflame.snapshot.restoring.inner_tensors import tensors_with_bytes
 from safetensors.torch import save_file
+from simulated_device import SimulatedDevice
 from torch import nn
 from wrapper_weights import wrap
 

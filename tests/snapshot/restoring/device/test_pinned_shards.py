@@ -14,10 +14,9 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
-from pilotflame.snapshot.restoring.device import device, pinned_shards, slab
-from pilotflame.snapshot.restoring.device.device import find_device
-from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
+from pilotflame.snapshot.restoring.device import pinned_shards, slab
 from safetensors.torch import save_file
+from simulated_device import SimulatedDevice, simulated
 from torch import nn
 
 PAGE = 4096
@@ -29,10 +28,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """The device of this test alone, with small windows and pieces."""
     monkeypatch.setattr(pinned_shards, "WINDOW_BYTES", 2 * PAGE)
     monkeypatch.setattr(slab.SlabLayout.__init__, "__defaults__", (3 * PAGE,))
-    device._simulated.cache_clear()
-    found = find_device("simulated")
-    assert isinstance(found, SimulatedDevice)
-    return found
+    simulated.cache_clear()
+    return simulated()
 
 
 def net(place: str = "cpu") -> nn.Module:

@@ -20,13 +20,13 @@ from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.restoring.device import buffers, open_shards, slab, upload
 from pilotflame.snapshot.restoring.device.buffers import HostBuffers
-from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 from pilotflame.snapshot.restoring.gate import Gate, Uncopied
 from pilotflame.snapshot.restoring.inner_tensors import tensors_with_bytes
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import blank, make_plan
 from pilotflame.snapshot.restoring.plan import upload as begin_upload
 from safetensors.torch import save_file
+from simulated_device import SimulatedDevice
 from torch import nn
 from torch.torch_version import TorchVersion
 from wrapper_weights import wrap

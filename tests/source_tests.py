@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from ...errors import SnapshotChanged, SourceMissing
-from ...snapshot.sources.source import Connection, Listing, Source, Writable
+from pilotflame.errors import SnapshotChanged, SourceMissing
+from pilotflame.snapshot.sources.source import Connection, Listing, Source, Writable
 
 LARGE = "model.safetensors"
 SMALL = "d/ä b+c%.json"

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
-
-from ...errors import HandlerError, LauncherError
-from ..calls.link.child import Child, EndCause
-from ..calls.link.worker_spec import WorkerSpec
-from ..ground.telemetry.logs import LogChannel
-from ..node.launching.launcher import NO_SECRETS, Launcher, WorkerSource
+from pilotflame.errors import HandlerError, LauncherError
+from pilotflame.runtime.calls.link.child import Child, EndCause
+from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.ground.telemetry.logs import LogChannel
+from pilotflame.runtime.node.launching.launcher import NO_SECRETS, Launcher, WorkerSource
 
 WAIT_S = 60.0
 ECHO = "def handler(event):\n    return event\n"

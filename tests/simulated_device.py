@@ -11,33 +11,174 @@ with this device does not depend on the order or the speed of copies. These are 
 
 An operation that was submitted to a stream does not keep its memory allocated. After the memory is freed, the operation
 reads poison, unless `record` was called before. `record` corresponds to torch's `record_stream`.
+
+The import of this module adds the device "simulated". Handlers that use it end with `ADDED`, since workers are other
+processes. Processes with the same `PILOTFLAME_SIMULATED_DEVICE=FOLDER:BYTES` share a device of BYTES.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from queue import Queue
 
 import torch
+from pilotflame.errors import SnapshotError
+from pilotflame.snapshot.restoring.device.buffers import HostBuffers
+from pilotflame.snapshot.restoring.device.copy_event import Event
+from pilotflame.snapshot.restoring.device.device import DEVICES
 from torch import Tensor, UntypedStorage
 
-from .buffers import HostBuffers
-from .simulated_memory import POISON, SimulatedBlock, SimulatedMemory
-from .simulated_stream import SimulatedStream
-
-if TYPE_CHECKING:
-    from .copy_event import Event
-
+ADDED = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import simulated_device
+"""
+SIMULATED = "simulated"
 STREAMS = 3
 DELAY_S = 0.002
 CAPACITY_BYTES = 1 << 40
 CONTEXT_BYTES = 1 << 20
+POISON = 0x7F
+"""The value of bytes that are uninitialised or freed. It is not 0, so that a test notices weights with such bytes."""
+
+
+class SimulatedMemory:
+    """Counts the bytes that this process holds, and the bytes that other processes with the same folder hold.
+
+    Each process keeps a locked file in the folder, with the number of its bytes as text. The kernel drops the lock when
+    the process ends.
+    """
+
+    def __init__(self, capacity_bytes: int, folder: Path | None = None) -> None:
+        self.capacity_bytes, self._folder = capacity_bytes, folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with self._alone(folder):
+                self._own = os.open(folder / f"held-{os.getpid()}-{id(self)}", os.O_CREAT | os.O_RDWR, 0o600)
+                fcntl.flock(self._own, fcntl.LOCK_EX)
+
+    def hold(self, held_bytes: int, new_bytes: int = 0) -> None:
+        """Add `new_bytes` to the `held_bytes` that this process holds. Raises SnapshotError if there is no room."""
+        if self._folder is None:
+            self._check(new_bytes, self.capacity_bytes - held_bytes)
+            return
+        with self._alone(self._folder):
+            if new_bytes > 0:
+                self._check(new_bytes, self.capacity_bytes - held_bytes - self._of_others(self._folder))
+            os.ftruncate(self._own, 0)
+            os.pwrite(self._own, str(held_bytes + new_bytes).encode(), 0)
+
+    def _check(self, new_bytes: int, free_bytes: int) -> None:
+        if new_bytes > free_bytes:
+            room = f"{max(0, free_bytes)} of {self.capacity_bytes} free"
+            fault = f"The weights need {new_bytes} bytes on simulated, which has {room}."
+            raise SnapshotError(fault, remedy="Free memory there, or use a smaller model.")
+
+    def _of_others(self, folder: Path) -> int:
+        own, found_bytes = os.fstat(self._own).st_ino, 0
+        for path in folder.glob("held-*"):
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_ino == own:
+                    continue
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    found_bytes += int(file.read() or b"0")
+                else:
+                    # The file is not locked any more, so its process has ended.
+                    path.unlink()
+        return found_bytes
+
+    @contextmanager
+    def _alone(self, folder: Path) -> Iterator[None]:
+        with (folder / "lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+class SimulatedBlock:
+    """Memory from its allocation until it is freed and the recorded streams have passed."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.size_bytes, self.given_back = storage.nbytes(), False
+        self._storage = weakref.ref(storage)
+        self._recorded = 0
+        self._kept: UntypedStorage | None = None
+
+    @property
+    def freed(self) -> bool:
+        return self._found() is None
+
+    def storage(self) -> UntypedStorage:
+        """Return the memory, or poison if it is freed."""
+        found = self._found()
+        return poison(self.size_bytes) if found is None else found
+
+    def record(self) -> None:
+        """Keep the content for one more stream, until it has `passed`."""
+        self._recorded += 1
+        self._kept = self._found()
+
+    def passed(self) -> None:
+        self._recorded -= 1
+        if not self._recorded:
+            self._kept = None
+
+    def give_back(self) -> None:
+        """Free the memory. Call it before the storage gets other memory."""
+        self.given_back = True
+        if self._kept is not None:
+            self._kept = self._kept.clone()  # type: ignore[no-untyped-call]
+
+    def is_of(self, storage: UntypedStorage) -> bool:
+        return not self.given_back and self._storage() is storage
+
+    def _found(self) -> UntypedStorage | None:
+        return self._kept if self._kept is not None or self.given_back else self._storage()
+
+
+def poison(size_bytes: int) -> UntypedStorage:
+    return torch.full((size_bytes,), POISON, dtype=torch.uint8).untyped_storage()
+
+
+class SimulatedStream:
+    """Runs one operation after the other. Calls `on_error` with the error of an operation that fails."""
+
+    def __init__(self, name: str, on_error: Callable[[Exception], None]) -> None:
+        self._on_error, self._never = on_error, threading.Event()
+        self._queue = Queue[tuple[Callable[[], object], float]]()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, operation: Callable[[], object], takes_s: float = 0.0) -> None:
+        """Submit an operation. The stream ends all earlier operations, waits for `takes_s`, and runs the operation."""
+        self._queue.put((operation, takes_s))
+
+    def finish(self) -> None:
+        """Block until all submitted operations have run."""
+        self._queue.join()
+
+    def _run(self) -> None:
+        while True:
+            operation, takes_s = self._queue.get()
+            if takes_s:
+                # This event is never set. The timeout is the duration of the operation.
+                self._never.wait(takes_s)
+            try:
+                operation()
+            except Exception as error:  # noqa: BLE001  every later call of the device gets it
+                self._on_error(error)
+            # The operation refers to tensors, which must not stay in memory while the thread waits for the next one.
+            del operation
+            self._queue.task_done()
 
 
 class SimulatedEvent:
@@ -68,7 +209,7 @@ class SimulatedEvent:
 class SimulatedDevice:
     """Several streams. Each operation on them takes a random time of up to 2 * `delay_s`."""
 
-    name = "simulated"
+    name = SIMULATED
     device = torch.device("cpu")
 
     def __init__(
@@ -83,7 +224,7 @@ class SimulatedDevice:
         """How many further buffers and parts of files the host can pin."""
         self._pinned: dict[int, int] = {}
         """The end of each pinned part of a file, by its address."""
-        self._random, self._delay_s = random.Random(seed), delay_s  # noqa: S311  not a secret
+        self._random, self._delay_s = random.Random(seed), delay_s
         self._pid, self._fault, self._capturing, self._spoilt = os.getpid(), "", False, ""
         self._blocks: list[SimulatedBlock] = []
         # Held during each operation on memory, so that no memory is given back in the middle of an operation.
@@ -239,3 +380,15 @@ class SimulatedDevice:
         with self._memory:
             found = (one for one in self._blocks if one.is_of(storage))
             return next(found, None) or SimulatedBlock(storage)
+
+
+@cache
+def simulated() -> SimulatedDevice:
+    """Return the device with the name "simulated"."""
+    folder, _, capacity_bytes = os.environ.get("PILOTFLAME_SIMULATED_DEVICE", "").rpartition(":")
+    if not folder:
+        return SimulatedDevice()
+    return SimulatedDevice(capacity_bytes=int(capacity_bytes), folder=Path(folder))
+
+
+DEVICES[SIMULATED] = simulated

@@ -13,9 +13,9 @@ from subprocess import PIPE
 import pytest
 import torch
 from device_memory import DeviceMemory
+from device_tests import DeviceTests
 from pilotflame.errors import SnapshotError
-from pilotflame.runtime.testing.device import DeviceTests
-from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
+from simulated_device import ADDED, SimulatedDevice
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -46,8 +46,9 @@ def test_memory_is_limited_with_the_context_and_free_again_when_no_tensor_has_it
     assert int(view[0]) == 0x7F
 
 
-OTHER = """
-import sys
+OTHER = (
+    ADDED
+    + """
 from pilotflame.snapshot.restoring.device.device import find_device
 device = find_device("simulated")
 held = device.empty(2 << 20)
@@ -57,6 +58,7 @@ device.resize(held.untyped_storage(), 1 << 20, copied_to=True)
 print("resized", flush=True)
 sys.stdin.readline()
 """
+)
 
 
 def test_processes_share_the_capacity_until_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

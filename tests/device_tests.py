@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotflame.errors import SnapshotError
+from pilotflame.snapshot.restoring.device.copy_event import Event
+from pilotflame.snapshot.restoring.device.device import Device
+from pilotflame.snapshot.restoring.device.pinned_shards import map_shared
 from torch import Tensor
-
-from ...errors import SnapshotError
-from ...snapshot.restoring.device.copy_event import Event
-from ...snapshot.restoring.device.device import Device
-from ...snapshot.restoring.device.pinned_shards import map_shared
 
 SIZE_BYTES = 1 << 20
 
