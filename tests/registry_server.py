@@ -128,6 +128,8 @@ class TokenServer:
         self.lives_s = 300
         self.public = False
         """True if it also gives tokens for requests without a login."""
+        self.gives = {"pull", "push"}
+        """The actions that it allows to the user."""
         handler = type("Handler", (_TokenHandler,), {"tokens": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -161,7 +163,7 @@ class _TokenHandler(BaseHTTPRequestHandler):
         right = f"Basic {base64.b64encode(f'{USER}:{PASSWORD}'.encode()).decode()}"
         allowed = login == right or (self.tokens.public and login is None)
         _, repository, wanted = query["scope"][0].split(":")
-        actions = wanted.split(",")
+        actions = sorted(self.tokens.gives & set(wanted.split(",")))
         answer = {"token": self.tokens.sign(repository, actions) if allowed else ""}
         text = json.dumps(answer).encode()
         self.send_response(200 if allowed else 401)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ManifestError, SnapshotChanged, SnapshotError
+from ...errors import (
+    ManifestError,
+    SnapshotChanged,
+    SnapshotError,
+    SourceDenied,
+    SourceError,
+    SourceMissing,
+    SourceUnavailable,
+)
 from ..format.discover import find_signature
+from ..format.layout import some
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Progress, Source, Writable
+from ..sources.source import ByteCounter, Progress, Source, Writable, WrittenWhole
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
 # Replaces the manifest while files are overwritten. This text is not a valid manifest, so readers refuse the snapshot.
@@ -45,14 +55,19 @@ def push(
     If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
     because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
+    A destination that is WrittenWhole keeps files with the same bytes, whatever it holds, and changes all of them at once.
+    There, `force` is needed if any file differs. Without `force` and without a signature in `folder`, its signature stays.
+
     Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed or `destination` is
-    not Writable, and SourceError or CacheError if the destination cannot be read or written.
+    neither Writable nor WrittenWhole, and SourceError or CacheError if the destination cannot be read or written.
     """
-    if not isinstance(destination, Writable):
+    if not isinstance(destination, Writable | WrittenWhole):
         fault = f"{destination.url} cannot be written to."
-        raise SnapshotError(fault, remedy="Push to s3:// or to a folder.")
+        raise SnapshotError(fault, remedy="Push to s3://, to oci:// or to a folder.")
     if not verified:
         verify(folder, manifest)
+    if isinstance(destination, WrittenWhole):
+        return _push_whole(folder, manifest, destination, force=force, progress=progress)
     wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
     sizes = {name: destination.stat(name).size_bytes for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
@@ -77,6 +92,66 @@ def push(
     sent_bytes = sum(file.size_bytes for file in missing)
     kept_bytes = manifest.total_bytes + manifest.assets_bytes - sent_bytes
     return Pushed(len(missing), sent_bytes, len(manifest.files) - len(missing), kept_bytes)
+
+
+def _push_whole(
+    folder: Path, manifest: Manifest, destination: WrittenWhole, *, force: bool, progress: Progress | None
+) -> Pushed:
+    """Write a destination whose files change all at once. Readers see the old files or the new files."""
+    destination.begin_writing()
+    signature = find_signature(FolderSource(folder), manifest)
+    if not force:
+        signature = _check_same(destination, manifest, signature)
+    files: dict[str, Path | bytes] = {file.name: folder / file.name for file in manifest.files}
+    if signature is not None:
+        files[SIGNATURE_NAME] = signature
+    counter = ByteCounter(manifest.total_bytes + manifest.assets_bytes, progress)
+    kept = destination.put_all({**files, MANIFEST_NAME: manifest.to_json()}, counter.add)
+    there = [file for file in manifest.files if file.name in kept]
+    kept_bytes = sum(file.size_bytes for file in there)
+    sent_bytes = manifest.total_bytes + manifest.assets_bytes - kept_bytes
+    return Pushed(len(manifest.files) - len(there), sent_bytes, len(there), kept_bytes)
+
+
+def _check_same(destination: WrittenWhole, manifest: Manifest, signature: bytes | None) -> bytes | None:
+    """Return the signature to send: the given one or, without it, that of the same snapshot at the destination.
+
+    Raises SnapshotError if the destination holds anything but this snapshot with this signature.
+    """
+    try:
+        existing = read_manifest(destination) if MANIFEST_NAME in destination.names() else None
+    except SourceMissing:
+        return signature
+    except (SourceDenied, SourceUnavailable):
+        raise
+    except (SourceError, ManifestError):
+        existing = None
+    if existing is None:
+        what = "something else"
+    elif existing.digest != manifest.digest:
+        what = f"another snapshot, {existing.digest[:12]}"
+    else:
+        there = find_signature(destination, existing)
+        signature = there if signature is None else signature
+        held = {name: destination.stat(name).size_bytes for name in destination.names()}
+        wanted = {file.name: file.size_bytes for file in manifest.files}
+        differing = _contents(held, existing, there) ^ _contents(wanted, manifest, signature)
+        if not differing:
+            return signature
+        what = f"this snapshot with other files ({some(sorted({name for name, _ in differing}), 3)})"
+    raise SnapshotError(
+        f"{destination.url} holds {what}.", remedy="Push to another tag, or move it with --force."
+    )
+
+
+def _contents(
+    sizes: Mapping[str, int], manifest: Manifest, signature: bytes | None
+) -> set[tuple[str, int | bytes]]:
+    """Return the names of a snapshot's files with their sizes. The manifest and the signature have their bytes instead."""
+    files: dict[str, int | bytes] = {**sizes, MANIFEST_NAME: manifest.to_json()}
+    if signature is not None:
+        files[SIGNATURE_NAME] = signature
+    return set(files.items())
 
 
 def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:

@@ -199,7 +199,7 @@ class Peer:
         if kept is not None:
             try:
                 with _within(ANSWER_TIMEOUT_S, kept[0]):
-                    return *kept, kept[1].get(target, self._headers)
+                    return *kept, kept[1].request("GET", target, self._headers)
             except StaleError:
                 # The node has just closed the kept connection.
                 kept[0].close()
@@ -214,7 +214,7 @@ class Peer:
             wire.connect(self.node.server)
             exchange = Exchange(wire)
             with _within(ANSWER_TIMEOUT_S, wire):
-                return wire, exchange, exchange.get(target, self._headers)
+                return wire, exchange, exchange.request("GET", target, self._headers)
         except (OSError, h11.ProtocolError) as error:
             wire.close()
             raise self.failed(error) from error

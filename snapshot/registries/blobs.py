@@ -9,19 +9,22 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from ...errors import PilotflameError, SnapshotChanged, SourceDenied, SourceError, SourceMissing
 from ..sources.access import Access
 from ..sources.exchange import Head
 from ..sources.http import WebSource
-from ..sources.location import Location, ServerAddress, shown
-from ..sources.response import RangeRequest, refusal
+from ..sources.location import Location, ServerAddress, redirected, shown
+from ..sources.response import RangeRequest, refusal, unavailable
 from .artifact import MAX_MANIFEST_BYTES
 from .login import Login
 from .reference import Reference
 
+WRITE_S = 300.0
+"""How long a registry may be silent while it is written to. It computes the digest of a file before it answers."""
 MAX_TOKEN_BYTES = 64 << 10
 # If the registry refuses a token that is older, another one is requested.
 RENEWED_AFTER_S = 5.0
@@ -54,12 +57,62 @@ class RegistryBlobs(WebSource):
         except ValueError as error:
             raise SourceError(f"{reference} names no registry: {error}.") from None
         self._scope = f"repository:{reference.repository}:pull"
+        self._writes = False
         self._login = login
         # Reentrant, since a token server may itself answer with a challenge.
         self._asking = threading.RLock()
         self._token_server: _TokenServer | None = None
         self._token, self._token_s = login.token, 0.0
         self._basic = False
+
+    def begin_writing(self) -> None:
+        """Request tokens that also allow to write, from now on."""
+        with self._asking:
+            self._writes, self.silent_s = True, WRITE_S
+            self._scope = self._scope.removesuffix(",push") + ",push"
+            self._token, self._token_s = self._login.token, 0.0
+
+    def url_of(self, path: str, target: str = "") -> str:
+        """Return the URL of a path of the repository, or of the `target` in a response for it. Raises SourceError."""
+        url = f"{self._base}/{path}"
+        return redirected(Location(url), target).url if target else url
+
+    def send(
+        self, method: str, url: str, headers: Mapping[str, str], body: Iterable[bytes] = ()
+    ) -> tuple[Head, bytes]:
+        """Send a request, and once more with a new token if the registry wants one. Return the response's head and body.
+
+        The login goes only to the registry itself. Raises SourceError, SourceDenied and SourceUnavailable, but not for the
+        status of the response.
+        """
+        own = ServerAddress.of(url) == ServerAddress.of(self._base)
+        for last in (False, True):
+            sent = self._authorization() if own else {}
+            head, text = self.request(method, Location(url, {**headers, **sent}), body)
+            if head.status != 401 or not own or last:
+                break
+            self._challenged(head.headers.get("www-authenticate", ""))
+            if self._authorization() == sent:
+                break
+        return head, text
+
+    def refused(self, head: Head, body: bytes, what: str) -> PilotflameError:
+        """Return the error for a response that refuses to store `what`."""
+        code = _code(body)
+        details = {"status": head.status, "code": code}
+        how = f"HTTP {head.status}, {code}" if code else f"HTTP {head.status}"
+        if head.status in {401, 403}:
+            fault = f"{self.url} may not be written to {self._login.origin} ({how})."
+            return SourceDenied(fault, remedy=_LOG_IN, details=details)
+        if head.status in {408, 425, 429} or head.status >= 500:
+            return unavailable(RangeRequest(what, self.url, 0, 0), how, head)
+        if code == "DIGEST_INVALID":
+            fault = f"{what} changed while it was sent to {self.url} ({how})."
+            return SnapshotChanged(
+                fault, remedy="Create the manifest again, and push again.", details=details
+            )
+        remedy = "Check that the repository exists, that it is not read-only, and how large files may be."
+        return SourceError(f"{self.url} does not take {what} ({how}).", remedy=remedy, details=details)
 
     def resolve(self, name: str) -> Location:
         return Location(f"{self._base}/blobs/{name}", self._authorization())
@@ -100,7 +153,7 @@ class RegistryBlobs(WebSource):
         with self._asking:
             if found is not None:
                 said = {name.lower(): value for name, value in _PARAMETER.findall(found[1])}
-                scope = said.get("scope") or self._scope
+                scope = self._scope if self._writes else said.get("scope") or self._scope
                 self._token_server = _TokenServer(said.get("realm", ""), said.get("service", ""), scope)
                 # Threads that were refused with an older token must not drop the token that another thread has got since.
                 if time.monotonic() - self._token_s > RENEWED_AFTER_S:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...addresses import is_loopback
-from ...errors import SnapshotCorrupt, SourceMissing
+from ...errors import SnapshotCorrupt, SourceError, SourceMissing
 from ..sources.access import ANY, Access
 from ..sources.http import HttpConnection
 from ..sources.locate import WEIGHTS_SUFFIX
@@ -17,6 +18,7 @@ from .artifact import ACCEPTED, ArtifactFile, ImageManifest, Layer, files_of
 from .blobs import RegistryBlobs
 from .login import find_login
 from .reference import Reference, digest_of
+from .upload import upload
 
 KEPT_BYTES = 96 << 20
 """The most bytes of small layers that a source keeps. A larger layer is never kept. An asset has at most 64 MiB."""
@@ -47,6 +49,23 @@ class OciSource:
         self._weights: set[str] = set()
         """The digests of the layers with weights."""
         self._kept: dict[str, memoryview] = {}
+
+    def begin_writing(self) -> None:
+        """See WrittenWhole."""
+        if self._reference.digest or self._reference.folder:
+            part = "a digest" if self._reference.digest else "a folder"
+            fault = f"{self.url} names {part}, and an artifact is pushed as a whole, to a tag."
+            raise SourceError(fault, remedy="Push to oci://registry/repository:tag.")
+        self._blobs.begin_writing()
+
+    def put_all(
+        self, files: Mapping[str, Path | bytes], sent: Callable[[int], None] | None = None
+    ) -> set[str]:
+        """See WrittenWhole. Afterwards, `pinned` returns the URL of what was written."""
+        digest, kept = upload(self._blobs, self._reference.tag, files, sent)
+        self.forget()
+        self._digest = digest
+        return kept
 
     def pinned(self) -> str:
         """See Pinnable. The tag stays in the URL, before the digest."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import h11
@@ -50,17 +51,24 @@ class Exchange:
         """True if another request can be sent: the last body was read, and the server keeps the connection open."""
         return self._kept and self._parser is None and self._left == 0 and not len(self._held)
 
-    def get(self, target: str, headers: Sequence[tuple[str, str]]) -> Head:
-        """Request `target` (path and query), wait for the head of the response, and return it.
+    def request(
+        self, method: str, target: str, headers: Sequence[tuple[str, str]], body: Iterable[bytes] = ()
+    ) -> Head:
+        """Send a request for `target` (path and query), wait for the head of the response, and return it.
 
-        Raises StaleError if the server closed the connection before any response. Then a new connection may help.
+        If there is a `body`, `headers` have its Content-Length. Raises StaleError if the server closed the connection before
+        any response. Then a new connection may help.
         """
         self._kept, self._held, self._left, self._parser = False, self._buffer[:0], 0, None
         parser = h11.Connection(h11.CLIENT)
-        request = parser.send(h11.Request(method="GET", target=target, headers=list(headers))) or b""
+        request = parser.send(h11.Request(method=method, target=target, headers=list(headers))) or b""
         try:
             self._wire.send(request)
-            parser.send(h11.EndOfMessage())
+            # A server that refuses a request closes the connection before it has received the body.
+            with suppress(ConnectionResetError, BrokenPipeError):
+                for block in body:
+                    self._wire.send(parser.send(h11.Data(data=block)) or b"")
+                parser.send(h11.EndOfMessage())
             self._receive(parser)
         except (ConnectionResetError, BrokenPipeError) as error:
             raise StaleError("the connection was reset") from error
@@ -71,7 +79,7 @@ class Exchange:
                 self._receive(parser)
         if not isinstance(event, h11.Response):
             raise h11.RemoteProtocolError("no response")
-        return self._start(parser, event)
+        return self._start(parser, event, method)
 
     def read_into(self, view: memoryview, limit: int) -> int:
         """Read at most `limit` (> 0) bytes of the body into `view`. Return their number: 0 at the body's end.
@@ -93,13 +101,15 @@ class Exchange:
         self._left -= count
         return count
 
-    def _start(self, parser: h11.Connection, response: h11.Response) -> Head:
+    def _start(self, parser: h11.Connection, response: h11.Response, method: str) -> Head:
         headers: dict[str, str] = {}
         for raw_name, raw_value in response.headers:
             name, value = raw_name.decode("ascii"), raw_value.decode("latin-1")
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
         self._kept = parser.our_state is h11.DONE
-        if "content-length" in headers and "transfer-encoding" not in headers:
+        sized = "content-length" in headers and "transfer-encoding" not in headers
+        # The response to HEAD has the length of a body, and no body.
+        if sized and method != "HEAD":
             self._left = int(headers["content-length"])
             ahead = len(parser.trailing_data[0])
             # The first bytes of the body came with the last `_receive`, which completed the head.

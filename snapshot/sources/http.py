@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -64,6 +64,8 @@ class WebSource(ABC):
 
     kept_for_s = math.inf
     """How long a location is used before `resolve` is called again."""
+    silent_s: float | None = None
+    """How long a server may be silent; None for the usual time."""
 
     def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None, access: Access = ANY) -> None:
         self.url = url
@@ -163,6 +165,11 @@ class WebSource(ABC):
     def connect(self) -> HttpConnection:
         return HttpConnection(self, self._wire())
 
+    def request(self, method: str, location: Location, body: Iterable[bytes] = ()) -> tuple[Head, bytes]:
+        """Send one request over a new connection. See HttpConnection.request."""
+        with self._borrowed() as connection:
+            return connection.request(method, location, body)
+
     @contextmanager
     def _borrowed(self) -> Iterator[HttpConnection]:
         # Do not reuse a kept connection: it may deliver a second answer to an earlier request, and these reads are not
@@ -176,8 +183,10 @@ class WebSource(ABC):
 
     def _wire(self) -> Wire:
         # The addresses to which a proxy connects cannot be checked.
-        direct = self.access.addresses is not None
-        return Wire(self._trust, self._dialer, direct=direct, until_s=self.access.until_s)
+        return Wire(
+            self._trust, self._dialer, timeout_s=self.silent_s, direct=self.access.addresses is not None,
+            until_s=self.access.until_s,
+        )  # fmt: skip
 
     def _trust(self) -> ssl.SSLContext:
         return self._own_trust or system_trust(self._ca_bundle())
@@ -298,6 +307,14 @@ class HttpConnection:
             raise self._failed(request, error) from error
         return head, bytes(text)
 
+    def request(self, method: str, location: Location, body: Iterable[bytes] = ()) -> tuple[Head, bytes]:
+        """Send a request. Return the head of the response, whatever its status, and at most 64 KiB of its body.
+
+        Does not follow redirects. If there is a `body`, `location.headers` have its Content-Length.
+        """
+        head = self._ask(location, RangeRequest("", shown(location.url), 0, 0), method, body)
+        return head, self._rest()
+
     def read_into(self, view: memoryview) -> int:
         if self._left == 0 or not len(view):
             return 0
@@ -375,7 +392,9 @@ class HttpConnection:
         fault = f"{request.url} redirects more than {MAX_REDIRECTS} times."
         raise SourceError(fault, remedy="Check the URL.")
 
-    def _ask(self, location: Location, request: RangeRequest) -> Head:
+    def _ask(
+        self, location: Location, request: RangeRequest, method: str = "GET", body: Iterable[bytes] = ()
+    ) -> Head:
         origin = ServerAddress.of(location.url)
         try:
             own = self._wire.origin == origin and self._exchange.clean and self._wire.quiet()
@@ -383,10 +402,10 @@ class HttpConnection:
                 # If the server has closed the connection since the last request, connect again below.
                 with suppress(StaleError):
                     self._fresh = False
-                    return self._send(origin, location, request)
+                    return self._send(origin, location, request, method, body)
             self._fresh, self.used = True, False
             self._wire.connect(origin)
-            return self._send(origin, location, request)
+            return self._send(origin, location, request, method, body)
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._failed(request, error) from error
         except h11.LocalProtocolError:
@@ -394,14 +413,21 @@ class HttpConnection:
             fault = f"The URL or a header of the request for {request.url} holds what HTTP does not allow."
             raise SourceError(fault, remedy="Remove line ends and control characters.") from None
 
-    def _send(self, origin: ServerAddress, location: Location, request: RangeRequest) -> Head:
+    def _send(
+        self,
+        origin: ServerAddress,
+        location: Location,
+        request: RangeRequest,
+        method: str,
+        body: Iterable[bytes],
+    ) -> Head:
         parts = urlsplit(location.url)
         target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
         headers = _headers(origin, location, request)
         if (proxy := self._wire.forwarder) is not None:
             target = f"{origin}{target}"
             headers += proxy.headers.items()
-        return self._exchange.get(target, headers)
+        return self._exchange.request(method, target, headers, body)
 
     def _rest(self) -> bytes:
         rest, done = memoryview(bytearray(MAX_ERROR_BYTES)), 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -161,6 +161,23 @@ class Writable(Source, Listing, Protocol):
         """Store `content` (bytes, or the path of a file) atomically as object `name`.
 
         `put` calls `sent` with the number of bytes of each part that it has written.
+        """
+
+
+@runtime_checkable
+class WrittenWhole(Source, Listing, Protocol):
+    """A source whose objects are all written together: an artifact in a registry."""
+
+    def begin_writing(self) -> None:
+        """Request the right to write, too, from now on. Raises SourceError if the URL cannot be written to."""
+
+    def put_all(
+        self, files: Mapping[str, Path | bytes], sent: Callable[[int], None] | None = None
+    ) -> set[str]:
+        """Replace all objects by `files` at once. Return the names of the files that were not sent, because the server has them.
+
+        Calls `sent` with the number of bytes of each part that was there or was sent. Raises SnapshotChanged if a file changes
+        meanwhile.
         """
 
 

@@ -39,7 +39,10 @@ LARGEST_TENSORS = 10
             "Compute beginnings that many prompts of MODEL share, and write them to a snapshot.",
         ),
         "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, verified."),
-        "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION: S3, or another folder."),
+        "push": (
+            "snapshot_transfer",
+            "Copy the snapshot in FOLDER to DESTINATION: S3, a tag in an OCI registry, or another folder.",
+        ),
         "record": ("snapshot_record", "Record in which order a function first touches its tensors."),
         "sign": (
             "snapshot_sign",

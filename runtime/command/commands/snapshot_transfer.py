@@ -25,6 +25,7 @@ from ....snapshot.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ....snapshot.format.verify import verify as verify_files
 from ....snapshot.sources.locate import is_remote, open_source, weights_file
 from ....snapshot.sources.realm import realm_of
+from ....snapshot.sources.source import Pinnable
 from ...ground.settings.gateway_settings import GatewaySettings
 from ..client import display, exit_codes, options
 from ..client.snapshots import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
@@ -38,18 +39,23 @@ SHOWN_DIGEST_CHARS = 16
 @click.option("--force", is_flag=True, help="Overwrite another snapshot at DESTINATION.")
 @options.as_json
 def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
-    """Copy the snapshot in FOLDER to DESTINATION: S3, or another folder.
+    """Copy the snapshot in FOLDER to DESTINATION: S3, a tag in an OCI registry, or another folder.
 
     If FOLDER has no manifest, makes it. Otherwise verifies the files. Sends the files that DESTINATION lacks, and the
     manifest last, so a prefix with a manifest is complete.
 
-    Example: pilotflame snapshot push weights/ s3://bucket/models/llama
+    \b
+    Examples:
+      pilotflame snapshot push weights/ s3://bucket/models/llama
+      pilotflame snapshot push weights/ oci://ghcr.io/org/llama:v1
     """
     manifest, root = _verified_manifest(folder), folder_of(folder)
     started_s = time.monotonic()
     with display.progress(f"pushing to {destination}") as progress:
         target = open_source(destination)
         pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
+    if isinstance(target, Pinnable):
+        destination = target.pinned()
     facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest}
     kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"

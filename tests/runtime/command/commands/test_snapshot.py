@@ -16,6 +16,7 @@ from pilotflame.errors import SnapshotError
 from pilotflame.runtime.command.commands.snapshot import snapshot
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
+from registry_server import registry
 from safetensors.numpy import save_file
 
 
@@ -84,6 +85,18 @@ def test_create_on_a_prefix_uploads_the_manifest_alone(weights: Path, bucket: st
     assert digest == Manifest.read(weights).digest
     run("create", f"{bucket}/model.safetensors", "-o", weights / "other.json")
     assert Manifest.read(weights / "other.json").digest == digest
+
+
+def test_push_to_a_registry(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", "{}")
+    with registry(tmp_path / "registry") as found:
+        url = f"oci://{found.host}/org/net:v1"
+        assert f"pushed to {url}@sha256:" in run("push", weights, url).output
+        facts = json.loads(run("push", weights, url, "--json").output)
+        assert (facts["sent_bytes"], facts["kept_files"]) == (0, 2)
+        assert facts["destination"].startswith(f"{url}@sha256:")
+        run("pull", facts["destination"], tmp_path / "pulled")
+    verify(tmp_path / "pulled", Manifest.read(weights))
 
 
 def test_another_snapshot_is_overwritten_by_force_only(weights: Path, tmp_path: Path) -> None:
