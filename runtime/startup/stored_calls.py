@@ -114,4 +114,5 @@ async def _connect(
     events.ended.append(alerts.note_end)
     events.refused.append(alerts.note_refused)
     events.live.append(live)
+    events.creating.append(jobs.create)
     events.deleted.append(gone)

@@ -241,7 +241,7 @@ def cancel(transaction: Transaction, function: str, job_id: str, owner: str = AL
 def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
     """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
 
-    Raises JobConflict if the job is in another state, JobExpired or UnknownJob.
+    Raises JobConflict if the job is in another state or its function was deleted, JobExpired or UnknownJob.
     """
     row = row_of(transaction.connection, function, job_id, owner)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
@@ -249,6 +249,9 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
             f"Job {job_id} is {row['state']}: only jobs that FAILED or TIMED_OUT can be retried.",
             remedy="Submit its input again.",
         )
+    if not row["allowed"]:
+        # Another owner may have deployed the present function of this name.
+        raise JobConflict(f"The function of job {job_id} was deleted.", remedy="Submit its input again.")
     stale_s = transaction.now_s + row["ttl_s"]
     attempts = {"retries": row["retries"] + 1, "max_attempts": row["attempts"] + row["allowed"]}
     fields = {**attempts, "error": None, "stale_s": stale_s, "until_s": stale_s}
@@ -256,15 +259,30 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
     return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
-def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
-    """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
-
-    If `running` is True, this includes running jobs.
-    """
+def purge(transaction: Transaction, function: str, last: int, *, owner: str) -> int:
+    """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many."""
     owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
-    where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
-    also = JobState.IN_PROGRESS if running else ""
-    rows = find_rows(transaction.connection, where, *values, also, last, PURGE_SLICE)
+    where = f"WHERE function = ? AND {owned} state = 'IN_QUEUE' AND jobs.number <= ? LIMIT ?"
+    return _cancel_all(transaction, find_rows(transaction.connection, where, *values, last, PURGE_SLICE))
+
+
+def forget(transaction: Transaction, function: str, last: int) -> int:
+    """Cancel up to PURGE_SLICE queued and running jobs of a deleted function whose numbers are at most `last`.
+
+    If there are no such jobs, forbid the retry of up to PURGE_SLICE ended jobs. Return the number of changed jobs.
+    """
+    where, values = "function = ? AND state IN (?, ?) AND jobs.number <= ?", (last, PURGE_SLICE)
+    live, ended = (JobState.IN_QUEUE, JobState.IN_PROGRESS), (JobState.FAILED, JobState.TIMED_OUT)
+    rows = find_rows(transaction.connection, f"WHERE {where} LIMIT ?", function, *live, *values)
+    found = f"SELECT number FROM jobs WHERE {where} AND allowed > 0 LIMIT ?"  # noqa: S608
+    bar = f"UPDATE jobs SET allowed = 0 WHERE number IN ({found})"  # noqa: S608
+    return (
+        _cancel_all(transaction, rows)
+        or transaction.connection.execute(bar, (function, *ended, *values)).rowcount
+    )
+
+
+def _cancel_all(transaction: Transaction, rows: Sequence[sqlite3.Row]) -> int:
     for row in rows:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
     return len(rows)

@@ -209,6 +209,8 @@ class Rollouts:
         """Make a placed revision live, and begin to retire the old revision."""
         name = live.record.function
         try:
+            for prepare in self.functions.events.creating if old is None else ():
+                await prepare(name)
             await self.revisions.threads.run(functools.partial(self.functions.store.promote, live.record))
         except BaseException as error:
             _log_failure(live.logs, live.record, error)
