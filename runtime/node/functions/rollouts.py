@@ -246,7 +246,7 @@ class Rollouts:
 
 def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException) -> None:
     if isinstance(error, PilotflameError):
-        text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+        text = f"revision {record.revision} was not deployed: {error.whole}\n{error.trace}".rstrip()
         logs.write("deploy", text, "error", revision=record.revision)
 
 

@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 import pytest_asyncio
 from live import TRUSTED, Gateway, gateway_here, short_folder
 from pilotflame.runtime.node.packaging.code import KEPT_FILE
+from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -39,8 +41,11 @@ SETTINGS = {
     "env.PLACE": "planted-env", "alerts.url": "https://alerts.example/planted-alert", "request_log.store": "/tmp/planted-store",
     "after": "planted-upstream", "request_log.sample": 1e-9,
 }  # fmt: skip
-STARTING = ("/invoke/{function}", "/v2/{function}/warmup")
-PLANTED = ("log", "traceback", "setup", "env", "alert", "store", "input", "upstream")
+# Its snapshot is not there any more.
+UNREAD = "def setup(context):\n    context.snapshot.open()\n\ndef handler(event):\n    return event\n"
+STARTING = ("/invoke/{function}", "/v2/{function}/warmup", "/v2/{function}/runsync")
+STARTED = ("victim", "broken", "unread")
+PLANTED = ("place", "log", "traceback", "setup", "env", "alert", "store", "input", "upstream")
 OTHERS: list[dict[str, Any]] = [
     {"name": "containers", "scopes": ["deploy", "invoke"]},
     {"name": "monitor", "scopes": ["read", "invoke"]},
@@ -75,6 +80,11 @@ async def house() -> AsyncIterator[House]:
             gateway.client.headers.update(owner.headers)
             await gateway.deploy(HANDLER, SETTINGS, name="victim")
             await gateway.deploy(BROKEN, name="broken", check=False)
+            weights = folder / "planted-place"
+            weights.mkdir()
+            save_file({"weight": np.eye(8)}, weights / "model.safetensors")
+            await gateway.deploy(UNREAD, {"snapshot": str(weights)}, name="unread", check=False)
+            (weights / "model.safetensors").unlink()
             run = await owner.post("/v2/victim/runsync?wait=20000", json={"input": {"x": "planted-input"}})
             assert run.json()["status"] == "FAILED", run.text
             yield House(gateway, admin, owner, run.json()["id"])
@@ -102,7 +112,7 @@ async def everything(house: House, client: httpx.AsyncClient) -> dict[str, str]:
     found = dict[str, str]()
     for path, operations in document["paths"].items():
         for method in (name for name in METHODS if name in operations):
-            for function in ("victim", "broken") if path in STARTING else ("victim",):
+            for function in STARTED if path in STARTING else ("victim",):
                 url = path
                 while "{" in url:
                     before, _, rest = url.partition("{")
@@ -125,6 +135,7 @@ async def test_no_route_shows_what_is_private_to_another_key(house: House, field
     shown = [f"{route}: {text}" for route, text in answers.items() if "planted-" in text]
     assert not shown, shown
     # The public part is there.
+    assert "model.safetensors cannot be read" in answers["post /invoke/unread"]
     assert '"name":"victim"' in answers["get /v1/functions/victim"]
     assert '"victim"' in answers["get /v1/functions"]
 
@@ -136,6 +147,7 @@ async def test_the_owner_sees_all_of_it(house: House) -> None:
         await text_of(house.owner, "get", "/v1/functions/victim/logs"),
         await text_of(house.owner, "post", "/invoke/victim", json=1),
         await text_of(house.owner, "post", "/v2/broken/warmup?wait_s=20", json={}),
+        await text_of(house.owner, "post", "/v2/unread/warmup?wait_s=20", json={}),
     ]
     for word in PLANTED:
         assert any(f"planted-{word}" in text for text in found), (word, found)
