@@ -91,14 +91,16 @@ def test_callers_learn_the_file_of_weights_that_cannot_be_read_and_the_owner_the
     told = for_callers(error)
     raised = explain(HandlerFailed, "The handler", told, Path("/"))
     stopped = wrapped(CrashLoop, not_whole(error), "It ends: {}".format, details={})
-    for one in (
+    made = (
         told,
         not_whole(error),
         explain(HandlerFailed, "The handler", error, Path("/")),
         raised,
         stopped,
+    )
+    for one in (
+        PilotflameError.from_wire(json.loads(json.dumps(each.to_wire(private=True)))) for each in made
     ):
-        one = PilotflameError.from_wire(json.loads(json.dumps(one.to_wire(private=True))))
         assert "hidden" not in json.dumps(one.to_wire()) + str(one)
         assert f"model.safetensors cannot be read ({kind.code})." in one.message
         whole = one.whole

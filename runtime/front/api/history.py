@@ -19,6 +19,7 @@ from ...node.functions.live import Live, ladder_spec_of
 from ...node.functions.registry import Functions
 from ...node.measuring.recorder import Recorder
 from ...node.scaling.rung_figures import HoldingPrices
+from ..http.requests import caller_of
 from ..http.responses import Timestamp, timestamp
 from ..http.routes import Number, Route, UnixTime
 
@@ -33,7 +34,10 @@ MOST_ARRIVALS = Number(
 
 
 class DecisionFacts(TypedDict):
-    """A decision about a function. `text` explains it in words, `figures` holds the numbers behind it."""
+    """A decision about a function. `text` explains it in words, `figures` holds the numbers behind it.
+
+    Only the function's owner sees the texts and the figures.
+    """
 
     at: Timestamp
     action: str
@@ -90,9 +94,7 @@ class HistoryApi:
         one = "/v1/functions/{function}"
         decided = "List what the gateway decided about a function, and why, the oldest first."
         load = "Show a function's workers, rung, queue and cold starts over time: a sample for each change."
-        arrived = (
-            "List when a function's invocations arrived, those that were answered, and how long one takes."
-        )
+        arrived = "List when a function's answered invocations arrived (only for its owner), and how long one takes."
         decisions, samples = (
             {"decisions": list[DecisionFacts]},
             {"now": Timestamp, "samples": list[LoadFacts]},
@@ -114,13 +116,17 @@ class HistoryApi:
 
     async def decisions(self, request: web.Request) -> web.StreamResponse:
         since, most = SINCE.read(request), MOST_DECISIONS.read(request)
-        found = await self._recorder.decisions(self._live(request).record.function, since)
+        name = self._live(request).record.function
+        found, owned = (
+            await self._recorder.decisions(name, since),
+            self._functions.owns(caller_of(request), name),
+        )
 
         def told() -> bytes:
             rows = [
                 DecisionFacts(
-                    at=timestamp(one.at), action=one.action, cause=one.cause, figures=dict(one.figures),
-                    text=describe(one),
+                    at=timestamp(one.at), action=one.action, cause=one.cause if owned else "",
+                    figures=dict(one.figures) if owned else {}, text=describe(one) if owned else "",
                 )
                 for one in found[len(found) - most if most < len(found) else 0 :]
             ]  # fmt: skip
@@ -140,7 +146,9 @@ class HistoryApi:
 
     async def arrivals(self, request: web.Request) -> web.StreamResponse:
         live, most = self._live(request), MOST_ARRIVALS.read(request)
-        found = await self._recorder.arrivals(live.record.function, SINCE.read(request))
+        name = live.record.function
+        owned = self._functions.owns(caller_of(request), name)
+        found = await self._recorder.arrivals(name, SINCE.read(request)) if owned else []
         curve = live.revision.dispatcher.durations.learned
         service_s = curve[0].p50_s if curve else None
         kept = found[len(found) - most if most < len(found) else 0 :]

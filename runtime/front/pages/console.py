@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -113,6 +113,38 @@ class ConsoleView(TypedDict):
     removed: list[str]
 
 
+_HIDDEN: dict[str, Any] = {
+    "next_rung": None, "next_rung_at": None, "failed_starts": 0, "rest_mb": None, "last_cold_phases_ms": {},
+    "last_cold_start": None,
+}  # fmt: skip
+"""What callers see of private fields of a function that they do not own. A new field is private."""
+PUBLIC_FIELDS = frozenset({
+    "name", "revision", "rung", "standby", "workers", "queued", "in_flight", "stopped", "codes", "durations", "cold_starts",
+    "cold_phases_s",
+})  # fmt: skip
+
+
+class ConsoleRow(NamedTuple):
+    """The JSON of a row."""
+
+    whole: bytes
+    public: bytes
+    """For callers that do not own the function."""
+
+    @classmethod
+    def of(cls, row: ConsoleFunction) -> ConsoleRow:
+        shown = {name: row[name] for name in PUBLIC_FIELDS}  # type: ignore[literal-required]
+        return cls(orjson.dumps(row), orjson.dumps(_HIDDEN | shown))
+
+    def kept(self, old: ConsoleRow | None) -> ConsoleRow:
+        """Return the row with the objects of the `old` one, as far as they are equal."""
+        if old is None:
+            return self
+        return ConsoleRow(
+            *(before if after == before else after for before, after in zip(old, self, strict=True))
+        )
+
+
 class Console:
     """The routes of the console. Its files are public, but its data is not."""
 
@@ -123,7 +155,7 @@ class Console:
             path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
         }
         # The rows for followers as JSON, by function. A row that has not changed stays the same object.
-        self._rows: dict[str, bytes] = {}
+        self._rows: dict[str, ConsoleRow] = {}
         self._made_s = 0.0
         self._refreshing = asyncio.Lock()
 
@@ -158,8 +190,8 @@ class Console:
         caller = caller_of(request)
         if FOLLOW.read(request):
             return await self._follow(request, caller)
-        rows = [orjson.Fragment(row) for row in (await self._made(caller.allows)).values()]
-        return json_response(self._view(caller, rows), no_store=True)
+        rows = self._visible(await self._made(caller.allows), caller).values()
+        return json_response(self._view(caller, [orjson.Fragment(row) for row in rows]), no_store=True)
 
     async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         """Send a line each second until the client has gone, its key has ended, or the gateway has drained."""
@@ -177,7 +209,7 @@ class Console:
         # The first rows are not older than the request.
         since_s = time.monotonic()
         while True:
-            now = {name: row for name, row in (await self._latest(since_s)).items() if caller.allows(name)}
+            now = self._visible(await self._latest(since_s), caller)
             changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) is not row]
             view = self._view(caller, changed, sorted(known.keys() - now.keys()))
             await response.write(orjson.dumps(view) + b"\n")
@@ -185,23 +217,30 @@ class Console:
             await asyncio.sleep(EVERY_S)
             since_s = time.monotonic() - EVERY_S
 
-    async def _latest(self, since_s: float) -> dict[str, bytes]:
+    def _visible(self, rows: Mapping[str, ConsoleRow], caller: Caller) -> dict[str, bytes]:
+        """Return what the caller may see of each function."""
+        owns = self._functions.owns
+        return {
+            name: row.whole if owns(caller, name) else row.public
+            for name, row in rows.items()
+            if caller.allows(name)
+        }
+
+    async def _latest(self, since_s: float) -> dict[str, ConsoleRow]:
         """Return the rows of all functions, as they were at `since_s` of the monotonic clock or later."""
         async with self._refreshing:
             if self._made_s < since_s:
                 began_s, made = time.monotonic(), await self._made(lambda _: True)
-                self._rows = {
-                    name: row if (old := self._rows.get(name)) != row else old for name, row in made.items()
-                }
+                self._rows = {name: row.kept(self._rows.get(name)) for name, row in made.items()}
                 self._made_s = began_s
             return self._rows
 
-    async def _made(self, allows: Callable[[str], bool]) -> dict[str, bytes]:
+    async def _made(self, allows: Callable[[str], bool]) -> dict[str, ConsoleRow]:
         """Return a row for each of the functions that `allows` accepts."""
-        rows: dict[str, bytes] = {}
+        rows: dict[str, ConsoleRow] = {}
         for number, live in enumerate(self._functions.all(), 1):
             if allows(live.record.function):
-                rows[live.record.function] = orjson.dumps(self._row(live))
+                rows[live.record.function] = ConsoleRow.of(self._row(live))
             if number % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return rows
