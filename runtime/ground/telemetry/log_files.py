@@ -63,6 +63,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def printable_json(text: str) -> str:
+    """Return JSON without control characters. JSON itself escapes those below 0x20 only."""
+    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 class LogLevel(StrEnum):
     """The importance of a line. The least important level comes first."""
 
