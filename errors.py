@@ -106,8 +106,8 @@ E = TypeVar("E", bound="PilotflameError")
 
 # Details that only those who may see a function's code get. They are kept in `private`.
 PRIVATE = ("traceback", "stackTrace", "fault")
+# The details of errors of weights that callers get, too.
 NAMED = ("shard", "asset", "chunk", "tensors", "retry_after_s")
-"""The details of errors of weights that callers get, too."""
 MOST_COMPARED = 256
 """How many names an unknown one is compared with, those with the same first letter first: the time of a comparison grows with them."""
 _BY_CODE: dict[str, type[PilotflameError]] = {}
@@ -390,8 +390,8 @@ class DeadlineExceeded(InvocationError, code="deadline_exceeded", status=504): .
 class Cancelled(InvocationError, code="cancelled", status=499): ...
 
 
+# Faults of the handler or of its settings. Other errors of snapshots say that weights cannot be read, and where they are.
 OF_HANDLERS = (NoSuchSnapshot, PackageMissing, SnapshotMismatch)
-"""Faults of the handler or of its settings. Other errors of snapshots say that weights cannot be read, and where they are."""
 
 
 def for_callers(error: PilotflameError) -> PilotflameError:
@@ -403,11 +403,12 @@ def for_callers(error: PilotflameError) -> PilotflameError:
         return error
     found = error.details
     file = found.get("shard") or found.get("asset") or str(found.get("object", "")).rpartition("/")[2]
-    return type(error)(
+    message, remedy = (
         f"{file or 'The snapshot'} cannot be read ({error.code}).",
-        remedy="The log of the function says why.",
-        details={key: found[key] for key in NAMED if key in found} | {"fault": error.to_wire()},
+        "The log of the function says why.",
     )
+    details = {key: found[key] for key in NAMED if key in found} | {"fault": error.to_wire()}
+    return type(error)(message, remedy=remedy, details=details)
 
 
 def wrapped(
@@ -430,9 +431,8 @@ def wrapped(
 
 def not_whole(cause: PilotflameError) -> ActivationFailed:
     """Return the error for weights that could not be fetched or read: no code of the function has failed."""
-    return wrapped(
-        ActivationFailed, cause, "The weights are not whole: {}".format, details={"cause": cause.code}
-    )
+    text, details = "The weights are not whole: {}", {"cause": cause.code}
+    return wrapped(ActivationFailed, cause, text.format, details=details)
 
 
 class JobError(PilotflameError, code="job_error"): ...

@@ -34,15 +34,11 @@ PUBLIC_SETTINGS = frozenset({
     "max_jobs_bytes", "max_queue", "max_queue_bytes", "scale", "timeout_s", "ttl_s",
 })  # fmt: skip
 """The settings that all callers with the scope `read` see."""
+# The fields of a status that they see, besides a part of `settings` and of `desired`. A new field is private.
 PUBLIC_FIELDS = frozenset({
     "name", "revision", "created_at", "dialect", "kind", "streaming", "batch", "stopped", "workers", "standby", "zygote", "rung",
     "queued", "in_flight", "memory_bytes", "invocations", "input_schema", "output_schema", "input_example",
 })  # fmt: skip
-"""The fields of a status that they see whole. Of `settings` and `desired` they see a part, and a new field is private."""
-_HIDDEN: dict[str, Any] = {
-    "snapshot": None, "activations": 0, "last_cold_start_ms": None, "last_cold_start_phases_ms": {}, "warnings": [],
-}  # fmt: skip
-"""What they see in private fields that have no default."""
 
 
 class HeldMemory(BaseModel, frozen=True):
@@ -213,4 +209,4 @@ def _public(status: FunctionStatus) -> FunctionStatus:
     shown: dict[str, Any] = {name: getattr(status, name) for name in PUBLIC_FIELDS}
     shown["settings"] = FunctionSettings.model_construct(name=status.name, **settings)
     shown["desired"] = status.desired.model_copy(update={"because": []})
-    return FunctionStatus.model_construct(**_HIDDEN, **shown)
+    return FunctionStatus.model_construct(**shown)

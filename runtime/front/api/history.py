@@ -34,10 +34,7 @@ MOST_ARRIVALS = Number(
 
 
 class DecisionFacts(TypedDict):
-    """A decision about a function. `text` explains it in words, `figures` holds the numbers behind it.
-
-    Only the function's owner sees the texts and the figures.
-    """
+    """A decision about a function. `text` explains it in words, `figures` holds the numbers behind it."""
 
     at: Timestamp
     action: str
@@ -92,7 +89,7 @@ class HistoryApi:
 
     def routes(self) -> list[Route]:
         one = "/v1/functions/{function}"
-        decided = "List what the gateway decided about a function, and why, the oldest first."
+        decided = "List what the gateway decided about a function of the caller, and why, the oldest first."
         load = "Show a function's workers, rung, queue and cold starts over time: a sample for each change."
         arrived = "List when a function's answered invocations arrived (only for its owner), and how long one takes."
         decisions, samples = (
@@ -117,16 +114,13 @@ class HistoryApi:
     async def decisions(self, request: web.Request) -> web.StreamResponse:
         since, most = SINCE.read(request), MOST_DECISIONS.read(request)
         name = self._live(request).record.function
-        found, owned = (
-            await self._recorder.decisions(name, since),
-            self._functions.owns(caller_of(request), name),
-        )
+        found = await self._recorder.decisions(name, since) if self._owned(request) else []
 
         def told() -> bytes:
             rows = [
                 DecisionFacts(
-                    at=timestamp(one.at), action=one.action, cause=one.cause if owned else "",
-                    figures=dict(one.figures) if owned else {}, text=describe(one) if owned else "",
+                    at=timestamp(one.at), action=one.action, cause=one.cause, figures=dict(one.figures),
+                    text=describe(one),
                 )
                 for one in found[len(found) - most if most < len(found) else 0 :]
             ]  # fmt: skip
@@ -146,14 +140,16 @@ class HistoryApi:
 
     async def arrivals(self, request: web.Request) -> web.StreamResponse:
         live, most = self._live(request), MOST_ARRIVALS.read(request)
-        name = live.record.function
-        owned = self._functions.owns(caller_of(request), name)
-        found = await self._recorder.arrivals(name, SINCE.read(request)) if owned else []
+        since, owned = SINCE.read(request), self._owned(request)
+        found = await self._recorder.arrivals(live.record.function, since) if owned else []
         curve = live.revision.dispatcher.durations.learned
         service_s = curve[0].p50_s if curve else None
         kept = found[len(found) - most if most < len(found) else 0 :]
         body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live), "prices": _prices(live)}
         return await _json(lambda: orjson.dumps(body))
+
+    def _owned(self, request: web.Request) -> bool:
+        return self._functions.owns(caller_of(request), request.match_info["function"])
 
     def _live(self, request: web.Request) -> Live:
         return self._functions.get(request.match_info["function"])

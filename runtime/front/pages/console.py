@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -113,36 +113,16 @@ class ConsoleView(TypedDict):
     removed: list[str]
 
 
-_HIDDEN: dict[str, Any] = {
-    "next_rung": None, "next_rung_at": None, "failed_starts": 0, "rest_mb": None, "last_cold_phases_ms": {},
-    "last_cold_start": None,
-}  # fmt: skip
-"""What callers see of private fields of a function that they do not own. A new field is private."""
+# The JSON of a row for the owner of the function, and for other callers.
+Row = tuple[bytes, bytes]
 PUBLIC_FIELDS = frozenset({
-    "name", "revision", "rung", "standby", "workers", "queued", "in_flight", "stopped", "codes", "durations", "cold_starts",
-    "cold_phases_s",
+    "name", "revision", "rung", "standby", "workers", "queued", "in_flight", "stopped", "failed_starts", "codes", "durations",
+    "cold_starts", "cold_phases_s",
 })  # fmt: skip
-
-
-class ConsoleRow(NamedTuple):
-    """The JSON of a row."""
-
-    whole: bytes
-    public: bytes
-    """For callers that do not own the function."""
-
-    @classmethod
-    def of(cls, row: ConsoleFunction) -> ConsoleRow:
-        shown = {name: row[name] for name in PUBLIC_FIELDS}  # type: ignore[literal-required]
-        return cls(orjson.dumps(row), orjson.dumps(_HIDDEN | shown))
-
-    def kept(self, old: ConsoleRow | None) -> ConsoleRow:
-        """Return the row with the objects of the `old` one, as far as they are equal."""
-        if old is None:
-            return self
-        return ConsoleRow(
-            *(before if after == before else after for before, after in zip(old, self, strict=True))
-        )
+# The private fields, as other callers get them. A new field is private.
+_HIDDEN = dict.fromkeys(("next_rung", "next_rung_at", "rest_mb", "last_cold_start")) | {
+    "last_cold_phases_ms": {}
+}
 
 
 class Console:
@@ -154,8 +134,8 @@ class Console:
         self._files = {
             path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
         }
-        # The rows for followers as JSON, by function. A row that has not changed stays the same object.
-        self._rows: dict[str, ConsoleRow] = {}
+        # The rows for followers, by function.
+        self._rows: dict[str, Row] = {}
         self._made_s = 0.0
         self._refreshing = asyncio.Lock()
 
@@ -210,37 +190,35 @@ class Console:
         since_s = time.monotonic()
         while True:
             now = self._visible(await self._latest(since_s), caller)
-            changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) is not row]
+            changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) != row]
             view = self._view(caller, changed, sorted(known.keys() - now.keys()))
             await response.write(orjson.dumps(view) + b"\n")
             known = now
             await asyncio.sleep(EVERY_S)
             since_s = time.monotonic() - EVERY_S
 
-    def _visible(self, rows: Mapping[str, ConsoleRow], caller: Caller) -> dict[str, bytes]:
+    def _visible(self, rows: Mapping[str, Row], caller: Caller) -> dict[str, bytes]:
         """Return what the caller may see of each function."""
-        owns = self._functions.owns
-        return {
-            name: row.whole if owns(caller, name) else row.public
-            for name, row in rows.items()
-            if caller.allows(name)
-        }
+        allowed = [(name, row) for name, row in rows.items() if caller.allows(name)]
+        return {name: row[not self._functions.owns(caller, name)] for name, row in allowed}
 
-    async def _latest(self, since_s: float) -> dict[str, ConsoleRow]:
+    async def _latest(self, since_s: float) -> dict[str, Row]:
         """Return the rows of all functions, as they were at `since_s` of the monotonic clock or later."""
         async with self._refreshing:
             if self._made_s < since_s:
-                began_s, made = time.monotonic(), await self._made(lambda _: True)
-                self._rows = {name: row.kept(self._rows.get(name)) for name, row in made.items()}
+                began_s = time.monotonic()
+                self._rows = await self._made(lambda _: True)
                 self._made_s = began_s
             return self._rows
 
-    async def _made(self, allows: Callable[[str], bool]) -> dict[str, ConsoleRow]:
+    async def _made(self, allows: Callable[[str], bool]) -> dict[str, Row]:
         """Return a row for each of the functions that `allows` accepts."""
-        rows: dict[str, ConsoleRow] = {}
+        rows: dict[str, Row] = {}
         for number, live in enumerate(self._functions.all(), 1):
             if allows(live.record.function):
-                rows[live.record.function] = ConsoleRow.of(self._row(live))
+                row: Mapping[str, Any] = self._row(live)
+                public = _HIDDEN | {name: row[name] for name in PUBLIC_FIELDS}
+                rows[live.record.function] = orjson.dumps(row), orjson.dumps(public)
             if number % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return rows

@@ -62,9 +62,8 @@ def create_private(path: Path) -> None:
     An error is left to SQLite, which reports a file that it cannot open.
     """
     with contextlib.suppress(OSError):
-        path.touch(mode=0o600, exist_ok=False)
-    # An earlier gateway may have created it. Do not open it: its close would drop SQLite's locks.
-    with contextlib.suppress(OSError):
+        path.touch(mode=0o600)
+        # An earlier gateway may have created it.
         path.chmod(0o600)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from logging.handlers import QueueHandler, QueueListener
 from typing import Literal, TextIO
 
-from .log_files import GATEWAY, LogLine, printable, printable_json
+from .log_files import GATEWAY, LogLine, printable
 from .logs import OWN_SOURCES, LogChannel, Logs
 
 Format = Literal["text", "json"]
@@ -42,7 +42,7 @@ class MessageFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if self._as_json:
-            return _json(line_of(record))
+            return line_of(record).encode().decode().rstrip("\n")
         return printable(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
@@ -128,7 +128,7 @@ def _print_line(printer: logging.Handler, line: LogLine, form: Format) -> None:
     request = f"[{line.request_id}] " if line.request_id else ""
     text = f"{line.source} | {request}{line.text}" if line.source in OWN_SOURCES else line.text
     if form == "json":
-        text = _json(line)
+        text = line.encode().decode().rstrip("\n")
     printer.handle(logging.makeLogRecord({"msg": text}))
 
 
@@ -144,10 +144,6 @@ def _printing(stream: TextIO, formatter: logging.Formatter) -> Iterator[logging.
         yield _LossyHandler(waiting)
     finally:
         listener.stop()
-
-
-def _json(line: LogLine) -> str:
-    return printable_json(line.encode().decode().rstrip("\n"))
 
 
 def line_of(record: logging.LogRecord) -> LogLine:

@@ -44,8 +44,8 @@ MAX_TEXT_CHARS = 16 << 10
 MAX_OPEN_FILES = 8
 MAX_FOUND_BYTES = 16 << 20
 """The most bytes of the lines that a search returns: with more, it returns fewer lines."""
+# The gateway's last line about a function that was deleted, or whose first deploy has failed, with the function's name.
 DELETED, NOT_DEPLOYED = "{} was deleted", "{} was not deployed"
-"""The gateway's last line about a function that was deleted, or whose first deploy has failed, with the function's name."""
 PRUNE_EVERY_S = 3600.0
 # How long a search waits until the lines that were written before it are in the files.
 SETTLE_TIMEOUT_S = 5.0
@@ -96,12 +96,13 @@ class LogLine(NamedTuple):
     request_id: str = ""
 
     def encode(self) -> bytes:
-        """Return the line as one line of JSON."""
+        """Return the line as one line of JSON without control characters."""
         try:
-            return orjson.dumps(self._asdict()) + b"\n"
+            line = orjson.dumps(self._asdict())
         except TypeError:
             # A text has half a surrogate pair.
-            return orjson.dumps(self._replace(text=ascii(self.text), request_id="")._asdict()) + b"\n"
+            line = orjson.dumps(self._replace(text=ascii(self.text), request_id="")._asdict())
+        return printable_json(line.decode()).encode() + b"\n"
 
 
 class LogQuery(NamedTuple):

@@ -60,8 +60,8 @@ class LogChannel:
         self.allowance = LogAllowance()
         """What the processes of the function may print now."""
         self._unreported = 0
+        # True once the function was deleted.
         self.ended = False
-        """True once the function was deleted."""
 
     @property
     def channel(self) -> LogChannel:

@@ -341,13 +341,10 @@ class JobAttempt:
             isinstance(error, (RevisionRetired, GatewayError, WorkerDied, CallEnded))
             or not self.invocation.worker
         ):
-            return None
+            return JobOutcome(JobState.CANCELLED, error=wire) if self.orphaned else None
         return JobOutcome(JobState.FAILED, error=wire, logs=self.reports.lines)
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
-        if self.orphaned:
-            await self._finish(JobOutcome(JobState.CANCELLED))
-            return
         # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
         # attempt that does not count. An attempt that counts is started first, which increments `attempts`.
         if (self._fence or counted) and await self._take():

@@ -167,9 +167,7 @@ class Jobs:
                 if stored.state.final:
                     return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
-            # The job was not run. Raise the error if the function was deleted, or if the gateway is shutting down.
-            if attempt.orphaned:
-                raise UnknownFunction.named(new.function)
+            # The job was not run. This raises if the gateway is shutting down.
             self._live(new.function)
         job, replayed = await self.submit(new)
         return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
@@ -229,14 +227,6 @@ class Jobs:
         """Run the queued jobs of a function that has become live."""
         self._dispatcher.wake(function)
 
-    async def create(self, function: str) -> None:
-        """Cancel the jobs of an earlier function of this name, which another owner may have deployed. Raise JobStoreFailed.
-
-        Call it before the first revision of a function becomes live. `forget` may have failed, and a job whose submit had
-        begun may be stored after it.
-        """
-        await self.store.forget(function)
-
     def forget(self, function: str) -> None:
         """Cancel all jobs of a deleted function, in the background, and drop its counts."""
         for key in [key for key in self._webhook_attempts if key[0] == function]:
@@ -244,9 +234,9 @@ class Jobs:
         self._tasks.create_task(self._forget(function))
 
     async def _forget(self, function: str) -> None:
-        # If the store fails, the jobs stay queued until their ttl ends or `create` cancels them.
+        # If the store fails, the jobs stay queued until their ttl ends, or until the next function of this name is created.
         with contextlib.suppress(JobStoreFailed):
-            await self.store.forget(function)
+            await self.store.purge(function, running=True)
 
     def _attempted(self, function: str, outcome: str) -> None:
         # A deleted function's deliveries are still sent, but not counted: names come and go.

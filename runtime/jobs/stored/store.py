@@ -113,7 +113,6 @@ class JobStore:
     alert = _transition(transitions.alert)
     drop_alerts = _transition(transitions.drop_alerts)
     _purge_slice = _transition(transitions.purge)
-    _forget_slice = _transition(transitions.forget)
 
     get = _whole(_query(queries.get))
     glance = _query(queries.glance)
@@ -136,26 +135,21 @@ class JobStore:
     begun_alerts = _query(queries.begun_alerts)
     stored_bytes = _query(schema.stored_bytes)
 
-    async def purge(self, function: str, owner: str = ALL) -> int:
+    async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs. Return their number.
+
+        With `running`, which is for a deleted function, also cancel the running jobs, and forbid the retry of ended jobs. They
+        count, too.
 
         Jobs that are submitted after the start of the purge are not cancelled. The purge uses several
         transactions, so that other writers can run between them.
         """
-        last, cancelled = await self._database.read(queries.last_number), 0
-        while count := await self._purge_slice(function, last, owner=owner):
+        # A deletion includes the jobs whose commit waits.
+        find = self._database.write if running else self._database.read
+        last, cancelled = await find(queries.last_number), 0
+        while count := await self._purge_slice(function, last, owner=owner, running=running):
             cancelled += count
         return cancelled
-
-    async def forget(self, function: str) -> None:
-        """Cancel the queued and running jobs of a deleted function, and forbid the retry of its ended jobs.
-
-        This changes no jobs that are submitted after its start.
-        """
-        # Not in the thread that reads, so that the jobs that wait for their commit are included.
-        last = await self._commit(lambda transaction: queries.last_number(transaction.connection))
-        while await self._forget_slice(function, last):
-            pass
 
     async def recover(self) -> tuple[int, int]:
         """Run `transitions.recover`. Before it, delete the large bodies that a crash has left."""

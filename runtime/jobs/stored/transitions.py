@@ -250,7 +250,6 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
             remedy="Submit its input again.",
         )
     if not row["allowed"]:
-        # Another owner may have deployed the present function of this name.
         raise JobConflict(f"The function of job {job_id} was deleted.", remedy="Submit its input again.")
     stale_s = transaction.now_s + row["ttl_s"]
     attempts = {"retries": row["retries"] + 1, "max_attempts": row["attempts"] + row["allowed"]}
@@ -259,33 +258,24 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
     return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
-def purge(transaction: Transaction, function: str, last: int, *, owner: str) -> int:
-    """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many."""
-    owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
-    where = f"WHERE function = ? AND {owned} state = 'IN_QUEUE' AND jobs.number <= ? LIMIT ?"
-    return _cancel_all(transaction, find_rows(transaction.connection, where, *values, last, PURGE_SLICE))
+def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
+    """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
-
-def forget(transaction: Transaction, function: str, last: int) -> int:
-    """Cancel up to PURGE_SLICE queued and running jobs of a deleted function whose numbers are at most `last`.
-
-    If there are no such jobs, forbid the retry of up to PURGE_SLICE ended jobs. Return the number of changed jobs.
+    If `running` is True, this includes running jobs. If there are none left, forbid the retry of up to PURGE_SLICE ended
+    jobs, and return how many: another owner may deploy the next function of this name.
     """
-    where, values = "function = ? AND state IN (?, ?) AND jobs.number <= ?", (last, PURGE_SLICE)
-    live, ended = (JobState.IN_QUEUE, JobState.IN_PROGRESS), (JobState.FAILED, JobState.TIMED_OUT)
-    rows = find_rows(transaction.connection, f"WHERE {where} LIMIT ?", function, *live, *values)
-    found = f"SELECT number FROM jobs WHERE {where} AND allowed > 0 LIMIT ?"  # noqa: S608
-    bar = f"UPDATE jobs SET allowed = 0 WHERE number IN ({found})"  # noqa: S608
-    return (
-        _cancel_all(transaction, rows)
-        or transaction.connection.execute(bar, (function, *ended, *values)).rowcount
-    )
-
-
-def _cancel_all(transaction: Transaction, rows: Sequence[sqlite3.Row]) -> int:
+    owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
+    where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
+    also = JobState.IN_PROGRESS if running else ""
+    rows = find_rows(transaction.connection, where, *values, also, last, PURGE_SLICE)
     for row in rows:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
-    return len(rows)
+    if rows or not running:
+        return len(rows)
+    ended = f"function = ? AND {owned} state IN ('FAILED', 'TIMED_OUT') AND number <= ? AND allowed > 0"
+    some = f"SELECT number FROM jobs WHERE {ended} LIMIT ?"  # noqa: S608
+    forbid = f"UPDATE jobs SET allowed = 0 WHERE number IN ({some})"  # noqa: S608
+    return transaction.connection.execute(forbid, (*values, last, PURGE_SLICE)).rowcount
 
 
 def redeliver(transaction: Transaction, function: str, delivery_id: str, owner: str = ALL) -> Delivery:

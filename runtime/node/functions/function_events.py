@@ -46,7 +46,7 @@ class FunctionEvents:
     live: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when a revision of the function has become live, and when the function was paused,
     resumed or reset."""
-    creating: list[Callable[[str], Awaitable[None]]] = field(default_factory=list)
+    creating: list[Callable[[str], Awaitable[object]]] = field(default_factory=list)
     """Awaited with a function's name before the first revision of the function becomes live. An error refuses the deploy."""
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""

@@ -105,9 +105,8 @@ class Retirements:
     async def _retire(self, old: Live | None, name: str) -> None:
         if old is not None:
             await self.revisions.end(old)
-        busy = self.busy(name, besides=old)
-        if old is not None:
             self._note_removed(name)
+        busy = self.busy(name, besides=old)
         busy |= {revision for function, revision in self.functions.proving if function == name}
         store = self.functions.store
         await self._tidy(name, lambda: store.prune(name, busy=busy) + store.sweep(name, busy=busy))

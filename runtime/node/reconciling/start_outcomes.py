@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....errors import ActivationFailed, CrashLoop, PilotflameError, QueueFull, wrapped
 from ...calls.serving.replicas import Replicas
@@ -54,16 +54,12 @@ class Breaker:
         error = self._error
         wait_s = max(0.0, self.backoff_until_s - now_s)
         text = f"The last {self.failures} starts of a worker of {function} failed. The next is tried in {math.ceil(wait_s)} s."
-        remedy = (
-            f"Mend the handler and deploy it again. If the cause was elsewhere: pilotflame reset {function}"
-        )
-        details: dict[str, Any] = {"retry_after_s": wait_s}
+        remedy = f"Mend the handler and redeploy it. If the cause was elsewhere: pilotflame reset {function}"
         if error is None:
-            return CrashLoop(text, remedy=remedy, details=details)
-        details["cause"] = error.code
-        return wrapped(
-            CrashLoop, error, f"{text} The last error: {{}}".format, remedy=remedy, details=details
-        )
+            return CrashLoop(text, remedy=remedy, details={"retry_after_s": wait_s})
+        details = {"cause": error.code, "retry_after_s": wait_s}
+        text += " The last error: {}"
+        return wrapped(CrashLoop, error, text.format, remedy=remedy, details=details)
 
 
 class _Waiter(NamedTuple):

@@ -138,14 +138,14 @@ async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
 ) -> None:
     old, _ = await store.submit(new_job())
     await store.take(old.id)
-    real = store._forget_slice
+    real = store._purge_slice
 
     async def meanwhile(*args: Any, **kwargs: Any) -> int:
         await store.take((await store.submit(new_job()))[0].id)
         return await real(*args, **kwargs)
 
-    monkeypatch.setattr(store, "_forget_slice", meanwhile)
-    await store.forget("tone")
+    monkeypatch.setattr(store, "_purge_slice", meanwhile)
+    assert await store.purge("tone", running=True) == 1
     assert (await store.get("tone", old.id)).state is JobState.CANCELLED
     counts = await store.counts("tone")
     assert (counts.in_progress, counts.cancelled) == (2, 1)

@@ -246,7 +246,7 @@ class StoreMachine(RuleBasedStateMachine):
         ended = [job_id for state in purged for job_id, job in jobs.items() if job.state is state]
         self.cancelled.clear()
         if delete:
-            self.run(self.store.forget(function))
+            self.run(self.store.purge(function, running=True))
             for job in jobs.values():
                 job.forgotten |= job.state.final
         else:
