@@ -98,12 +98,16 @@ Every error has a `code`, which never changes and is for programs, a `message`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+E = TypeVar("E", bound="PilotflameError")
 
 # Details that only those who may see a function's code get. They are kept in `private`.
-PRIVATE = ("traceback", "stackTrace")
+PRIVATE = ("traceback", "stackTrace", "fault")
+# The details of errors of weights that callers get, too.
+NAMED = ("shard", "asset", "chunk", "tensors", "retry_after_s")
 MOST_COMPARED = 256
 """How many names an unknown one is compared with, those with the same first letter first: the time of a comparison grows with them."""
 _BY_CODE: dict[str, type[PilotflameError]] = {}
@@ -144,10 +148,18 @@ class PilotflameError(Exception):
         """The traceback of user code; "" if there is none."""
         return str(self.private.get("traceback", ""))
 
+    @property
+    def whole(self) -> PilotflameError:
+        """The error with the text for the owner of the function, which may say where its weights are."""
+        if (fault := self.private.get("fault")) is None:
+            return self
+        others = {key: detail for key, detail in self.private.items() if key != "fault"}
+        return self.from_wire({**fault, "details": {**fault.get("details", {}), **others}})
+
     def to_wire(self, *, private: bool = False) -> dict[str, Any]:
         """Return the error as JSON: `type` (its code), `message` and, unless empty, `remedy`, `details`.
 
-        With `private`, the details include the traceback, which callers must not see.
+        With `private`, the details include PRIVATE ones, which callers must not see.
         """
         wire: dict[str, Any] = {"type": self.code, "message": self.message}
         if self.remedy:
@@ -376,6 +388,51 @@ class DeadlineExceeded(InvocationError, code="deadline_exceeded", status=504): .
 
 
 class Cancelled(InvocationError, code="cancelled", status=499): ...
+
+
+# Faults of the handler or of its settings. Other errors of snapshots say that weights cannot be read, and where they are.
+OF_HANDLERS = (NoSuchSnapshot, PackageMissing, SnapshotMismatch)
+
+
+def for_callers(error: PilotflameError) -> PilotflameError:
+    """Return the error that callers of a function get: the kind of the fault and the file's name, but not where weights are.
+
+    `whole` of the result is what the function's owner gets.
+    """
+    if not isinstance(error, SnapshotError) or isinstance(error, OF_HANDLERS) or "fault" in error.private:
+        return error
+    found = error.details
+    file = found.get("shard") or found.get("asset") or str(found.get("object", "")).rpartition("/")[2]
+    message, remedy = (
+        f"{file or 'The snapshot'} cannot be read ({error.code}).",
+        "The log of the function says why.",
+    )
+    details = {key: found[key] for key in NAMED if key in found} | {"fault": error.to_wire()}
+    return type(error)(message, remedy=remedy, details=details)
+
+
+def wrapped(
+    kind: type[E], error: PilotflameError, text: Callable[[str], str], *, remedy: str | None = None, details: Mapping[str, Any]
+) -> E:  # fmt: skip
+    """Return an error of class `kind` for callers, whose cause is `error`. `text` makes its message of that of `error`.
+
+    It has the remedy of `error` unless there is another `remedy`, and more `details`.
+    """
+    told = for_callers(error)
+
+    def made(cause: PilotflameError, fault: Mapping[str, Any]) -> E:
+        found = {**cause.details, **cause.private, **details, **fault}
+        return kind(text(cause.message), remedy=cause.remedy if remedy is None else remedy, details=found)
+
+    if (whole := told.whole) is told:
+        return made(told, {})
+    return made(told, {"fault": made(whole, {}).to_wire()})
+
+
+def not_whole(cause: PilotflameError) -> ActivationFailed:
+    """Return the error for weights that could not be fetched or read: no code of the function has failed."""
+    text, details = "The weights are not whole: {}", {"cause": cause.code}
+    return wrapped(ActivationFailed, cause, text.format, details=details)
 
 
 class JobError(PilotflameError, code="job_error"): ...

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from ..errors import PilotflameError
+from ..errors import PilotflameError, wrapped
 
 # The code that `os.environ[name]` runs.
 _OS_ENVIRON_CODE = type(os.environ).__getitem__.__code__
@@ -37,15 +37,18 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
     details: dict[str, Any] = {"exception": type(error).__name__}
     text = f"{type(error).__name__}: {_text(error)}"
     remedy = remedy or _variable_remedy(error)
-    if isinstance(error, PilotflameError):
-        text, remedy, details = error.message, error.remedy, {**error.details, "exception": error.code}
-    elif not remedy and _lacks_network(error):
+    if not isinstance(error, PilotflameError) and not remedy and _lacks_network(error):
         remedy = NO_NETWORK_REMEDY
-    text = cut(text)
     if file:
         details |= {"file": file, "line": line}
     details["traceback"] = _user_traceback(error, root)
-    return kind(f"{what} failed{where}: {text}", remedy=remedy, details=details)
+
+    def said(text: str) -> str:
+        return f"{what} failed{where}: {cut(text)}"
+
+    if isinstance(error, PilotflameError):
+        return wrapped(kind, error, said, details=details | {"exception": error.code})
+    return kind(said(text), remedy=remedy, details=details)
 
 
 def locate(error: BaseException, root: Path) -> tuple[str, int]:

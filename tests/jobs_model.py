@@ -34,6 +34,8 @@ class ModelJob:
     state: JobState = QUEUED
     attempts: int = 0
     retries: int = 0
+    forgotten: bool = False
+    """True if its function was deleted."""
     due_s: float = 0.0
     expires_s: float = 0.0
     until_s: float = 0.0
@@ -113,7 +115,7 @@ class Model:
 
     def retry(self, job_id: str) -> bool:
         job = self.jobs[job_id]
-        if job.state not in (JobState.FAILED, JobState.TIMED_OUT):
+        if job.state not in (JobState.FAILED, JobState.TIMED_OUT) or job.forgotten:
             return False
         self.queue(job)
         job.retries += 1

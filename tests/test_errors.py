@@ -2,12 +2,26 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pilotflame.errors
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import CallEnded, HandlerFailed, PilotflameError, RevisionReplaced, ShuttingDown
+from pilotflame.errors import (
+    OF_HANDLERS,
+    CallEnded,
+    CrashLoop,
+    HandlerFailed,
+    PilotflameError,
+    RevisionReplaced,
+    ShuttingDown,
+    SnapshotError,
+    for_callers,
+    not_whole,
+    wrapped,
+)
+from pilotflame.handlers.failure import explain
 
 
 def below(kind: type[PilotflameError]) -> Iterator[type[PilotflameError]]:
@@ -66,6 +80,34 @@ def test_every_error_crosses_the_wire_as_itself(kind: type[PilotflameError]) -> 
     assert (again.message, again.remedy, again.details) == ("It broke.", "Mend it.", {"line": 3})
     assert str(again) == "It broke. Mend it."
     assert again.args == ("It broke.",)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in below(SnapshotError) if kind not in OF_HANDLERS])
+def test_callers_learn_the_file_of_weights_that_cannot_be_read_and_the_owner_their_place(
+    kind: type[PilotflameError],
+) -> None:
+    place = "s3://hidden/hidden/model.safetensors"
+    error = kind(f"{place} is odd.", remedy="See hidden.", details={"object": place, "bucket": "hidden"})
+    told = for_callers(error)
+    raised = explain(HandlerFailed, "The handler", told, Path("/"))
+    stopped = wrapped(CrashLoop, not_whole(error), "It ends: {}".format, details={})
+    made = (
+        told,
+        not_whole(error),
+        explain(HandlerFailed, "The handler", error, Path("/")),
+        raised,
+        stopped,
+    )
+    for one in (
+        PilotflameError.from_wire(json.loads(json.dumps(each.to_wire(private=True)))) for each in made
+    ):
+        assert "hidden" not in json.dumps(one.to_wire()) + str(one)
+        assert f"model.safetensors cannot be read ({kind.code})." in one.message
+        whole = one.whole
+        assert (type(whole), whole.remedy) == (type(one), "See hidden.")
+        assert f"{place} is odd." in whole.message
+        assert whole.details["bucket"] == "hidden"
+    assert told.whole.to_wire() == error.to_wire()
 
 
 def test_empty_parts_are_left_out() -> None:

@@ -114,4 +114,6 @@ async def _connect(
     events.ended.append(alerts.note_end)
     events.refused.append(alerts.note_refused)
     events.live.append(live)
+    # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it.
+    events.creating.append(functools.partial(jobs.store.purge, running=True))
     events.deleted.append(gone)

@@ -188,7 +188,7 @@ class Revision(CallEvents):
     ) -> None:  # fmt: skip
         if not isinstance(outcome, Output):
             if isinstance(outcome, FAILURES):
-                text = f"{outcome.message}\n{outcome.trace}".rstrip()
+                text = f"{outcome.whole.message}\n{outcome.trace}".rstrip()
                 self._log.write(replica.name, text, "error", request_id=invocation.id)
             outcome = self._watcher.explain(outcome)
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)

@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import (
-    ActivationFailed,
+    OF_HANDLERS,
     BadInput,
     Cancelled,
     EngineStopped,
     HandlerFailed,
     InputInvalid,
     InputTooLarge,
-    NoSuchSnapshot,
     OutputInvalid,
     Overloaded,
-    PackageMissing,
     PilotflameError,
     SnapshotChanged,
     SnapshotError,
-    SnapshotMismatch,
+    not_whole,
 )
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.codec import JSON_TYPE
@@ -31,9 +29,6 @@ from ....handlers.handler import Handler
 from ..link.frames import HEADER, MAX_PAYLOAD_BYTES, FrameKind, Timing, check_output, encode, encode_json
 from .call import Call
 from .devices import may_be_of_device
-
-# These are faults of the handler or of its settings. Other errors of snapshots say that bytes are missing.
-OF_HANDLERS = (NoSuchSnapshot, PackageMissing, SnapshotMismatch)
 
 
 class AnswerFrames:
@@ -126,9 +121,3 @@ class AnswerFrames:
             return not_whole(error)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
         return explain(HandlerFailed, what, error, self._root, remedy=remedy)
-
-
-def not_whole(error: SnapshotError) -> ActivationFailed:
-    """Return the error for weights that could not be fetched or read: no code of the function has failed."""
-    message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
-    return ActivationFailed(message, remedy=error.remedy, details=error.details | details)

@@ -17,6 +17,7 @@ from ....errors import (
     SnapshotChanged,
     SnapshotCorrupt,
     SourceError,
+    not_whole,
 )
 from ....handlers.contract import Context
 from ....handlers.failure import explain
@@ -25,7 +26,6 @@ from ..batching.latency_curve import Point
 from ..leftovers import fork_safety
 from ..link.worker_spec import WorkerSpec
 from . import devices, output
-from .answers import not_whole
 from .function_setup import Built, call_hook, run_hook
 from .host import WorkerHost
 from .measurement import measure

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...ground.telemetry.log_files import CONTROL, printable
+from ...ground.telemetry.log_files import printable, printable_json
 from ...ground.telemetry.timeline import COLD_START_PHASES
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def print_json(value: Any) -> None:
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return `value` as JSON without control characters."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent)
-    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return printable_json(json.dumps(value, ensure_ascii=False, indent=indent))
 
 
 def print_result(value: Any, text: str, *, as_json: bool) -> None:

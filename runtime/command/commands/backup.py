@@ -25,6 +25,7 @@ import click
 from ...._version import __version__
 from ....errors import GatewayError
 from ....snapshot.publish import publish
+from ...ground.settings.state_dir import create_private
 from ...node.functions import shared_weights
 from ..client import display, options
 
@@ -154,12 +155,12 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _copy_database(source: Path, target: Path) -> None:
+    create_private(target)
     with (
         contextlib.closing(sqlite3.connect(source, timeout=BUSY_TIMEOUT_S)) as live,
         contextlib.closing(sqlite3.connect(target)) as copy,
     ):
         live.backup(copy)
-    target.chmod(0o600)
 
 
 def _unpacked(file: Path, into: Path) -> dict[str, Any]:

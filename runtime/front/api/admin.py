@@ -30,11 +30,15 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ALL_MEMORY = Flag("memory", "Measure the memory of all processes.")
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
 PUBLIC_SETTINGS = frozenset({
-    "aliases", "attempts", "budget", "build_timeout_s", "cancel_grace_s", "concurrency", "execution_timeout_s", "hold_s", "hosts",
-    "idempotent", "max_body_bytes", "max_jobs", "max_jobs_bytes", "max_queue", "max_queue_bytes", "resources", "response_cache",
-    "scale", "threads", "timeout_s", "ttl_s", "wait_for_weights",
+    "aliases", "attempts", "concurrency", "execution_timeout_s", "hold_s", "hosts", "idempotent", "max_body_bytes", "max_jobs",
+    "max_jobs_bytes", "max_queue", "max_queue_bytes", "scale", "timeout_s", "ttl_s",
 })  # fmt: skip
 """The settings that all callers with the scope `read` see."""
+# The fields of a status that they see, besides a part of `settings` and of `desired`. A new field is private.
+PUBLIC_FIELDS = frozenset({
+    "name", "revision", "created_at", "dialect", "kind", "streaming", "batch", "stopped", "workers", "standby", "zygote", "rung",
+    "queued", "in_flight", "memory_bytes", "invocations", "input_schema", "output_schema", "input_example",
+})  # fmt: skip
 
 
 class HeldMemory(BaseModel, frozen=True):
@@ -199,16 +203,10 @@ def _with_memory(status: FunctionStatus, memory: NodeMemory) -> FunctionStatus:
 
 
 def _public(status: FunctionStatus) -> FunctionStatus:
-    """Return the part that all callers with the scope `read` may see. It has no text of the code, and no place of its data."""
-    settings, env = status.settings, dict.fromkeys(status.settings.env, "…")
-    shown: dict[str, Any] = {
-        key: getattr(settings, key) for key in PUBLIC_SETTINGS & settings.model_fields_set
-    }
-    errors = [error.model_copy(update={"text": ""}) for error in status.last_errors]
-    sources = [one.model_copy(update={"queue": "…", "last_error": ""}) for one in status.sources]
-    hidden: dict[str, Any] = {"snapshot": None, "snapshots": {}, "warnings": [], "setting_origins": {}}
-    return status.model_copy(
-        update={
-            **hidden, "settings": FunctionSettings.model_construct(name=status.name, env=env, **shown), "last_errors": errors, "sources": sources
-        }
-    )  # fmt: skip
+    """Return the part that all callers with the scope `read` may see: what they need to call the function, and counts."""
+    names = PUBLIC_SETTINGS & status.settings.model_fields_set
+    settings = {name: getattr(status.settings, name) for name in names}
+    shown: dict[str, Any] = {name: getattr(status, name) for name in PUBLIC_FIELDS}
+    shown["settings"] = FunctionSettings.model_construct(name=status.name, **settings)
+    shown["desired"] = status.desired.model_copy(update={"because": []})
+    return FunctionStatus.model_construct(**shown)

@@ -133,7 +133,7 @@ class Deploys:
             except PilotflameError as error:
                 note(request, outcome=f"{error.status} {error.code}")
                 loop.call_soon_threadsafe(
-                    events.put_nowait, event("error", orjson.dumps(error.to_wire(private=True)))
+                    events.put_nowait, event("error", orjson.dumps(error.whole.to_wire(private=True)))
                 )
             loop.call_soon_threadsafe(events.put_nowait, b"")
 

@@ -19,6 +19,7 @@ from ...node.functions.live import Live, ladder_spec_of
 from ...node.functions.registry import Functions
 from ...node.measuring.recorder import Recorder
 from ...node.scaling.rung_figures import HoldingPrices
+from ..http.requests import caller_of
 from ..http.responses import Timestamp, timestamp
 from ..http.routes import Number, Route, UnixTime
 
@@ -88,11 +89,9 @@ class HistoryApi:
 
     def routes(self) -> list[Route]:
         one = "/v1/functions/{function}"
-        decided = "List what the gateway decided about a function, and why, the oldest first."
+        decided = "List what the gateway decided about a function of the caller, and why, the oldest first."
         load = "Show a function's workers, rung, queue and cold starts over time: a sample for each change."
-        arrived = (
-            "List when a function's invocations arrived, those that were answered, and how long one takes."
-        )
+        arrived = "List when a function's answered invocations arrived (only for its owner), and how long one takes."
         decisions, samples = (
             {"decisions": list[DecisionFacts]},
             {"now": Timestamp, "samples": list[LoadFacts]},
@@ -114,7 +113,8 @@ class HistoryApi:
 
     async def decisions(self, request: web.Request) -> web.StreamResponse:
         since, most = SINCE.read(request), MOST_DECISIONS.read(request)
-        found = await self._recorder.decisions(self._live(request).record.function, since)
+        name = self._live(request).record.function
+        found = await self._recorder.decisions(name, since) if self._owned(request) else []
 
         def told() -> bytes:
             rows = [
@@ -140,12 +140,16 @@ class HistoryApi:
 
     async def arrivals(self, request: web.Request) -> web.StreamResponse:
         live, most = self._live(request), MOST_ARRIVALS.read(request)
-        found = await self._recorder.arrivals(live.record.function, SINCE.read(request))
+        since, owned = SINCE.read(request), self._owned(request)
+        found = await self._recorder.arrivals(live.record.function, since) if owned else []
         curve = live.revision.dispatcher.durations.learned
         service_s = curve[0].p50_s if curve else None
         kept = found[len(found) - most if most < len(found) else 0 :]
         body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live), "prices": _prices(live)}
         return await _json(lambda: orjson.dumps(body))
+
+    def _owned(self, request: web.Request) -> bool:
+        return self._functions.owns(caller_of(request), request.match_info["function"])
 
     def _live(self, request: web.Request) -> Live:
         return self._functions.get(request.match_info["function"])

@@ -99,6 +99,7 @@ class EventStream:
 
         With `private`, an error includes the traceback.
         """
+        error = error.whole if error is not None and private else error
         name, wire = ("completed", {}) if error is None else ("error", error.to_wire(private=private))
         response = await self._write(event(name, orjson.dumps(wire), self._number + 1))
         await response.write_eof()

@@ -143,8 +143,9 @@ def error_reply(
     """Return the response for an error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`.
 
     Without `headers`, the response has the header X-Request-Id. With `private`, the details include the traceback of
-    user code.
+    user code, and the error may say where the function's weights are.
     """
+    error = error.whole if private else error
     sent = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
     sent |= retry_headers(error) | {"Content-Type": JSON_TYPE}
     body = {"error": {**error.to_wire(private=private), **({"request_id": request_id} if request_id else {})}}

@@ -113,6 +113,18 @@ class ConsoleView(TypedDict):
     removed: list[str]
 
 
+# The JSON of a row for the owner of the function, and for other callers.
+Row = tuple[bytes, bytes]
+PUBLIC_FIELDS = frozenset({
+    "name", "revision", "rung", "standby", "workers", "queued", "in_flight", "stopped", "failed_starts", "codes", "durations",
+    "cold_starts", "cold_phases_s",
+})  # fmt: skip
+# The private fields, as other callers get them. A new field is private.
+_HIDDEN = dict.fromkeys(("next_rung", "next_rung_at", "rest_mb", "last_cold_start")) | {
+    "last_cold_phases_ms": {}
+}
+
+
 class Console:
     """The routes of the console. Its files are public, but its data is not."""
 
@@ -122,8 +134,8 @@ class Console:
         self._files = {
             path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
         }
-        # The rows for followers as JSON, by function. A row that has not changed stays the same object.
-        self._rows: dict[str, bytes] = {}
+        # The rows for followers, by function.
+        self._rows: dict[str, Row] = {}
         self._made_s = 0.0
         self._refreshing = asyncio.Lock()
 
@@ -158,8 +170,8 @@ class Console:
         caller = caller_of(request)
         if FOLLOW.read(request):
             return await self._follow(request, caller)
-        rows = [orjson.Fragment(row) for row in (await self._made(caller.allows)).values()]
-        return json_response(self._view(caller, rows), no_store=True)
+        rows = self._visible(await self._made(caller.allows), caller).values()
+        return json_response(self._view(caller, [orjson.Fragment(row) for row in rows]), no_store=True)
 
     async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         """Send a line each second until the client has gone, its key has ended, or the gateway has drained."""
@@ -177,31 +189,36 @@ class Console:
         # The first rows are not older than the request.
         since_s = time.monotonic()
         while True:
-            now = {name: row for name, row in (await self._latest(since_s)).items() if caller.allows(name)}
-            changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) is not row]
+            now = self._visible(await self._latest(since_s), caller)
+            changed = [orjson.Fragment(row) for name, row in now.items() if known.get(name) != row]
             view = self._view(caller, changed, sorted(known.keys() - now.keys()))
             await response.write(orjson.dumps(view) + b"\n")
             known = now
             await asyncio.sleep(EVERY_S)
             since_s = time.monotonic() - EVERY_S
 
-    async def _latest(self, since_s: float) -> dict[str, bytes]:
+    def _visible(self, rows: Mapping[str, Row], caller: Caller) -> dict[str, bytes]:
+        """Return what the caller may see of each function."""
+        allowed = [(name, row) for name, row in rows.items() if caller.allows(name)]
+        return {name: row[not self._functions.owns(caller, name)] for name, row in allowed}
+
+    async def _latest(self, since_s: float) -> dict[str, Row]:
         """Return the rows of all functions, as they were at `since_s` of the monotonic clock or later."""
         async with self._refreshing:
             if self._made_s < since_s:
-                began_s, made = time.monotonic(), await self._made(lambda _: True)
-                self._rows = {
-                    name: row if (old := self._rows.get(name)) != row else old for name, row in made.items()
-                }
+                began_s = time.monotonic()
+                self._rows = await self._made(lambda _: True)
                 self._made_s = began_s
             return self._rows
 
-    async def _made(self, allows: Callable[[str], bool]) -> dict[str, bytes]:
+    async def _made(self, allows: Callable[[str], bool]) -> dict[str, Row]:
         """Return a row for each of the functions that `allows` accepts."""
-        rows: dict[str, bytes] = {}
+        rows: dict[str, Row] = {}
         for number, live in enumerate(self._functions.all(), 1):
             if allows(live.record.function):
-                rows[live.record.function] = orjson.dumps(self._row(live))
+                row: Mapping[str, Any] = self._row(live)
+                public = _HIDDEN | {name: row[name] for name in PUBLIC_FIELDS}
+                rows[live.record.function] = orjson.dumps(row), orjson.dumps(public)
             if number % ROWS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         return rows

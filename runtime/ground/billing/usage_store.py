@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....errors import GatewayError
+from ..settings.state_dir import create_private
 from .usage import DAY_S, FIGURES, HOUR_S, Holding, Usage, figures
 
 HOURS_KEPT_S, DAYS_KEPT_S = 14 * DAY_S, 400 * DAY_S
@@ -103,6 +104,7 @@ class UsageStore:
 
     def open(self) -> None:
         """Open or create the file. Raise GatewayError if it cannot be used."""
+        create_private(self._path)
         with self._errors():
             connection = sqlite3.connect(
                 self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False

@@ -55,6 +55,18 @@ def _make_private(path: Path) -> None:
             LOG.warning(text, path)
 
 
+def create_private(path: Path) -> None:
+    """Create a file that only this user can read, if it does not exist. Call it before SQLite opens the file.
+
+    SQLite makes files with the rights that the umask leaves, and the files beside a database with the rights of the database.
+    An error is left to SQLite, which reports a file that it cannot open.
+    """
+    with contextlib.suppress(OSError):
+        path.touch(mode=0o600)
+        # An earlier gateway may have created it.
+        path.chmod(0o600)
+
+
 @contextlib.contextmanager
 def running_marker(state: Path) -> Iterator[str]:
     """Keep a file in the state folder that identifies the running gateway, until the block ends.

@@ -44,6 +44,8 @@ MAX_TEXT_CHARS = 16 << 10
 MAX_OPEN_FILES = 8
 MAX_FOUND_BYTES = 16 << 20
 """The most bytes of the lines that a search returns: with more, it returns fewer lines."""
+# The gateway's last line about a function that was deleted, or whose first deploy has failed, with the function's name.
+DELETED, NOT_DEPLOYED = "{} was deleted", "{} was not deployed"
 PRUNE_EVERY_S = 3600.0
 # How long a search waits until the lines that were written before it are in the files.
 SETTLE_TIMEOUT_S = 5.0
@@ -59,6 +61,11 @@ def printable(text: str) -> str:
     Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
     """
     return text if text.isprintable() else CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def printable_json(text: str) -> str:
+    """Return JSON without control characters. JSON itself escapes those below 0x20 only."""
+    return text if text.isprintable() else CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class LogLevel(StrEnum):
@@ -89,12 +96,13 @@ class LogLine(NamedTuple):
     request_id: str = ""
 
     def encode(self) -> bytes:
-        """Return the line as one line of JSON."""
+        """Return the line as one line of JSON without control characters."""
         try:
-            return orjson.dumps(self._asdict()) + b"\n"
+            line = orjson.dumps(self._asdict())
         except TypeError:
             # A text has half a surrogate pair.
-            return orjson.dumps(self._replace(text=ascii(self.text), request_id="")._asdict()) + b"\n"
+            line = orjson.dumps(self._replace(text=ascii(self.text), request_id="")._asdict())
+        return printable_json(line.decode()).encode() + b"\n"
 
 
 class LogQuery(NamedTuple):
@@ -109,7 +117,7 @@ class LogQuery(NamedTuple):
     worker: str = ""
     """The name of the worker that printed the line."""
     since_deletion: bool = False
-    """Only lines after the last deletion of the function. Another owner may have deployed it before."""
+    """Only lines after the last deletion, or failed first deploy, of the function. Another owner may have deployed it before."""
 
     @property
     def most_bytes(self) -> int:
@@ -230,10 +238,10 @@ class LogFiles:
 
     def _newest_first(self, name: str, query: LogQuery) -> Iterator[LogLine]:
         """Yield the lines that fit."""
-        marks, end = query.marks(), _deletion_mark(function_of(name)) if query.since_deletion else None
+        marks, ends = query.marks(), _end_marks(function_of(name)) if query.since_deletion else []
         for data in self._contents(name) if query.most > 0 else ():
             for raw in reversed(data.splitlines()):
-                if end is not None and end in raw:
+                if any(end in raw for end in ends):
                     return
                 if not all(mark in raw for mark in marks) or (line := _parse(raw)) is None:
                     continue
@@ -398,14 +406,10 @@ def function_of(file: str) -> str:
     return file.removeprefix(_FUNCTIONS) if file.startswith(_FUNCTIONS) else ""
 
 
-def deletion(function: str) -> str:
-    """Return the text of the gateway's line that says that a function was deleted."""
-    return f"{function} was deleted"
-
-
-def _deletion_mark(function: str) -> bytes:
-    """Return a part of that line which no other line has: quotation marks in a text are escaped."""
-    return f'"source":"gateway","text":"{deletion(function)}"'.encode()
+def _end_marks(function: str) -> list[bytes]:
+    """Return a part of the gateway's lines DELETED and NOT_DEPLOYED which no other line has: quotation marks in a text are escaped."""
+    texts = [text.format(function) for text in (DELETED, NOT_DEPLOYED)]
+    return [f'"source":"gateway","text":"{text}"'.encode() for text in texts]
 
 
 def _severity(level: str) -> int:

@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 
 from .log_allowance import PER_S, LogAllowance
 from .log_files import (
+    DELETED,
     MAX_TEXT_CHARS,
     LogFacts,
     LogFiles,
     LogLine,
     LogQuery,
-    deletion,
     function_file,
     function_of,
 )
@@ -60,6 +60,8 @@ class LogChannel:
         self.allowance = LogAllowance()
         """What the processes of the function may print now."""
         self._unreported = 0
+        # True once the function was deleted.
+        self.ended = False
 
     @property
     def channel(self) -> LogChannel:
@@ -121,8 +123,11 @@ class LogChannel:
                 yield new
 
     def end(self) -> None:
-        """Write that the function was deleted, and end the followers: another owner may deploy the next function of this name."""
-        self.write("gateway", deletion(self._function))
+        """Write that the function was deleted, and end the followers. Later lines are not stored: another owner may
+        deploy the next function of this name, and would read them.
+        """
+        self.write("gateway", DELETED.format(self._function))
+        self.ended, self._keep = True, None
         for follower in self._followers:
             if follower.full():
                 follower.get_nowait()
@@ -189,8 +194,8 @@ class Logs:
         return self.channel(function_file(function))
 
     def channel(self, file: str) -> LogChannel:
-        """Return the log that is stored in `file`."""
-        if (channel := self._channels.get(file)) is None:
+        """Return the log that is stored in `file`. The next function of a deleted function's name gets a new one."""
+        if (channel := self._channels.get(file)) is None or channel.ended:
             channel = self._channels[file] = LogChannel(
                 function_of(file),
                 lambda line: self._keep(file, line),

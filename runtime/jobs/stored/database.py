@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ....errors import JobStoreFailed
+from ...ground.settings.state_dir import create_private
 
 T = TypeVar("T")
 Change = Callable[[sqlite3.Connection], T]
@@ -79,6 +80,7 @@ class Database:
 
     def open(self) -> None:
         """Open or create the file and upgrade it. Blocks. Raise JobStoreFailed if the file cannot be used."""
+        create_private(self.path)
         with ExitStack() as opened:
             try:
                 opened.callback((writer := self._connect()).close)

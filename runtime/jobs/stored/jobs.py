@@ -167,7 +167,7 @@ class Jobs:
                 if stored.state.final:
                     return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
-            # The job was not run. This raises if the function was deleted, or if the gateway is shutting down.
+            # The job was not run. This raises if the gateway is shutting down.
             self._live(new.function)
         job, replayed = await self.submit(new)
         return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
@@ -234,7 +234,7 @@ class Jobs:
         self._tasks.create_task(self._forget(function))
 
     async def _forget(self, function: str) -> None:
-        # If the store fails, the jobs stay queued until their ttl ends or the function is deployed again.
+        # If the store fails, the jobs stay queued until their ttl ends, or until the next function of this name is created.
         with contextlib.suppress(JobStoreFailed):
             await self.store.purge(function, running=True)
 

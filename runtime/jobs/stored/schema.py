@@ -27,7 +27,7 @@ CREATE TABLE jobs (
     content_type TEXT NOT NULL,
     execution_timeout_s REAL NOT NULL,
     ttl_s REAL NOT NULL,
-    allowed INTEGER NOT NULL,        -- attempts that the caller allowed; a retry adds as many again
+    allowed INTEGER NOT NULL,        -- attempts that the caller allowed; a retry adds as many again. 0: no retry
     max_attempts INTEGER NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
     retries INTEGER NOT NULL DEFAULT 0,

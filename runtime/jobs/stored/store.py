@@ -137,12 +137,17 @@ class JobStore:
     stored_bytes = _query(schema.stored_bytes)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
-        """Cancel an owner's queued jobs, and with `running` also the running jobs. Return their number.
+        """Cancel an owner's queued jobs. Return their number.
+
+        With `running`, which is for a deleted function, also cancel the running jobs, and forbid the retry of ended jobs. They
+        count, too.
 
         Jobs that are submitted after the start of the purge are not cancelled. The purge uses several
         transactions, so that other writers can run between them.
         """
-        last, cancelled = await self._database.read(queries.last_number), 0
+        # A deletion includes the jobs whose commit waits.
+        find = self._database.write if running else self._database.read
+        last, cancelled = await find(queries.last_number), 0
         while count := await self._purge_slice(function, last, owner=owner, running=running):
             cancelled += count
         return cancelled

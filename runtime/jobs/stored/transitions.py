@@ -241,7 +241,7 @@ def cancel(transaction: Transaction, function: str, job_id: str, owner: str = AL
 def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
     """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
 
-    Raises JobConflict if the job is in another state, JobExpired or UnknownJob.
+    Raises JobConflict if the job is in another state or its function was deleted, JobExpired or UnknownJob.
     """
     row = row_of(transaction.connection, function, job_id, owner)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
@@ -249,6 +249,8 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
             f"Job {job_id} is {row['state']}: only jobs that FAILED or TIMED_OUT can be retried.",
             remedy="Submit its input again.",
         )
+    if not row["allowed"]:
+        raise JobConflict(f"The function of job {job_id} was deleted.", remedy="Submit its input again.")
     stale_s = transaction.now_s + row["ttl_s"]
     attempts = {"retries": row["retries"] + 1, "max_attempts": row["attempts"] + row["allowed"]}
     fields = {**attempts, "error": None, "stale_s": stale_s, "until_s": stale_s}
@@ -259,7 +261,8 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
 def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
     """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
-    If `running` is True, this includes running jobs.
+    If `running` is True, this includes running jobs. If there are none left, forbid the retry of up to PURGE_SLICE ended
+    jobs, and return how many: another owner may deploy the next function of this name.
     """
     owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
     where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
@@ -267,7 +270,12 @@ def purge(transaction: Transaction, function: str, last: int, *, owner: str, run
     rows = find_rows(transaction.connection, where, *values, also, last, PURGE_SLICE)
     for row in rows:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
-    return len(rows)
+    if rows or not running:
+        return len(rows)
+    ended = f"function = ? AND {owned} state IN ('FAILED', 'TIMED_OUT') AND number <= ? AND allowed > 0"
+    some = f"SELECT number FROM jobs WHERE {ended} LIMIT ?"  # noqa: S608
+    forbid = f"UPDATE jobs SET allowed = 0 WHERE number IN ({some})"  # noqa: S608
+    return transaction.connection.execute(forbid, (*values, last, PURGE_SLICE)).rowcount
 
 
 def redeliver(transaction: Transaction, function: str, delivery_id: str, owner: str = ALL) -> Delivery:

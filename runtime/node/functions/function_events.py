@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Self
 
@@ -46,6 +46,8 @@ class FunctionEvents:
     live: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when a revision of the function has become live, and when the function was paused,
     resumed or reset."""
+    creating: list[Callable[[str], Awaitable[object]]] = field(default_factory=list)
+    """Awaited with a function's name before the first revision of the function becomes live. An error refuses the deploy."""
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)

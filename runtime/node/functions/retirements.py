@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from ....errors import PilotflameError, RevisionsDraining, UnknownFunction
-from ...ground.telemetry.logs import LogChannel
 from ..packaging.environment import discard_unused, shrink_cache
 from .live import Live
 from .registry import Functions
 from .revisions import Revisions
 
+LOG = logging.getLogger(__name__)
 # While this number of replaced revisions of a function run calls, no other revision of it is replaced: each holds its
 # workers, a zygote and its weights.
 MOST_DRAINING = 3
@@ -60,9 +61,9 @@ class Retirements:
             " its replacement.",
         )
 
-    def retire(self, old: Live | None, name: str, logs: LogChannel) -> None:
+    def retire(self, old: Live | None, name: str) -> None:
         """Begin to retire the replaced revision of a function, if there is one, and to remove its old revisions."""
-        self._begin(self._retire(old, name, logs), old)
+        self._begin(self._retire(old, name), old)
 
     async def delete(self, name: str) -> None:
         """Delete a function: refuse new invocations, and remove its secrets and files.
@@ -101,19 +102,20 @@ class Retirements:
         self._ending[ending] = old
         ending.add_done_callback(self._ending.pop)
 
-    async def _retire(self, old: Live | None, name: str, logs: LogChannel) -> None:
+    async def _retire(self, old: Live | None, name: str) -> None:
         if old is not None:
             await self.revisions.end(old)
-        busy = self.busy(name, besides=old)
-        if old is not None:
             self._note_removed(name)
+        busy = self.busy(name, besides=old)
         busy |= {revision for function, revision in self.functions.proving if function == name}
         store = self.functions.store
-        await self._tidy(logs, lambda: store.prune(name, busy=busy) + store.sweep(name, busy=busy))
+        await self._tidy(name, lambda: store.prune(name, busy=busy) + store.sweep(name, busy=busy))
 
     async def _take_away(self, name: str, live: Live) -> None:
         functions, deleted = self.functions, asyncio.Event()
         functions.remove(name)
+        # End the log before the files are gone. Then, after a crash in between, the next owner does not get the old lines.
+        live.logs.end()
         live.function.secrets = functions.secrets.of(name)
         self._begin(self._retire_deleted(name, live, deleted), live)
         try:
@@ -123,7 +125,6 @@ class Retirements:
             await asyncio.to_thread(functions.secrets.forget, name)
             delete = functools.partial(functions.store.delete, name, busy=self.busy(name))
             await self.revisions.threads.run(delete)
-            live.logs.end()
         finally:
             deleted.set()
 
@@ -133,7 +134,7 @@ class Retirements:
         await deleted.wait()
         busy = self.busy(name, besides=live)
         self._note_removed(name)
-        await self._tidy(live.logs, lambda: self.functions.store.sweep(name, busy=busy) or True)
+        await self._tidy(name, lambda: self.functions.store.sweep(name, busy=busy) or True)
 
     def _note_removed(self, name: str) -> None:
         """If no revision of a deleted function runs, and there is no new function of this name, report its end."""
@@ -141,7 +142,7 @@ class Retirements:
         if self.functions.find(name) is None and not running:
             self.functions.events.removed(name)
 
-    async def _tidy(self, logs: LogChannel, prune: Callable[[], object]) -> None:
+    async def _tidy(self, name: str, prune: Callable[[], object]) -> None:
         """Call `prune` in a thread. If it has removed a revision, or a deploy has failed, remove unused environments.
 
         If there were unused environments, also shrink the cache that uv keeps for further environments.
@@ -164,4 +165,4 @@ class Retirements:
             await self.revisions.threads.run(tidy)
         # Only log this error, because files that cannot be removed do no harm.
         except (OSError, PilotflameError) as error:
-            logs.write("gateway", f"old revisions were not removed: {error}")
+            LOG.warning("old revisions of %s were not removed: %s", name, error)

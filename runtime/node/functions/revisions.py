@@ -161,5 +161,5 @@ class Revisions:
 def _log_error(logs: LogChannel, end: InvocationEnd, error: PilotflameError) -> None:
     """Log an error of an invocation that was sent to a worker. The failure of a handler is already in the log."""
     if end.timeline.sent_s and error.status >= 500 and not isinstance(error, FAILURES):
-        text = f"{error.code}: {error.message}"
+        text = f"{error.code}: {error.whole.message}"
         logs.write("gateway", text, "error", request_id=end.request_id, revision=end.revision)

@@ -15,6 +15,7 @@ from pathlib import Path
 from ....errors import Forbidden, PilotflameError
 from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
+from ...ground.telemetry.log_files import NOT_DEPLOYED
 from ...ground.telemetry.logs import LogChannel
 from ..packaging.reuse import FileDigests, lacking
 from .deploy import Deployment, Preparation, stored_outside
@@ -64,15 +65,15 @@ class Rollouts:
             LOG.warning("a deploy was refused: %s", error)
             raise
         name = fields.settings.name
-        logs = functions.logs.of_function(name)
-        for text in said:
-            logs.write("deploy", text)
         with contextlib.ExitStack() as failing:
             failing.callback(self.revisions.threads.start, functools.partial(_remove, staged))
             self.revisions.reconciler.gpus.hardware.check(name, fields.settings.resources)
             async with functions.lock(name):
                 functions.check_open()
                 failing.pop_all()
+                logs = functions.logs.of_function(name)
+                for text in said:
+                    logs.write("deploy", text)
                 place = functools.partial(functions.store.place, staged, fields)
                 record = await self.revisions.threads.run(place, undo=functions.store.withdraw)
                 withdraw = functools.partial(functions.store.withdraw, record)
@@ -197,6 +198,9 @@ class Rollouts:
                 await self.revisions.end(live, 0.0)
             if self.functions.find(record.function) is None:
                 await self.revisions.histories.forget(record.function)
+                logs = self.functions.logs.of_function(record.function)
+                # Another owner may deploy the next function of this name.
+                logs.write("gateway", NOT_DEPLOYED.format(record.function))
             await self.revisions.threads.run(withdraw)
         finally:
             self.functions.proving.remove((record.function, record.revision))
@@ -205,6 +209,8 @@ class Rollouts:
         """Make a placed revision live, and begin to retire the old revision."""
         name = live.record.function
         try:
+            for prepare in self.functions.events.creating if old is None else ():
+                await prepare(name)
             await self.revisions.threads.run(functools.partial(self.functions.store.promote, live.record))
         except BaseException as error:
             _log_failure(live.logs, live.record, error)
@@ -217,7 +223,7 @@ class Rollouts:
         live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         self.functions.events.live(name)
-        self.retirements.retire(old, name, live.logs)
+        self.retirements.retire(old, name)
 
     def _check(
         self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: Progress
@@ -240,7 +246,7 @@ class Rollouts:
 
 def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException) -> None:
     if isinstance(error, PilotflameError):
-        text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+        text = f"revision {record.revision} was not deployed: {error.whole}\n{error.trace}".rstrip()
         logs.write("deploy", text, "error", revision=record.revision)
 
 

@@ -99,7 +99,7 @@ class ScheduleStatus(BaseModel, frozen=True):
 
 
 class FunctionStatus(BaseModel, frozen=True):
-    """The status of a function, as the control routes return it."""
+    """The status of a function, as the control routes return it. Callers that do not own it get the defaults of private fields."""
 
     name: str
     revision: str
@@ -109,7 +109,7 @@ class FunctionStatus(BaseModel, frozen=True):
     kind: str
     streaming: bool
     batch: int | None
-    snapshot: str | None
+    snapshot: str | None = None
     snapshots: dict[str, str] = {}
     stopped: str = ""
     """Why the function refuses calls now, as "budget"; "" if it accepts calls."""
@@ -124,7 +124,7 @@ class FunctionStatus(BaseModel, frozen=True):
     next_rung_at: datetime | None = None
     queued: int
     in_flight: int
-    activations: int
+    activations: int = 0
     """How many workers of this revision were started, without the workers that its deploy started."""
     rest_mb: float | None = None
     """The memory (PSS) of the function's zygote and standby in MiB, at the last measurement."""
@@ -132,10 +132,10 @@ class FunctionStatus(BaseModel, frozen=True):
     """The memory (PSS) of all processes of the function. None if the caller did not ask for it, or if it is not
     measured yet.
     """
-    last_cold_start_ms: float | None
+    last_cold_start_ms: float | None = None
     """How long the latest cold start took, of this revision or an earlier one: from the arrival of the invocation
     until it was sent to the new worker, without the handler's own time."""
-    last_cold_start_phases_ms: dict[str, float]
+    last_cold_start_phases_ms: dict[str, float] = {}
     """The phases that sum to `last_cold_start_ms`."""
     latest_cold_starts: list[ColdStart] = []
     """The latest cold starts, the newest last. Only the status of a single function has them, not the list of all
@@ -147,7 +147,7 @@ class FunctionStatus(BaseModel, frozen=True):
     """Pairs of a batch size and the median seconds that a batch of this size takes."""
     budget: BudgetUse | None = None
     """None if the function has no budget."""
-    warnings: list[str]
+    warnings: list[str] = []
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
     schedules: list[ScheduleStatus] = []

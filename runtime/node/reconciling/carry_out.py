@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from ....errors import PilotflameError
+from ....errors import PilotflameError, for_callers
 from ...calls.serving.call_ends import CallEnd, replaced
 from ...calls.serving.replica import Replica
 from ...ground.telemetry.rung_name import RungName
@@ -185,7 +185,7 @@ class CarryOut:
             held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
         except PilotflameError as error:
             self._one.logs.write("gateway", f"adapter {name[:80]} could not be fetched: {error}", "error")
-            held = error
+            held = for_callers(error)
         if not replica.child.link.closed:
             replica.tell_held(name, held)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ....errors import ActivationFailed, LauncherError, PilotflameError, SourceDenied
+from ....errors import LauncherError, PilotflameError, SourceDenied, not_whole
 from ...calls.link.worker_spec import Weights, WorkerSpec
 from ...ground.telemetry.timeline import Activation
 from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
@@ -96,9 +96,7 @@ class HeldWeights:
         cause = next((one.error for one in self._progress.values() if one.error is not None), None)
         if cause is None or not _only_missing(error):
             return error
-        message = f"The weights are not whole: {cause.message}"
-        details = {**cause.details, "cause": cause.code}
-        return ActivationFailed(message, remedy=cause.remedy, details=details)
+        return not_whole(cause)
 
     def unheard(self, error: PilotflameError) -> list[FetchProgress]:
         """If `error` says that weights are missing and the fetcher has reported no failure yet, return the open

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ....errors import PilotflameError
+from ....errors import PilotflameError, for_callers
 from ...calls.link.child import UNKNOWN_CAUSE, EndCause
 from ...calls.link.worker_spec import Weights
 from ...calls.serving.invocation import Invocation
@@ -129,8 +129,8 @@ class ProcessEvents(PoolEvents):
         self._fail_start(error)
 
     def _fail_start(self, error: PilotflameError) -> None:
-        error = self._one.pool.weights.explain(error)
-        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
+        error = for_callers(self._one.pool.weights.explain(error))
+        self._logs.write("gateway", f"activation failed: {error.whole}\n{error.trace}".rstrip(), "error")
         self._on_activation("failed")
         self.starts.note_failure(error)
         self.starts.note_workers(self._one.replicas)

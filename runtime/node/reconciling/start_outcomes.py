@@ -7,7 +7,7 @@ import math
 import time
 from typing import NamedTuple
 
-from ....errors import ActivationFailed, CrashLoop, PilotflameError, QueueFull
+from ....errors import ActivationFailed, CrashLoop, PilotflameError, QueueFull, wrapped
 from ...calls.serving.replicas import Replicas
 
 # After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
@@ -53,14 +53,13 @@ class Breaker:
         """Return the error of an invocation that arrives while the breaker is open."""
         error = self._error
         wait_s = max(0.0, self.backoff_until_s - now_s)
-        why = "" if error is None else f" The last error: {error.message}"
-        details = {} if error is None else error.details | error.private | {"cause": error.code}
-        return CrashLoop(
-            f"The last {self.failures} starts of a worker of {function} failed. The next is tried in"
-            f" {math.ceil(wait_s)} s.{why}",
-            remedy=f"Mend the handler and deploy it again. If the cause was elsewhere: pilotflame reset {function}",
-            details=details | {"retry_after_s": wait_s},
-        )
+        text = f"The last {self.failures} starts of a worker of {function} failed. The next is tried in {math.ceil(wait_s)} s."
+        remedy = f"Mend the handler and redeploy it. If the cause was elsewhere: pilotflame reset {function}"
+        if error is None:
+            return CrashLoop(text, remedy=remedy, details={"retry_after_s": wait_s})
+        details = {"cause": error.code, "retry_after_s": wait_s}
+        text += " The last error: {}"
+        return wrapped(CrashLoop, error, text.format, remedy=remedy, details=details)
 
 
 class _Waiter(NamedTuple):

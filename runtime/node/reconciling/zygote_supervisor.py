@@ -119,7 +119,7 @@ class ZygoteSupervisor:
             else:
                 await self.open()
         except PilotflameError as error:
-            text = f"the zygote could not be launched: {error}\n{error.trace}".rstrip()
+            text = f"the zygote could not be launched: {error.whole}\n{error.trace}".rstrip()
             self._logs.write("gateway", text, "error")
         self._on_zygote()
 

@@ -117,7 +117,7 @@ class AsgiApi(ApiPlugin):
         text = NO_SCRIPTS.format(
             path=ROOT.format(function=name), host=self.backend.functions.hosts.name_of(live.record.settings)
         )
-        self.backend.functions.logs.of_function(name).write("gateway", text, "warning")
+        live.logs.write("gateway", text, "warning")
 
     def _app(self, name: str) -> Live:
         """Return a function. Raise UnknownFunction, and UnknownRoute if it is no web app."""

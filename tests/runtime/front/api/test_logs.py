@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import TRUSTED, Gateway, failure, gateway_here, gateway_process, until
+from live import TRUSTED, Gate, Gateway, failure, gateway_here, gateway_process, until
 from pilotflame.runtime.front.api import logs
 from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies
 
@@ -257,6 +257,38 @@ async def test_a_former_owners_lines_and_secret_are_not_the_next_owners(
             assert "printed raises" not in [line["text"] for line in await read(container, path)]
             own = (await container.get(secret)).json()["secret"]
             assert own != before
+
+
+async def test_what_a_deleted_function_still_prints_is_not_in_the_next_functions_log(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = "import gate\ndef handler(event):\n    print('early')\n    gate.wait()\n    print('late')\n    return event\n"
+    async with (
+        gateway_here(state, auth="always", engine="unix:///nonexistent/engine.sock") as gateway,
+        Gate(state.parent / "gate") as gate,
+    ):
+        admin, container = await key(gateway, "admin"), await container_key(gateway)
+        gateway.client.headers.update(admin.headers)
+        async with admin, container:
+            function = await gateway.deploy(source, name="taken", gate=gate)
+            running = asyncio.create_task(function.answer("one"))
+            await gate.next()
+            await admin.delete("/v1/functions/taken")
+            path = "/v1/functions/taken/logs"
+            failed = await gateway.send("print('tried')\nraise OSError('refused')", name="taken")
+            assert "refused" in failure(failed)["message"]
+            assert "tried" in [line["text"] for line in await read(admin, path)]
+            next_one = await gateway.deploy(SOURCE, name="taken")
+            await next_one.answer("next")
+            gate.open()
+            assert await running == "one"
+            await next_one.logged("logged next")
+            # As if the key that is not trusted had deployed it.
+            monkeypatch.setattr(DeployPolicies, "confined", lambda _policies, _key: True)
+            texts = [line["text"] for line in await read(container, path)]
+            assert "printed next" in texts
+            assert not {"early", "late", "tried"} & set(texts)
+            assert not any("refused" in text for text in texts)
 
 
 async def test_lines_that_are_sent_share_a_room(state: Path, monkeypatch: pytest.MonkeyPatch):

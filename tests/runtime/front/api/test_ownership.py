@@ -11,10 +11,15 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 import pytest_asyncio
 from live import TRUSTED, Gateway, gateway_here, short_folder
+from pilotflame.runtime.front.api import admin
+from pilotflame.runtime.front.pages import console
+from pilotflame.runtime.node.functions.status import FunctionStatus
 from pilotflame.runtime.node.packaging.code import KEPT_FILE
+from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,10 +42,23 @@ def handler(event):
 """
 SETTINGS = {
     "env.PLACE": "planted-env", "alerts.url": "https://alerts.example/planted-alert", "request_log.store": "/tmp/planted-store",
-    "after": "planted-upstream", "request_log.sample": 1e-9,
+    "after": "planted-upstream", "request_log.sample": 1e-9, "budget.seconds_per_day": 1000,
+    "schedule": [{"cron": "0 4 1 1 *", "workers": 1}],
 }  # fmt: skip
-STARTING = ("/invoke/{function}", "/v2/{function}/warmup")
-PLANTED = ("log", "traceback", "setup", "env", "alert", "store", "input", "upstream")
+# Its snapshot is not there any more.
+UNREAD = "def setup(context):\n    context.snapshot.open()\n\ndef handler(event):\n    return event\n"
+STARTING = ("/invoke/{function}", "/v2/{function}/warmup", "/v2/{function}/runsync")
+STARTED = ("victim", "broken", "unread")
+PLANTED = ("place", "log", "traceback", "setup", "env", "alert", "store", "input", "upstream")
+# The private fields of a function's status, and of its row in the console, as other keys see them.
+PRIVATE: dict[str, Any] = {
+    "entry": "", "snapshot": None, "snapshots": {}, "next_rung": None, "next_rung_at": None, "activations": 0, "rest_mb": None,
+    "last_cold_start_ms": None, "last_cold_start_phases_ms": {}, "latest_cold_starts": [], "latency_curve": [], "budget": None,
+    "warnings": [], "last_errors": [], "sources": [], "schedules": [], "setting_origins": {}, "processes": [],
+}  # fmt: skip
+PRIVATE_OF_ROW: dict[str, Any] = {
+    "next_rung": None, "next_rung_at": None, "rest_mb": None, "last_cold_phases_ms": {}, "last_cold_start": None,
+}  # fmt: skip
 OTHERS: list[dict[str, Any]] = [
     {"name": "containers", "scopes": ["deploy", "invoke"]},
     {"name": "monitor", "scopes": ["read", "invoke"]},
@@ -75,6 +93,11 @@ async def house() -> AsyncIterator[House]:
             gateway.client.headers.update(owner.headers)
             await gateway.deploy(HANDLER, SETTINGS, name="victim")
             await gateway.deploy(BROKEN, name="broken", check=False)
+            weights = folder / "planted-place"
+            weights.mkdir()
+            save_file({"weight": np.eye(8)}, weights / "model.safetensors")
+            await gateway.deploy(UNREAD, {"snapshot": str(weights)}, name="unread", check=False)
+            (weights / "model.safetensors").unlink()
             run = await owner.post("/v2/victim/runsync?wait=20000", json={"input": {"x": "planted-input"}})
             assert run.json()["status"] == "FAILED", run.text
             yield House(gateway, admin, owner, run.json()["id"])
@@ -102,7 +125,7 @@ async def everything(house: House, client: httpx.AsyncClient) -> dict[str, str]:
     found = dict[str, str]()
     for path, operations in document["paths"].items():
         for method in (name for name in METHODS if name in operations):
-            for function in ("victim", "broken") if path in STARTING else ("victim",):
+            for function in STARTED if path in STARTING else ("victim",):
                 url = path
                 while "{" in url:
                     before, _, rest = url.partition("{")
@@ -125,8 +148,49 @@ async def test_no_route_shows_what_is_private_to_another_key(house: House, field
     shown = [f"{route}: {text}" for route, text in answers.items() if "planted-" in text]
     assert not shown, shown
     # The public part is there.
+    assert "model.safetensors cannot be read" in answers["post /invoke/unread"]
     assert '"name":"victim"' in answers["get /v1/functions/victim"]
     assert '"victim"' in answers["get /v1/functions"]
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=lambda fields: fields["name"])
+async def test_other_keys_see_the_public_fields_of_a_function_alone(
+    house: House, fields: dict[str, Any]
+) -> None:
+    async def seen(client: httpx.AsyncClient, path: str) -> Any:
+        return (await client.get(f"/v1/{path}")).json()
+
+    path = "functions/victim"
+    async with await house.key(**fields) as other:
+        for route in (path, "functions"):
+            status = await seen(other, route)
+            status = status if route == path else status["functions"][-1]
+            assert {name: status[name] for name in PRIVATE} == PRIVATE
+            assert (status["name"], status["desired"]["because"]) == ("victim", [])
+            assert status["settings"]["schedule"] == []
+        rows = [(await seen(client, "console"))["functions"][-1] for client in (other, house.owner)]
+        assert (await seen(other, f"{path}/decisions"))["decisions"] == []
+        assert (await seen(other, f"{path}/arrivals"))["arrivals"] == []
+    assert {name: rows[0][name] for name in PRIVATE_OF_ROW} == PRIVATE_OF_ROW
+    assert {name: rows[0][name] for name in console.PUBLIC_FIELDS} == {
+        name: rows[1][name] for name in console.PUBLIC_FIELDS
+    }
+    assert rows[1]["last_cold_start"]["request_id"]
+    status = await seen(house.owner, path)
+    assert all(status[name] for name in ("entry", "schedules", "latest_cold_starts", "last_errors", "budget"))
+    assert all(
+        one["cause"] and one["text"] for one in (await seen(house.owner, f"{path}/decisions"))["decisions"]
+    )
+    assert (await seen(house.owner, f"{path}/arrivals"))["arrivals"]
+
+
+async def test_a_new_field_of_a_function_is_private_until_this_list_or_that_of_public_fields_has_it() -> None:
+    for public, private, every in (
+        (admin.PUBLIC_FIELDS | {"settings", "desired"}, PRIVATE, FunctionStatus.model_fields),
+        (console.PUBLIC_FIELDS, PRIVATE_OF_ROW, console.ConsoleFunction.__annotations__),
+    ):
+        assert not public & private.keys()
+        assert public | private.keys() == set(every)
 
 
 async def test_the_owner_sees_all_of_it(house: House) -> None:
@@ -136,6 +200,7 @@ async def test_the_owner_sees_all_of_it(house: House) -> None:
         await text_of(house.owner, "get", "/v1/functions/victim/logs"),
         await text_of(house.owner, "post", "/invoke/victim", json=1),
         await text_of(house.owner, "post", "/v2/broken/warmup?wait_s=20", json={}),
+        await text_of(house.owner, "post", "/v2/unread/warmup?wait_s=20", json={}),
     ]
     for word in PLANTED:
         assert any(f"planted-{word}" in text for text in found), (word, found)

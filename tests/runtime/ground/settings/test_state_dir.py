@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from live import gateway_here
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.ground.settings.state_dir import locked_state_dir
 
@@ -36,6 +37,29 @@ def test_a_folder_of_another_owner_is_used_and_others_rights_are_told(
     with locked_state_dir(made):
         pass
     assert ("chmod o-rwx" in caplog.text) == bool(mode & stat.S_IRWXO)
+
+
+async def test_other_users_can_read_no_file_in_a_folder_of_another_owner(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        if path == state:
+            raise PermissionError(1, "Operation not permitted")
+
+    def readable(folder: Path) -> list[Path]:
+        """The files that other users can reach and read."""
+        found = [path for path in folder.iterdir() if path.stat().st_mode & stat.S_IRWXO]
+        return [each for path in found for each in (readable(path) if path.is_dir() else [path])]
+
+    state.mkdir()
+    state.chmod(0o777)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event\n")
+        assert (await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})).status_code == 200
+        assert (state / "jobs.sqlite3-wal").exists()
+        assert (state / "usage.sqlite3").exists()
+        assert readable(state) == []
 
 
 def test_a_second_gateway_is_told_which_process_has_it(tmp_path: Path) -> None:

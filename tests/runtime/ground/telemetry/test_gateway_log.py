@@ -62,6 +62,23 @@ async def test_a_message_about_a_request_has_its_id(
         assert printed.endswith("ERROR pilotflame: [q1] failed\n")
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_a_terminal_gets_no_control_characters(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: Format
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs, text = Logs(files), "a\x1b[2Jb\x9b2Jc\x7f"
+    with gateway_logging(logs, "info", form), (channel := logs.channel("gateway")).subscribe() as news:
+        logging.getLogger("pilotflame.runtime.tested").error("%s", text)
+        await news.get()
+    assert channel.tail(1)[0].text == text
+    files.close()
+    printed = capfd.readouterr().err
+    assert printed.rstrip("\n").isprintable()
+    assert form == "text" or json.loads(printed)["text"] == text
+
+
 async def test_a_level_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [level for level, _ in await said(tmp_path, "warning", "json")] == ["error", "error"]
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,7 +30,8 @@ async def handler(event):
         gate.say("stopped")
 """
 EVENTS = {"Accept": "text/event-stream"}
-WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event\n"
+WAITS = "import gate\ndef handler(event):\n    if event == 'fails':\n        raise ValueError(event)\n    gate.wait(str(event))\n    return event\n"
+NEXT = "def handler(event):\n    return ['next', event]\n"
 
 
 @pytest.fixture
@@ -119,6 +122,51 @@ async def test_an_error_reaches_the_caller_and_not_the_gateway(
             await jobs.purge(function.name)
     job = await run(function, 3)
     assert (await jobs.wait(function.name, job, 20.0)).output == b"3"
+
+
+async def test_no_job_of_a_deleted_function_runs_on_the_next_function_of_its_name(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_jobs: Jobs, _function: str) -> None:
+        """Fail as `Jobs._forget` does if the store fails at the deletion."""
+
+    async with gateway_here(state) as gateway, Gate(state.parent / "gate") as gate:
+        function = await gateway.deploy(WAITS, {"scale.max": 1}, name="taken", gate=gate)
+        failed = await run(function, "fails")
+        assert (await status(function, failed, 60))["status"] == "FAILED"
+        ids = [await run(function, number) for number in range(3)]
+        await gate.next("0")
+        with monkeypatch.context() as patched:
+            patched.setattr(Jobs, "_forget", fails)
+            await gateway.client.delete("/v1/functions/taken")
+        await gateway.deploy(NEXT, name="taken")
+        assert (await status(function, await run(function, 3), 60))["output"] == ["next", 3]
+        # The first one still waits for the gate.
+        for job in reversed(ids):
+            found = await status(function, job, 20)
+            assert (found["status"], found.get("output")) == ("CANCELLED", None)
+        assert (await gateway.client.post(f"/v2/taken/retry/{failed}")).status_code == 409
+        assert (await status(function, failed))["status"] == "FAILED"
+
+
+async def test_a_job_that_is_stored_after_the_deletion_of_its_function_is_not_queued_again(
+    state: Path,
+) -> None:
+    async with gateway_here(state) as gateway, Gate(state.parent / "gate") as gate:
+        await gateway.deploy(WAITS, name="taken", gate=gate)
+        # It is stored when it ends, or its worker.
+        waiting = asyncio.create_task(gateway.client.post("/v2/taken/runsync", json={"input": 0}))
+        worker = (await gate.next("0")).pid
+        await gateway.client.delete("/v1/functions/taken")
+        await gateway.deploy(NEXT, name="taken")
+        os.kill(worker, signal.SIGKILL)
+        found = (await waiting).json()
+        assert (found["status"], found.get("output")) == ("CANCELLED", None)
+
+
+async def status(function: Function, job: str, wait_s: int = 0) -> dict[str, Any]:
+    response = await function.client.get(f"/v1/functions/{function.name}/jobs/{job}?wait_s={wait_s}")
+    return dict(response.json())
 
 
 async def test_the_job_of_a_caller_does_not_wait_behind_all_jobs_of_another(state: Path) -> None:

@@ -241,11 +241,16 @@ class StoreMachine(RuleBasedStateMachine):
         function=st.sampled_from(FUNCTIONS), delete=st.booleans(), owner=st.sampled_from((ALL, *OWNERS[1:]))
     )
     def purge(self, function: str, delete: bool, owner: str) -> None:
-        jobs = self.model.owned(function, owner)
+        jobs = self.model.owned(function, ALL if delete else owner)
         purged = [JobState.IN_PROGRESS, QUEUED] if delete else [QUEUED]
         ended = [job_id for state in purged for job_id, job in jobs.items() if job.state is state]
         self.cancelled.clear()
-        assert self.run(self.store.purge(function, owner, running=delete)) == len(ended)
+        if delete:
+            self.run(self.store.purge(function, running=True))
+            for job in jobs.values():
+                job.forgotten |= job.state.final
+        else:
+            assert self.run(self.store.purge(function, owner)) == len(ended)
         assert sorted(self.cancelled) == sorted((function, job_id) for job_id in ended)
         for job_id in ended:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
