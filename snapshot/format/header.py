@@ -2,8 +2,8 @@
 
 A file consists of three parts. The first 8 bytes are the little-endian length N of the header. The next N
 bytes are the header: a JSON object that maps the name of each tensor to its dtype, shape and data_offsets,
-and may map `__metadata__` to an object of strings. The header may end with spaces. The rest of the file is data,
-which the tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
+and may map `__metadata__` to an object of strings or to null. Spaces may surround the object. The rest of the file is
+data, which the tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_SPACES = b" \t\r\n"
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
 
 
@@ -97,7 +98,9 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
-    metadata = entries.pop(_METADATA, {})
+    metadata = entries.pop(_METADATA, None)
+    # The safetensors library reads null as no metadata.
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(file, f"its {_METADATA} is not an object of strings")
     if len(entries) > MAX_TENSORS:
@@ -131,7 +134,7 @@ def bulk_fault(text: bytes) -> str | None:
 
 
 def _entries(text: bytes, file: str) -> dict[str, Any]:
-    if not text.startswith(b"{"):
+    if not text.lstrip(_SPACES).startswith(b"{"):
         _refuse(file, "its header does not start with '{'")
     if fault := bulk_fault(text):
         _refuse(file, f"its header is not that of a tensor file: {fault}")
@@ -158,8 +161,9 @@ def _no_constant(constant: str) -> Never:
 def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorHeader:
     if not name_is_sound(name):
         _refuse(file, "a tensor's name is empty, too long or no valid text", name)
-    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        _refuse(file, f"its entry does not hold exactly {', '.join(sorted(_FIELDS))}", name)
+    # The safetensors library ignores other keys.
+    if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
+        _refuse(file, f"its entry does not hold {', '.join(sorted(_FIELDS))}", name)
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         _refuse(file, f"its dtype {_short(str(dtype))!r} is unknown", name, f"Known are {', '.join(DTYPES)}.")
