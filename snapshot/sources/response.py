@@ -16,6 +16,7 @@ OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MISPLACED = "misplaced"
 """This key in the details of an error means that the response may belong to another request of the same connection."""
+_PLAIN = frozenset({"", "identity", "aws-chunked"})
 _TRANSIENT = frozenset({408, 425, 429})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)\s*", re.ASCII)
 
@@ -49,11 +50,12 @@ def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
 def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
     """Raise a SourceError or SnapshotChanged unless the response has exactly the requested bytes.
 
-    It must have the requested range of the requested version, without a content encoding such as gzip.
+    It must have the requested range of the requested version, without a content encoding such as gzip. `aws-chunked` is
+    the form of an upload. Some stores repeat it with the plain bytes.
     `size_bytes` is the size of the object, or None if it is unknown.
     """
-    encoding = head.headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
+    encoding = head.headers.get("content-encoding", "").lower()
+    if not _PLAIN.issuperset(part.strip() for part in encoding.split(",")):
         fault = f"{request.url} is sent with Content-Encoding {encoding[:40]}."
         raise SourceError(fault, remedy="Serve safetensors files without compression.")
     total = _check_whole(head, request, size_bytes) if head.status == OK else _check_range(head, request)

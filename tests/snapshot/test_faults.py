@@ -31,6 +31,7 @@ from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.digests import XXH3
+from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan, restore
@@ -406,6 +407,25 @@ def test_a_server_that_cannot_serve_is_refused_at_once(
     assert error.remedy
     assert "redirects" in words or any(name in error.message for name in weights.shards)
     assert asked <= 4 * 6 * 2, "it was tried again"
+
+
+@pytest.mark.parametrize("coding", ["aws-chunked", "", "identity", "AWS-Chunked, identity"])
+def test_codings_that_leave_the_bytes_as_they_are(tmp_path: Path, weights: Weights, coding: str) -> None:
+    """Stores of other makes keep the coding in which a part was uploaded, and send the plain bytes."""
+    with FaultServer(weights.folder, Faults(headers={"Content-Encoding": coding})) as server:
+        source = HttpSource(server.url)
+        assert find_manifest(source).digest == weights.manifest.digest
+        created = create(source, file=weights.shards[0], chunk_bytes=CHUNK)
+        assert created.shards == weights.manifest.shards[:1]
+        fetched(weights, server.url, tmp_path)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "aws-chunked, gzip", "br,aws-chunked"])
+def test_codings_that_change_the_bytes_are_refused(tmp_path: Path, weights: Weights, coding: str) -> None:
+    with FaultServer(weights.folder, Faults(headers={"Content-Encoding": coding})) as server:
+        assert f"Content-Encoding {coding}" in refused(weights, server.url, tmp_path).message
+        with pytest.raises(SourceError, match="without compression"):
+            find_manifest(HttpSource(server.url))
 
 
 # -- mixtures
