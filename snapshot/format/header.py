@@ -9,6 +9,7 @@ data, which the tensors cover without gap or overlap. Only the header is read he
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, Never
 
 from ...errors import HeaderError
-from ..sources.source import Source
+from ..sources.source import Source, read_all
 from .dtypes import DTYPES
 
 LENGTH_BYTES = 8
@@ -39,6 +40,21 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _SPACES = b" \t\r\n"
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
+_FETCH = (
+    "Open its address in a browser: you may have to log in, or the address of the file itself is another."
+)
+# What files begin with that have the name of a safetensors file, what they are, and the remedy.
+_OTHERS = (
+    (rb"version https?://git-", "a pointer of Git LFS, without the weights",
+     "Run `git lfs pull` in the clone, or fetch the file itself (on the hub: /resolve/ in place of /raw/)."),
+    (rb"(?i)\s*<(!doctype|!--|html|head|body|\?xml)", "a page of HTML or XML", _FETCH),
+    (rb'\s*\{\s*"[\w-]+"\s*:', "a text of JSON", _FETCH),
+    (rb"\x1f\x8b\x08", "compressed with gzip", "Unpack it with gunzip."),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "Unpack it with unzstd."),
+    (rb"PK\x03\x04", "a zip file, as torch.save writes", "Run `pilotflame snapshot convert`, or unpack it."),
+    (rb"GGUF", "a file of GGUF", "Save the weights with the safetensors library."),
+)  # fmt: skip
+_BEGINNING_BYTES = 64
 
 
 class TensorHeader(NamedTuple):
@@ -81,6 +97,17 @@ class HeaderRoom:
 
 def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> Header:
     """Return the header of file `name`, without reading the rest. Raises HeaderError if it is not valid."""
+    try:
+        return _read_header(source, name, room or HeaderRoom())
+    except HeaderError as error:
+        beginning = read_all(source, name, _BEGINNING_BYTES)
+        for pattern, kind, remedy in _OTHERS:
+            if re.match(pattern, beginning):
+                raise HeaderError(f"{name} is {kind}, and no safetensors file.", remedy=remedy) from error
+        raise
+
+
+def _read_header(source: Source, name: str, room: HeaderRoom) -> Header:
     file_bytes = source.stat(name).size_bytes
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
@@ -89,7 +116,7 @@ def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> He
         _refuse(name, f"its header claims {header_bytes} bytes, over the limit of {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + header_bytes > file_bytes:
         _refuse(name, f"its header claims {header_bytes} bytes, but the file has {file_bytes} in all")
-    with (room or HeaderRoom()).taken(name, header_bytes):
+    with room.taken(name, header_bytes):
         return parse_header(_read(source, name, LENGTH_BYTES, header_bytes), file=name, file_bytes=file_bytes)
 
 
@@ -162,7 +189,7 @@ def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorH
     if not name_is_sound(name):
         _refuse(file, "a tensor's name is empty, too long or no valid text", name)
     # The safetensors library ignores other keys.
-    if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
+    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         _refuse(file, f"its entry does not hold {', '.join(sorted(_FIELDS))}", name)
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,11 @@ def test_random_files_never_crash(tmp_path_factory: pytest.TempPathFactory, cont
 
 
 notes = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 1 << 70) | st.floats(allow_nan=False, allow_infinity=False) | names,
+    st.none()
+    | st.booleans()
+    | st.integers(0, 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | names,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
     max_leaves=4,
 )
@@ -89,7 +94,11 @@ odd_values = st.sampled_from([None, True, -1, 1.0, "F32", "F31", [], [1], [0, 0]
 @settings(max_examples=300)
 @given(st.data(), layouts, spaces, spaces)
 def test_a_header_is_read_as_the_library_reads_it(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, layout: dict[str, Any], before: str, after: str
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    layout: dict[str, Any],
+    before: str,
+    after: str,
 ) -> None:
     entries, data_bytes = lay_out(layout)
     if entries and data.draw(st.booleans(), "with notes"):
@@ -102,7 +111,9 @@ def test_a_header_is_read_as_the_library_reads_it(
         spoilt = data.draw(st.sampled_from(list(entries)))
         key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets"]))
         entries[spoilt] = {**(entries[spoilt] or {}), key: data.draw(odd_values)}
-    body = bytes(index % 251 for index in range(max(0, data_bytes + data.draw(st.sampled_from([0, 0, 0, -1, 1])))))
+    body = bytes(
+        index % 251 for index in range(max(0, data_bytes + data.draw(st.sampled_from([0, 0, 0, -1, 1]))))
+    )
     text = f"{before}{json.dumps(entries)}{after}".encode()
     folder = tmp_path_factory.getbasetemp()
     file = folder / "one.safetensors"
@@ -246,6 +257,42 @@ def test_the_length_is_checked_before_anything_is_allocated(
     (tmp_path / "f.safetensors").write_bytes(content)
     with pytest.raises(HeaderError, match=fault):
         read_header(FolderSource(tmp_path), "f.safetensors")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 90868376\n"
+TORCH = b"PK\x03\x04\x00\x00\x08\x08"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "remedy"),
+    [
+        (POINTER, "a pointer of Git LFS", "git lfs pull"),
+        (b"version http://git-media.io/v/2\noid 4d7a\nsize 9\n", "a pointer of Git LFS", "git lfs pull"),
+        (b"<!DOCTYPE html><html><head><title>Sign in</title>", "a page of HTML", "log in"),
+        (b"\n  <html lang=en><body>Not here</body></html>", "a page of HTML", "log in"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a page of HTML or XML", "log in"),
+        (gzip.compress(bytes(100), mtime=0), "compressed with gzip", "gunzip"),
+        (gzip.compress(b"{" * 99, mtime=0) + bytes(600_000), "compressed with gzip", "gunzip"),
+        (b"\x28\xb5\x2f\xfd" + bytes(99), "compressed with zstd", "unzstd"),
+        (TORCH + bytes(99), "a zip file", "snapshot convert"),
+        (b"GGUF\x03\x00\x00\x00" + bytes(99), "a file of GGUF", "safetensors"),
+        (b'{"error": "Repository not found"}', "a text of JSON", "the address"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_weights_is_named_as_what_it_is(
+    tmp_path: Path, content: bytes, kind: str, remedy: str
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(HeaderError, match=f"^model.safetensors is {kind}") as caught:
+        read_header(FolderSource(tmp_path), "model.safetensors")
+    assert remedy in caught.value.remedy
+
+
+def test_a_header_as_long_as_a_page_begins_is_no_page(tmp_path: Path) -> None:
+    """The length may be any bytes. Only a file that cannot be read is something else."""
+    text = json.dumps({"t": entry()}).encode().ljust(int.from_bytes(b"\x1f\x8b\x08", "little"))
+    (tmp_path / "f.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert read_header(FolderSource(tmp_path), "f.safetensors").tensors[0].name == "t"
 
 
 def test_the_real_model_is_read(minilm: Path) -> None:
