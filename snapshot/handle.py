@@ -121,7 +121,7 @@ class Snapshot:
         `prefix` is prepended to the module's tensor names to find them in the snapshot. A tensor of the snapshot that
         the module does not have is an error, unless one of the regular expressions in `ignore` is found in its name
         (`re.search`, as in transformers). With `cast`, floating-point weights are converted to the module's dtype,
-        which copies them. Without `cast`, the dtypes must be equal. Raises SnapshotMismatch, which names all tensors
+        which copies them once for all workers of a zygote. Without `cast`, the dtypes must be equal. Raises SnapshotMismatch, which names all tensors
         that do not fit.
 
         `slices` is for a module that has a part of each weight, such as the module of one worker of a

@@ -61,6 +61,8 @@ class Faults:
     etag: str | None = "strong"
     """"strong", "weak", None for none at all (then Last-Modified tells)."""
     ranges: bool = True
+    range_said: bool = True
+    """Parts have a Content-Range."""
     chunked: bool = False
     close_each: bool = False
     """The connection is closed after each answer; a header says so if `close_said`."""
@@ -337,7 +339,7 @@ class _Answer:
         elif self._draws(faults.wrong_range_share):
             shift = -1 if begin else min(1, size - end)
             begin, end = begin + shift, end + shift
-        if ranged:
+        if ranged and faults.range_said:
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
         headers |= (
             {"Transfer-Encoding": "chunked"} if faults.chunked else {"Content-Length": str(end - begin)}

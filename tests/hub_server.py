@@ -167,8 +167,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.asked.status = status
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
+        said = {**headers, "Content-Length": str(len(body))}
+        if self.hub.terse and status in {200, 206}:
+            del said["Content-Length"]
+            said = {**said, "Content-Range": "", "Transfer-Encoding": "chunked"}
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+        for name, value in said.items():
+            if value:
+                self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -181,6 +187,8 @@ class HubServer:
         self.repositories: dict[str, Repository] = {}
         self.tokens: set[str] = set()
         self.asked: list[Asked] = []
+        self.terse = False
+        """As some mirrors: answers have neither a length nor a Content-Range."""
         self._signed = 0
         self._servers = {role: self._server(role) for role in ("hub", "cdn")}
         self.endpoint = self._url("hub")

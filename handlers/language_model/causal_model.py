@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,14 @@ from .adapters import ModelAdapters
 from .ragged_attention import ragged_attention
 from .rows import Alone, Rows
 
+if TYPE_CHECKING:
+    from ...snapshot.format.manifest import Manifest
+
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # These take the largest position of a batch, so a long row would change the others.
 ROPES_OF_A_BATCH = {"dynamic", "longrope"}
 OWN_CACHES = {"deepseek_v4", "minimax"}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class CausalModel:
@@ -99,6 +105,37 @@ class CausalModel:
                 found = self.adapters.forward(adapters or [""] * len(ids), taken)
             logits: Tensor = found.logits[:, -1]
         return logits
+
+
+def stored_dtype(manifest: Manifest) -> torch.dtype:
+    """Return the type that transformers takes if config.json has none: that of the first tensor with a common floating type."""
+    first = sorted((entry.name, entry.dtype) for entry in manifest.tensors if entry.shard == 0)
+    return next((_DTYPES[dtype] for _, dtype in first if dtype in _DTYPES), torch.float32)
+
+
+def conversion_note(manifest: Manifest, dtype: torch.dtype | None) -> str:
+    """Return a sentence for the deployer if most weights must be converted to the type of config.json; else ""."""
+    wanted = dtype or torch.float32
+    other = [entry for entry in manifest.tensors if _DTYPES.get(entry.dtype, wanted) != wanted]
+    if 2 * sum(entry.size_bytes for entry in other) <= sum(entry.size_bytes for entry in manifest.tensors):
+        return ""
+    return (
+        f"config.json says {wanted}, and most weights have another type. The first worker converts them, and the copy stays in "
+        "memory without a worker. `pilotflame snapshot convert --dtype` converts them once."
+    )
+
+
+def keep_float32(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give those weights the type float32 that transformers keeps in it. Call it while they have no bytes."""
+    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    if dtype not in (torch.float16, torch.bfloat16) or not kept:
+        return
+    pattern = re.compile(rf"(^|\.)({'|'.join(name.replace('*', '.*') for name in kept)})($|\.)")
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if pattern.search(name):
+            tensor.data = tensor.data.float()
 
 
 def why_alone(config: PretrainedConfig, takes: frozenset[str]) -> str:

@@ -26,7 +26,7 @@ from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
-from .causal_model import CausalModel
+from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
 from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
@@ -84,8 +84,12 @@ class LanguageModel:
         folder = Path(snapshot.path)
         with snapshot.skeleton():
             config = AutoConfig.from_pretrained(folder)
+            if config.dtype is None:
+                config.dtype = stored_dtype(snapshot.manifest)
             module = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
-        snapshot.restore(module, device="auto")
+            keep_float32(module, config.dtype)
+        # As transformers does. A file may have some tensors of another type, or all of them.
+        snapshot.restore(module, device="auto", cast=True)
         vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._prompts = Prompts(self.tokenizer, vocabulary)
@@ -106,6 +110,8 @@ class LanguageModel:
         self.engine = Engine(causal, rows, window, stored, snapshot.gate)
         if causal.why_alone:
             note(f"The model answers one request at a time, because {causal.why_alone}.")
+        if converted := conversion_note(snapshot.manifest, config.dtype):
+            note(converted)
         self._defaults = GenerationDefaults(folder)
         self._ends = self._defaults.ends(config.eos_token_id, self.tokenizer.eos_token_id)
         self._forms = AnswerForms(self.tokenizer, self._prompts, self._ends)

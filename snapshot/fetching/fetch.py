@@ -147,7 +147,7 @@ class _Fetch:
             self.manifest, self.targets, self.arrival, self._ranges, self._changed, self.verify, blob_digests
         )
         self._stats = FetchStats(self._ranges.waiting_bytes)
-        self._versions = self._observed_versions()
+        self._versions = self._required_versions()
         self._connections: dict[Part, Connection] = {}
         self._threads: list[threading.Thread] = []
         self._working = 0
@@ -170,12 +170,13 @@ class _Fetch:
         self._stats.seconds = time.monotonic() - started_s
         return self._stats
 
-    def _observed_versions(self) -> dict[int, str]:
-        """Return the version that each shard must have, by number. {} if the digests of all needed chunks are known."""
+    def _required_versions(self) -> dict[int, str] | None:
+        """Return the version that each shard must have, by number. None if the digests decide: all needed ones are known."""
         observed, chunks = self.manifest.observed, self.arrival.chunks
-        if observed is None or all(chunks.digests[chunk] != UNKNOWN_DIGEST for chunk in chunks.needed()):
-            return {}
-        return {shard: version for shard, version in enumerate(observed.versions) if version}
+        versions = observed.versions if observed else ()
+        if self.verify and all(chunks.digests[chunk] != UNKNOWN_DIGEST for chunk in chunks.needed()):
+            return None
+        return {shard: version for shard, version in enumerate(versions) if version}
 
     def _supervise(self) -> None:
         processors = os.cpu_count() or 1
@@ -293,7 +294,7 @@ class _Fetch:
         problem: SourceUnavailable | None = None
         begun, doubtful = part.at, False
         try:
-            name, version = self.manifest.shards[part.shard].name, self._versions.get(part.shard, "")
+            name, version = self.manifest.shards[part.shard].name, (self._versions or {}).get(part.shard, "")
             self._check_version(part, self._begin(connection, name, part, version))
             now_s = time.monotonic()
             waited_s, part.asked_s, part.started = now_s - part.asked_s, now_s, True
@@ -337,20 +338,23 @@ class _Fetch:
         self._changed.notify_all()
 
     def _check_version(self, part: Part, info: ObjectInfo) -> None:
-        """Raise SnapshotChanged if the size differs from the manifest, or the version from the first answer."""
+        """Raise SnapshotChanged if the size differs from the manifest or, without digests, the version from the first answer."""
         shard = self.manifest.shards[part.shard]
-        with self._changed:
-            # An answer with another size is not about this object, so do not take the version from it.
-            version = self._versions.get(part.shard, info.version)
-            if info.size_bytes == shard.size_bytes:
-                self._versions[part.shard] = version
-        if info.size_bytes != shard.size_bytes or not same_version(info.version, version):
-            raise SnapshotChanged(
-                f"{shard.name} at {self.source.url} was replaced: it has {info.size_bytes} bytes and version "
-                f"{info.version!r}, not {shard.size_bytes} and {version!r}.",
-                remedy=_REPUBLISH if self.manifest.observed is None else _REDEPLOY,
-                details={"object": shard.name},
-            )
+        if info.size_bytes != shard.size_bytes:
+            how = f"it has {info.size_bytes} bytes instead of {shard.size_bytes}"
+        elif self._versions is None:
+            return
+        else:
+            with self._changed:
+                version = self._versions.setdefault(part.shard, info.version)
+            if same_version(info.version, version):
+                return
+            how = f"its version is {info.version!r} instead of {version!r}"
+        raise SnapshotChanged(
+            f"{shard.name} at {self.source.url} was replaced: {how}.",
+            remedy=_REPUBLISH if self.manifest.observed is None else _REDEPLOY,
+            details={"object": shard.name},
+        )
 
     def _failed(self, part: Part, problem: SourceUnavailable, attempts: int) -> FetchFailed:
         shard = self.manifest.shards[part.shard]

@@ -2,13 +2,14 @@
 
 A file consists of three parts. The first 8 bytes are the little-endian length N of the header. The next N
 bytes are the header: a JSON object that maps the name of each tensor to its dtype, shape and data_offsets,
-and may map `__metadata__` to an object of strings. The header may end with spaces. The rest of the file is data,
-which the tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
+and may map `__metadata__` to an object of strings or to null. Spaces may surround the object. The rest of the file is
+data, which the tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, Never
 
 from ...errors import HeaderError
-from ..sources.source import Source
+from ..sources.source import Source, read_all
 from .dtypes import DTYPES
 
 LENGTH_BYTES = 8
@@ -37,7 +38,23 @@ MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_SPACES = b" \t\r\n"
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
+_FETCH = (
+    "Open its address in a browser: you may have to log in, or the address of the file itself is another."
+)
+# What files begin with that have the name of a safetensors file, what they are, and the remedy.
+_OTHERS = (
+    (rb"version https?://git-", "a pointer of Git LFS, without the weights",
+     "Run `git lfs pull` in the clone, or fetch the file itself (on the hub: /resolve/ in place of /raw/)."),
+    (rb"(?i)\s*<(!doctype|!--|html|head|body|\?xml)", "a page of HTML or XML", _FETCH),
+    (rb'\s*\{\s*"[\w-]+"\s*:', "a text of JSON", _FETCH),
+    (rb"\x1f\x8b\x08", "compressed with gzip", "Unpack it with gunzip."),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "Unpack it with unzstd."),
+    (rb"PK\x03\x04", "a zip file, as torch.save writes", "Run `pilotflame snapshot convert`, or unpack it."),
+    (rb"GGUF", "a file of GGUF", "Save the weights with the safetensors library."),
+)  # fmt: skip
+_BEGINNING_BYTES = 64
 
 
 class TensorHeader(NamedTuple):
@@ -80,6 +97,17 @@ class HeaderRoom:
 
 def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> Header:
     """Return the header of file `name`, without reading the rest. Raises HeaderError if it is not valid."""
+    try:
+        return _read_header(source, name, room or HeaderRoom())
+    except HeaderError as error:
+        beginning = read_all(source, name, _BEGINNING_BYTES)
+        for pattern, kind, remedy in _OTHERS:
+            if re.match(pattern, beginning):
+                raise HeaderError(f"{name} is {kind}, and no safetensors file.", remedy=remedy) from error
+        raise
+
+
+def _read_header(source: Source, name: str, room: HeaderRoom) -> Header:
     file_bytes = source.stat(name).size_bytes
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
@@ -88,7 +116,7 @@ def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> He
         _refuse(name, f"its header claims {header_bytes} bytes, over the limit of {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + header_bytes > file_bytes:
         _refuse(name, f"its header claims {header_bytes} bytes, but the file has {file_bytes} in all")
-    with (room or HeaderRoom()).taken(name, header_bytes):
+    with room.taken(name, header_bytes):
         return parse_header(_read(source, name, LENGTH_BYTES, header_bytes), file=name, file_bytes=file_bytes)
 
 
@@ -97,7 +125,9 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
-    metadata = entries.pop(_METADATA, {})
+    metadata = entries.pop(_METADATA, None)
+    # The safetensors library reads null as no metadata.
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(file, f"its {_METADATA} is not an object of strings")
     if len(entries) > MAX_TENSORS:
@@ -131,7 +161,7 @@ def bulk_fault(text: bytes) -> str | None:
 
 
 def _entries(text: bytes, file: str) -> dict[str, Any]:
-    if not text.startswith(b"{"):
+    if not text.lstrip(_SPACES).startswith(b"{"):
         _refuse(file, "its header does not start with '{'")
     if fault := bulk_fault(text):
         _refuse(file, f"its header is not that of a tensor file: {fault}")
@@ -158,8 +188,9 @@ def _no_constant(constant: str) -> Never:
 def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorHeader:
     if not name_is_sound(name):
         _refuse(file, "a tensor's name is empty, too long or no valid text", name)
-    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        _refuse(file, f"its entry does not hold exactly {', '.join(sorted(_FIELDS))}", name)
+    # The safetensors library ignores other keys.
+    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
+        _refuse(file, f"its entry does not hold {', '.join(sorted(_FIELDS))}", name)
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         _refuse(file, f"its dtype {_short(str(dtype))!r} is unknown", name, f"Known are {', '.join(DTYPES)}.")

@@ -11,6 +11,7 @@ import mmap
 import re
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .mapping import Mapping
 from .mismatch import Mismatches, Names, describe
 from .place import Elements, place, type_fault
 from .renames import renaming_of
+from .shared_copies import SharedCopies
 from .views import copied
 
 
@@ -91,6 +93,8 @@ class Plan:
     """The places of the weights on the device. None for the host."""
     computed: tuple[tuple[torch.Tensor, tuple[Slot, ...]], ...] = ()
     """Tensors that the module has computed and that no snapshot has. They are moved to the device too."""
+    copies: SharedCopies | None = None
+    """The memory of the steps on the host whose offset is -1, in their order. None without such steps."""
 
 
 @dataclass(slots=True)
@@ -125,8 +129,8 @@ def make_plan(
 ) -> Plan:
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
-    Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory and time at each
-    restore, while `pilotflame snapshot convert --dtype` converts the weights only once. If the module has a tensor
+    Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory, which the processes that are forked
+    later share, and time at the first restore, while `pilotflame snapshot convert --dtype` converts the weights only once. If the module has a tensor
     under several names, the snapshot needs the tensor only under one of them.
     """
     return make_plans(module, {"": Supply(manifest, prefix, ignore, slices)}, cast=cast, device=device)[""]
@@ -160,11 +164,20 @@ def make_plans(
         stored = {name: planner.names() for name, planner in planners.items()}
         raise describe(common, found, type(module).__name__, stored, wanted)
     replaced = tuple(held.tensor for held in holdings)
-    plans = {name: planner.plan(module, replaced) for name, planner in planners.items()}
+    plans = {name: _with_copies(planner.plan(module, replaced)) for name, planner in planners.items()}
     if device == CPU:
         return plans
     computed += [one for planner in planners.values() for one in planner.computed]
     return {name: _for_device(plan, device, computed) for name, plan in plans.items()}
+
+
+def _with_copies(plan: Plan) -> Plan:
+    sizes = [_size_bytes(step) for step in plan.steps if step.offset_elements < 0]
+    return replace(plan, copies=SharedCopies(sizes)) if sizes else plan
+
+
+def _size_bytes(step: RestoreStep) -> int:
+    return step.tensor.itemsize * math.prod(step.place.shape)
 
 
 def _for_device(plan: Plan, device: str, computed: Iterable[_Held]) -> Plan:
@@ -372,7 +385,10 @@ def restore(plan: Plan, mapping: Mapping) -> None:
     """
     _check_manifest(plan, mapping)
     shard, storage = -1, torch.empty(0).untyped_storage()
+    copies, offsets = storage, iter(plan.copies.offsets if plan.copies is not None else ())
     with torch.no_grad():
+        if plan.copies is not None:
+            copies = plan.copies.mapped(partial(_copy, plan, mapping))
         for step in plan.steps:
             where = step.place
             if step.shard != shard:
@@ -381,10 +397,20 @@ def restore(plan: Plan, mapping: Mapping) -> None:
                 # This is one operation. Making a view and a parameter of it takes three.
                 step.tensor.set_(storage, step.offset_elements, where.shape, where.stride)
             else:
-                copy = copied(where, mapping, shard).to(step.tensor.dtype)
-                step.tensor.set_(copy.untyped_storage(), 0, where.shape, copy.stride())
+                offset = next(offsets) // step.tensor.itemsize
+                step.tensor.set_(copies, offset, where.shape, contiguous_stride(where.shape))
             _set(step.slots, step.tensor)
         _rebuild(plan)
+
+
+def _copy(plan: Plan, mapping: Mapping, memory: torch.Tensor) -> None:
+    """Fill the memory of `plan.copies`, converted to the types of the module."""
+    offsets = iter(plan.copies.offsets if plan.copies is not None else ())
+    for step in plan.steps:
+        if step.offset_elements < 0:
+            at = next(offsets)
+            copy = memory[at : at + _size_bytes(step)].view(step.tensor.dtype).view(step.place.shape)
+            copy.copy_(copied(step.place, mapping, step.shard))
 
 
 def upload(
@@ -411,7 +437,7 @@ def blank(plan: Plan, device: Device | None = None, *, parks: bool = True) -> No
     of that region. On a device, the region takes as much memory as the largest weight. For a device, the buffers for
     copying the real weights are pinned too, and with `parks`, the operations of their checksums are loaded.
     """
-    largest = max((step.tensor.itemsize * math.prod(step.place.shape) for step in plan.steps), default=0)
+    largest = max(map(_size_bytes, plan.steps), default=0)
     if not largest:
         return
     if device is not None:

@@ -40,9 +40,10 @@ from .response import (
     REDIRECTS,
     RangeRequest,
     check,
-    object_info,
     refusal,
+    told_size,
     unavailable,
+    version_of,
 )
 from .retries import Retries, retried
 from .source import ObjectInfo, name_fault
@@ -55,6 +56,8 @@ MAX_REDIRECTS = 5
 _OUR_HEADERS = frozenset({"host", "range", "if-match", "accept-encoding", "connection", "content-length"})
 MAX_ERROR_BYTES = 64 << 10
 MAX_DOCUMENT_BYTES = 32 << 20
+MAX_COUNTED_BYTES = 128 << 20
+"""An object of unknown size is read to its end for its size, if it has no more bytes than this. A manifest has no more."""
 # Any valid name. `prepare` makes a location of it, but requests nothing.
 _ANY_NAME = "model.safetensors"
 
@@ -124,11 +127,15 @@ class WebSource(ABC):
         """See Source. Retries temporary failures. Raises after ATTEMPTS failures in a row."""
         info = self.infos.get(name)
         end = min(info.size_bytes, offset + len(view)) if info is not None else offset + len(view)
+        # A whole object needs no version that was seen before, because replicas may have different ones.
+        whole = info is None or (offset == 0 and end == info.size_bytes)
+        wanted = "" if whole or info is None else info.version
         at, retries = offset, Retries()
         with self._borrowed() as connection:
             while at < end:
                 try:
-                    info = connection.begin(name, at, end, info.version if info is not None else "")
+                    info = connection.begin(name, at, end, wanted)
+                    wanted = info.version
                     while at < end and (count := connection.read_into(view[at - offset : end - offset])):
                         at += count
                         retries = Retries()
@@ -266,7 +273,10 @@ class HttpConnection:
         known = self._source.infos.get(name)
         try:
             head, request = self._get(name, begin, end, version)
-            check(head, request, known.size_bytes if known else None)
+            size = known.size_bytes if known else told_size(head)
+            check(head, request, size, fresh=self._fresh)
+            if size is None:
+                size = self._source.stat(name).size_bytes
         except (SnapshotChanged, SourceUnavailable) as error:
             if not self._fresh and (isinstance(error, SnapshotChanged) or MISPLACED in error.details):
                 # It may be a second answer to an earlier request. Other kept connections may deliver such answers too.
@@ -274,7 +284,7 @@ class HttpConnection:
             if isinstance(error, SnapshotChanged):
                 self._source.infos.pop(name, None)
             raise
-        info = object_info(head, request)
+        info = ObjectInfo(size, version_of(head))
         # A second answer to an earlier request may look like the answer to this request, but only on a used connection.
         if self._fresh:
             self._source.infos.setdefault(name, info)
@@ -282,11 +292,21 @@ class HttpConnection:
         return info
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return the size and version of `name`. Uses GET, because servers refuse HEAD for URLs signed for GET."""
+        """Return the size and version of `name`. Uses GET, because servers refuse HEAD for URLs signed for GET.
+
+        If the answer does not have the size, requests the whole object, and counts its bytes if need be.
+        """
         head, request = self._get(name, 0, 1, empty=True)
-        info = object_info(head, request)
         if head.status == PARTIAL:
-            check(head, request, None)
+            check(head, request, None, fresh=self._fresh)
+        size = told_size(head)
+        if size is None and head.status == PARTIAL:
+            head, request = self._get(name, 0, 0)
+            size = told_size(head)
+        if size is None:
+            fault = f"{request.url} does not tell how large it is, and has"
+            size = sum(len(piece) for piece in self._pieces(request, MAX_COUNTED_BYTES, fault))
+        info = ObjectInfo(size, version_of(head))
         self._source.infos.setdefault(name, info)
         return info
 
@@ -295,17 +315,20 @@ class HttpConnection:
         head, request = self._follow(location, RangeRequest("", shown(location.url), 0, 0))
         if head.status != OK:
             raise self._source.explain(request, head, self._rest())
-        text = bytearray()
-        buffer = memoryview(bytearray(MAX_ERROR_BYTES))
+        return head, b"".join(map(bytes, self._pieces(request, most, f"{request.url} has")))
+
+    def _pieces(self, request: RangeRequest, most: int, fault: str) -> Iterator[memoryview]:
+        """Yield the body in pieces, each valid until the next. Raises SourceError, which begins with `fault`, after `most` bytes."""
+        buffer, left = memoryview(bytearray(MAX_ERROR_BYTES)), most
         try:
             while count := self._exchange.read_into(buffer, len(buffer)):
-                text += buffer[:count]
-                if len(text) > most:
+                if (left := left - count) < 0:
                     self.close()
-                    raise SourceError(f"{request.url} has more than {most} bytes.")
+                    remedy = "Serve it as a static file, with Content-Length and ranges."
+                    raise SourceError(f"{fault} more than {most} bytes.", remedy=remedy)
+                yield buffer[:count]
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._failed(request, error) from error
-        return head, bytes(text)
 
     def request(self, method: str, location: Location, body: Iterable[bytes] = ()) -> tuple[Head, bytes]:
         """Send a request. Return the head of the response, whatever its status, and at most 64 KiB of its body.
@@ -462,7 +485,5 @@ def _headers(origin: ServerAddress, location: Location, request: RangeRequest) -
     ]
     if request.end:
         headers.append(("Range", f"bytes={request.begin}-{request.end - 1}"))
-    # Only a strong ETag starts with a quotation mark. If-Match does not accept weak ETags and dates.
-    if request.version.startswith('"'):
-        headers.append(("If-Match", request.version))
+    # Send no If-Match: some servers refuse it, and `check` compares the version of the response.
     return [*headers, *location.headers.items()]

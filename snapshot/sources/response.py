@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing, SourceUnavailable
 from .exchange import Head
-from .source import ObjectInfo, changed, same_version
+from .source import changed, same_version
 
 OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MISPLACED = "misplaced"
 """This key in the details of an error means that the response may belong to another request of the same connection."""
+_PLAIN = frozenset({"", "identity", "aws-chunked"})
 _TRANSIENT = frozenset({408, 425, 429})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)\s*", re.ASCII)
 
@@ -34,32 +34,36 @@ class RangeRequest:
     version: str = ""
 
 
-def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
-    """Return the size and version of the whole object, from the head of the response to `request`.
-
-    Raises SourceError if the head does not have the size.
-    """
-    size = _content_length(head) if head.status == OK else _content_range(head)[2]
-    if size is None:
-        remedy = "Serve it as a static file, with Content-Length and ranges."
-        raise SourceError(f"{request.url} does not tell how large it is.", remedy=remedy)
-    return ObjectInfo(size, _version(head.headers))
+def told_size(head: Head) -> int | None:
+    """Return the size of the whole object, from the head of a response. None if the head does not have it."""
+    return _content_length(head) if head.status == OK else _content_range(head)[2]
 
 
-def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
+def version_of(head: Head) -> str:
+    """Return the version of the object that a response has: its ETag, else its Last-Modified, else ""."""
+    return head.headers.get("etag") or head.headers.get("last-modified", "")
+
+
+def check(head: Head, request: RangeRequest, size_bytes: int | None, *, fresh: bool) -> None:
     """Raise a SourceError or SnapshotChanged unless the response has exactly the requested bytes.
 
-    It must have the requested range of the requested version, without a content encoding such as gzip.
+    It must have the requested range of the requested version, without a content encoding such as gzip. `aws-chunked` is
+    the form of an upload. Some stores repeat it with the plain bytes. Some mirrors leave out Content-Range. This is
+    accepted if the connection is `fresh`: otherwise it may be a second answer to an earlier request.
     `size_bytes` is the size of the object, or None if it is unknown.
     """
-    encoding = head.headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
+    encoding = head.headers.get("content-encoding", "").lower()
+    if not _PLAIN.issuperset(part.strip() for part in encoding.split(",")):
         fault = f"{request.url} is sent with Content-Encoding {encoding[:40]}."
         raise SourceError(fault, remedy="Serve safetensors files without compression.")
-    total = _check_whole(head, request, size_bytes) if head.status == OK else _check_range(head, request)
+    total = (
+        _check_whole(head, request, size_bytes)
+        if head.status == OK
+        else _check_range(head, request, fresh=fresh)
+    )
     if size_bytes is not None and total is not None and total != size_bytes:
         raise changed(request.url, request.name, f"it has {total} bytes, and had {size_bytes}")
-    received = _version(head.headers)
+    received = version_of(head)
     if request.version and not received:
         raise unavailable(request, "the response has no ETag and no Last-Modified")
     if request.version and not same_version(received, request.version):
@@ -70,8 +74,6 @@ def refusal(head: Head, request: RangeRequest) -> PilotflameError:
     """Return the error for a response whose status is neither a success nor a redirect."""
     status, url = head.status, request.url
     cls: type[SourceError]
-    if status == 412:
-        return changed(request.url, request.name, "it is another version than requested")
     if status == 416:
         return changed(request.url, request.name, "it is shorter now")
     if status in _TRANSIENT or status >= 500:
@@ -113,10 +115,6 @@ def _content_range(head: Head) -> tuple[int, int, int | None]:
     return int(first or 0), int(last) + 1 if last else 0, None if total == "*" else int(total)
 
 
-def _version(headers: Mapping[str, str]) -> str:
-    return headers.get("etag") or headers.get("last-modified", "")
-
-
 def _retry_after_s(text: str) -> float | None:
     """Return the delay in seconds that a Retry-After header gives, or None if the header is not valid."""
     if text.isascii() and text.isdigit() and len(text) < 10:
@@ -130,15 +128,22 @@ def _retry_after_s(text: str) -> float | None:
 def _check_whole(head: Head, request: RangeRequest, size_bytes: int | None) -> int | None:
     length = _content_length(head)
     total = length if length is not None else size_bytes
-    if request.begin != 0 or total is None or total != request.end:
+    # Without any size, the range must begin where the object does.
+    if request.begin != 0 or total not in {None, request.end}:
         fault = f"{request.url} is not served in ranges: the response is the whole object."
         remedy = "Serve it from a server that supports Range requests (nginx, any object storage)."
+        if "html" in head.headers.get("content-type", ""):
+            fault = f"{request.url} is not the file: the response is a page of HTML."
+            remedy = (
+                "Open it in a browser: you may have to log in, or the address of the file itself is another."
+            )
         raise SourceError(fault, remedy=remedy, details={"object": request.name})
     return total
 
 
-def _check_range(head: Head, request: RangeRequest) -> int | None:
-    begin, end, total = _content_range(head)
+def _check_range(head: Head, request: RangeRequest, *, fresh: bool) -> int | None:
+    unplaced = fresh and "content-range" not in head.headers
+    begin, end, total = (request.begin, request.end, None) if unplaced else _content_range(head)
     if (begin, end) != (request.begin, request.end):
         error = unavailable(request, f"the response is another range, bytes {begin} to {end}")
         raise SourceUnavailable(

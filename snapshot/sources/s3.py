@@ -1,7 +1,7 @@
 """Defines the source that reads and writes S3. boto3 lists and writes. For reading, it only signs the URLs.
 
 To read, HttpConnection sends GET requests to presigned URLs. The signature covers no header but Host, so
-a request may have the headers Range and If-Match. Reading through boto3 would have only a third of the speed,
+a request may have the header Range. Reading through boto3 would have only a third of the speed,
 because boto3 copies bodies several times.
 """
 

@@ -29,12 +29,13 @@ from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
-from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.create import create, observe
 from pilotflame.snapshot.format.digests import XXH3
+from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan, restore
-from pilotflame.snapshot.sources import retries
+from pilotflame.snapshot.sources import http, retries
 from pilotflame.snapshot.sources.http import HttpSource
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -357,20 +358,28 @@ def test_bytes_that_are_always_wrong_are_named(tmp_path: Path, weights: Weights,
     assert 7 * CHUNK // part_bytes * part_bytes // CHUNK <= error.details["chunk"] < 7 + part_bytes // CHUNK
 
 
+def undigested(weights: Weights, url: str) -> Weights:
+    """The same weights with a manifest that has the versions at `url` in place of digests."""
+    return replace(
+        weights, manifest=observe(HttpSource(url), [path.name for path in weights.folder.glob("model*")])
+    )
+
+
 @pytest.mark.parametrize("etag", ["strong", "weak", None])
 @pytest.mark.parametrize("changed_from", [1, 5, 20])
 def test_an_object_that_changes_is_not_mixed(
     tmp_path: Path, weights: Weights, etag: str | None, changed_from: int
 ) -> None:
-    with FaultServer(weights.folder, Faults(changed_from=changed_from, etag=etag)) as server:
-        error = refused(weights, server.url, tmp_path, part_bytes=CHUNK)
+    with FaultServer(weights.folder, Faults(etag=etag)) as server:
+        observed = undigested(weights, server.url)
+        server.faults = Faults(changed_from=len(server.requests) + changed_from, etag=etag)
+        error = refused(observed, server.url, tmp_path, part_bytes=CHUNK)
     assert isinstance(error, SnapshotChanged)
     assert error.details["object"] in weights.shards
     assert error.details["object"] in error.message
 
 
 def test_two_versions_in_the_first_answers_are_not_mixed(tmp_path: Path, weights: Weights) -> None:
-    """Both halves are requested before any version is known, so there is no If-Match."""
     name = weights.shards[0]
 
     def choose(request: Request) -> Faults:
@@ -378,10 +387,117 @@ def test_two_versions_in_the_first_answers_are_not_mixed(tmp_path: Path, weights
             return Faults()
         return Faults(latency_s=0.1, changed_from=0 if request.begin else None)
 
-    with FaultServer(weights.folder, choose) as server:
-        error = refused(weights, server.url, tmp_path, part_bytes=8 * CHUNK)
+    with FaultServer(weights.folder) as server:
+        observed = undigested(weights, server.url)
+        server.faults = choose
+        error = refused(observed, server.url, tmp_path, part_bytes=8 * CHUNK)
     assert isinstance(error, SnapshotChanged)
     assert error.details["object"] == name
+
+
+def test_other_bytes_of_the_same_size_are_refused_by_their_digests(tmp_path: Path, weights: Weights) -> None:
+    name = weights.shards[0]
+    with FaultServer({shard: (weights.folder / shard).read_bytes() for shard in weights.shards}) as server:
+        content = dict(server.content)
+        content[name] = content[name][:-5] + b"other"
+        server.content = content
+        error = refused(weights, server.url, tmp_path)
+    assert isinstance(error, SnapshotCorrupt)
+    assert error.details["shard"] == name
+
+
+# -- what a server says of the bytes, and the bytes
+
+
+@pytest.mark.parametrize("etag", ["strong", "weak", None])
+def test_replicas_with_versions_of_their_own_serve_one_snapshot(
+    tmp_path: Path, weights: Weights, etag: str | None
+) -> None:
+    """The digests of the manifest decide."""
+    with FaultServer(weights.folder) as server:
+        server.faults = lambda request: Faults(etag=etag, changed_from=0 if request.number % 2 else None)
+        manifest = find_manifest(HttpSource(server.url))
+        assert manifest.digest == weights.manifest.digest
+        stats = fetched(weights, server.url, tmp_path)
+        assert stats.retries == stats.stalls
+        with cache_in(tmp_path / "cache").open(manifest, HttpSource(server.url)) as lease:
+            lease.wait(LIMIT_S)
+            check(weights, lease.root)
+
+
+@pytest.mark.parametrize("status", [412, 400, 501])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_server_that_refuses_conditions(tmp_path: Path, weights: Weights, status: int, known: bool) -> None:
+    def choose(request: Request) -> Faults:
+        return Faults(status=status if "if-match" in request.headers else None)
+
+    with FaultServer(weights.folder, choose) as server:
+        fetched(weights if known else undigested(weights, server.url), server.url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [Faults(range_said=False), Faults(range_said=False, chunked=True), Faults(range_said=False, headers={"Content-Range": "bytes 0-0/*"})],
+    ids=["length", "nothing", "no total"],
+)  # fmt: skip
+@pytest.mark.parametrize("known", [True, False])
+def test_parts_that_do_not_say_their_place(
+    tmp_path: Path, weights: Weights, said: Faults, known: bool
+) -> None:
+    def choose(request: Request) -> Faults:
+        where = f"bytes {request.begin}-{request.end - 1}/*"
+        return replace(said, headers=dict.fromkeys(said.headers, where))
+
+    with FaultServer(weights.folder, choose) as server:
+        found = weights if known else undigested(weights, server.url)
+        fetched(found, server.url, tmp_path)
+        assert (
+            create(HttpSource(server.url), file=weights.shards[0], chunk_bytes=CHUNK).shards
+            == weights.manifest.shards[:1]
+        )
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_repeated_answer_without_its_place_is_taken_for_no_other(
+    tmp_path: Path, weights: Weights, known: bool
+) -> None:
+    """Parts of one size: only their places tell them apart."""
+    with FaultServer(weights.folder, seed=5) as server:
+        found = weights if known else undigested(weights, server.url)
+        server.faults = Faults(range_said=False, duplicate_share=0.4, late_share=0.4, times=2)
+        fetched(found, server.url, tmp_path, part_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_small_files_without_a_length(tmp_path: Path, weights: Weights, known: bool) -> None:
+    def choose(request: Request) -> Faults:
+        return Faults() if request.name in weights.shards else Faults(ranges=False, chunked=True)
+
+    names = (
+        "config.json",
+        "model.safetensors.index.json",
+        *weights.shards,
+        *([MANIFEST_NAME] if known else []),
+    )
+    with FaultServer({name: (weights.folder / name).read_bytes() for name in names}, choose) as server:
+        manifest = find_manifest(HttpSource(server.url))
+        assert [asset.name for asset in manifest.assets] == list(names[:2])
+        with cache_in(tmp_path).open(manifest, HttpSource(server.url)) as lease:
+            lease.wait(LIMIT_S)
+            check(weights, lease.root)
+            assert (lease.root / "config.json").read_bytes() == (weights.folder / "config.json").read_bytes()
+
+
+def test_a_large_file_without_a_length_is_refused_by_name(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_COUNTED_BYTES", 100_000)
+    with (
+        FaultServer(weights.folder, Faults(ranges=False, chunked=True)) as server,
+        pytest.raises(SourceError, match="does not tell how large it is") as caught,
+    ):
+        HttpSource(server.url).stat(weights.shards[0])
+    assert "Content-Length" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -406,6 +522,25 @@ def test_a_server_that_cannot_serve_is_refused_at_once(
     assert error.remedy
     assert "redirects" in words or any(name in error.message for name in weights.shards)
     assert asked <= 4 * 6 * 2, "it was tried again"
+
+
+@pytest.mark.parametrize("coding", ["aws-chunked", "", "identity", "AWS-Chunked, identity"])
+def test_codings_that_leave_the_bytes_as_they_are(tmp_path: Path, weights: Weights, coding: str) -> None:
+    """Stores of other makes keep the coding in which a part was uploaded, and send the plain bytes."""
+    with FaultServer(weights.folder, Faults(headers={"Content-Encoding": coding})) as server:
+        source = HttpSource(server.url)
+        assert find_manifest(source).digest == weights.manifest.digest
+        created = create(source, file=weights.shards[0], chunk_bytes=CHUNK)
+        assert created.shards == weights.manifest.shards[:1]
+        fetched(weights, server.url, tmp_path)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "aws-chunked, gzip", "br,aws-chunked"])
+def test_codings_that_change_the_bytes_are_refused(tmp_path: Path, weights: Weights, coding: str) -> None:
+    with FaultServer(weights.folder, Faults(headers={"Content-Encoding": coding})) as server:
+        assert f"Content-Encoding {coding}" in refused(weights, server.url, tmp_path).message
+        with pytest.raises(SourceError, match="without compression"):
+            find_manifest(HttpSource(server.url))
 
 
 # -- mixtures
@@ -580,17 +715,18 @@ def test_an_asset_that_is_wrong_once_is_fetched_again(tmp_path: Path, weights: W
 def test_after_a_change_a_source_asked_anew_finds_the_old_bytes_or_says_so(
     tmp_path: Path, weights: Weights
 ) -> None:
-    """The object is touched (another ETag), its bytes are the same: the next open takes them."""
+    """The object is longer for a while: the next open takes the old bytes."""
     cache, name = cache_in(tmp_path), weights.shards[0]
-
-    def choose(request: Request) -> Faults:
-        first = request.name == name and request.begin == 0
-        return Faults(short_share=float(first), changed_from=None if first else 0)
-
-    with FaultServer(weights.folder, choose) as server:
+    files = {path.name: path.read_bytes() for path in weights.folder.iterdir()}
+    with FaultServer({**files, name: files[name] + b"x"}) as server:
         source = HttpSource(server.url)
-        with cache.open(weights.manifest, source) as lease, pytest.raises(SnapshotChanged):
+        with (
+            cache.open(weights.manifest, source) as lease,
+            pytest.raises(SnapshotChanged, match="instead of"),
+        ):
             lease.wait(LIMIT_S)
+        server.content = files
+        source.forget()
         with cache.open(weights.manifest, source) as lease:
             lease.wait(LIMIT_S)
             check(weights, lease.root)

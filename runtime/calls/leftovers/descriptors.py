@@ -13,8 +13,11 @@ from pathlib import Path
 
 # A process that has a context on a device keeps one of these files open: NVIDIA's, AMD's.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-# Devices without a state that processes could share. NVML opens the other files of NVIDIA's driver.
-STATELESS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia")
+# Devices without a state that processes could share, and copies of weights, which are sealed (see `shared_copies.NAME`). NVML opens
+# the other files of NVIDIA's driver.
+STATELESS = (
+    "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia", "/memfd:pilotflame-weights",
+)  # fmt: skip
 _KINDS = {
     "pipe:": "a pipe", "anon_inode:[eventpoll]": "a selector", "anon_inode:[eventfd]": "an event", "anon_inode:[pidfd]": "a process",
     "anon_inode:[timerfd]": "a timer", "anon_inode:inotify": "a watch of files", "anon_inode:[io_uring]": "an io_uring",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from live import gateway_here
 from pilotflame.handlers.caller import CallOrigin, origin
 from pilotflame.handlers.language_model.admission import NO_TARGETS
 from pilotflame.handlers.language_model.contract import GenerationRequest
@@ -16,8 +19,13 @@ from pilotflame.handlers.language_model.engine_steps import Token
 from pilotflame.handlers.language_model.model import LanguageModel
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
+from safetensors.torch import load_file, save_file
+from shared_memory import copies_kb
+from tiny_causal import tiny
+from tiny_tokenizer import byte_tokenizer
+from transformers import AutoModelForCausalLM, GPT2PreTrainedModel
 
-from .test_declared_prefixes import write_model
+from .test_declared_prefixes import HANDLER, write_model
 
 
 async def test_the_first_of_several_answers_decides_whether_a_request_is_late(
@@ -44,3 +52,74 @@ async def test_the_first_of_several_answers_decides_whether_a_request_is_late(
     assert [one != NO_TARGETS for one in targets] == [True, False, False]
     # The tenant and the priority of the call reach each of its sequences.
     assert others == {(-10, "a1")}
+
+
+STORED = ("float32", "bfloat16", "float16", "bfloat16 with float32")
+MIXES = [
+    *(("llama", said, stored) for said in (None, "float32", "bfloat16", "float16") for stored in STORED),
+    *((kind, said, STORED[3]) for kind in ("gemma2", "gpt2") for said in (None, "bfloat16", "float16")),
+]
+
+
+def written(folder: Path, kind: str, said: str | None, stored: str) -> tuple[Any, LanguageModel]:
+    """Write a model, and return it as transformers and as the engine load it. `said` is the type in config.json."""
+    tiny(kind).save_pretrained(folder)
+    byte_tokenizer("").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps({**config, **({"dtype": said} if said else {})}))
+    dtype = getattr(torch, stored.split(" ", maxsplit=1)[0])
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name for name in tensors if "norm" in name or "ln_" in name} if "with" in stored else set()
+    cast = {name: tensor if name in mixed else tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(cast, folder / "model.safetensors", {"format": "pt"})
+    snapshot = Snapshot(folder, create(folder))
+    model = LanguageModel(snapshot, rows=2, window=500)
+    snapshot.open()
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), model
+
+
+def compare_weights(right: Any, model: LanguageModel) -> None:
+    weights = dict(model.causal.module.state_dict())
+    for name, tensor in right.state_dict().items():
+        assert weights[name].dtype == tensor.dtype, name
+        assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(("kind", "said", "stored"), MIXES)
+def test_weights_of_another_type_than_the_config_says(
+    tmp_path: Path, kind: str, said: str | None, stored: str
+) -> None:
+    """transformers takes the type of the config, else that of the file."""
+    right, model = written(tmp_path, kind, said, stored)
+    compare_weights(right, model)
+    rows, ids = model.causal.new_rows(8), [[5, 17, 60, 3]]
+    rows.lengths = [0]
+    with torch.inference_mode():
+        wanted = right(torch.tensor(ids)).logits[:, -1]
+    # The engine adds a mask, so the last bits may differ.
+    torch.testing.assert_close(model.causal.forward(rows, ids), wanted)
+
+
+@pytest.mark.parametrize("said", ["float16", "bfloat16", "float32"])
+def test_what_a_class_keeps_in_float32_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setattr(GPT2PreTrainedModel, "_keep_in_fp32_modules", ["ln_1", "mlp.c_fc.weight"])
+    monkeypatch.setattr(GPT2PreTrainedModel, "_keep_in_fp32_modules_strict", ["ln_f"])
+    right, model = written(tmp_path, "gpt2", said, "bfloat16")
+    compare_weights(right, model)
+    assert right.transformer.ln_f.weight.dtype == torch.float32
+
+
+async def test_workers_share_what_was_converted(tmp_path: Path) -> None:
+    written(tmp_path / "weights", "llama", "float32", "float16")
+    async with gateway_here(tmp_path / "state", drain_s=1.0) as gateway:
+        given = {"snapshot": str(tmp_path / "weights"), "concurrency": 4, "scale.min": 2}
+        function = await gateway.deploy(HANDLER, given, name="llm")
+        # A spawned worker would have a copy of its own.
+        [warning] = function.described["warnings"]
+        assert warning.startswith("config.json says torch.float32, and most weights have another type")
+        await function.settled(ready=2)
+        pids = await function.pids("worker")
+        assert [copies_kb(pid) for pid in pids] == [0, 0]

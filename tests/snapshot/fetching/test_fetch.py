@@ -343,8 +343,11 @@ def test_a_range_that_never_comes_is_given_up_by_name(tmp_path: Path) -> None:
     assert "Reset by peer" in error.message
 
 
-@pytest.mark.parametrize("info", [ObjectInfo(10 * CHUNK, "v2"), ObjectInfo(10 * CHUNK - 1, "v1")])
-def test_an_object_that_changes_under_us_is_found(tmp_path: Path, info: ObjectInfo) -> None:
+@pytest.mark.parametrize(
+    ("info", "digests"),
+    [(ObjectInfo(10 * CHUNK, "v2"), False), (ObjectInfo(10 * CHUNK - 1, "v1"), False), (ObjectInfo(10 * CHUNK - 1, "v1"), True)],
+)  # fmt: skip
+def test_an_object_that_changes_under_us_is_found(tmp_path: Path, info: ObjectInfo, digests: bool) -> None:
     objects, manifest = snapshot_of(10 * CHUNK)
 
     def fault(ask: Ask) -> None:
@@ -353,7 +356,24 @@ def test_an_object_that_changes_under_us_is_found(tmp_path: Path, info: ObjectIn
 
     arrival = Arrival(manifest)
     with targets_in(tmp_path, manifest) as targets, pytest.raises(SnapshotChanged, match="s0"):
-        fetch(manifest, FaultySource(objects, fault), targets, arrival, connections=2, part_bytes=CHUNK)
+        fetch(
+            manifest, FaultySource(objects, fault), targets, arrival, connections=2, part_bytes=CHUNK, verify=digests
+        )  # fmt: skip
+
+
+def test_another_version_with_the_digests_of_the_manifest_is_no_change(tmp_path: Path) -> None:
+    objects, manifest = snapshot_of(10 * CHUNK)
+
+    def fault(ask: Ask) -> None:
+        ask.info = ObjectInfo(10 * CHUNK, f"v{ask.number}")
+
+    arrival = Arrival(manifest)
+    with targets_in(tmp_path, manifest) as targets:
+        stats = fetch(
+            manifest, FaultySource(objects, fault), targets, arrival, connections=2, part_bytes=CHUNK
+        )
+    assert arrival.complete
+    assert stats.retries == stats.stalls
 
 
 @pytest.mark.parametrize("info", [ObjectInfo(10 * CHUNK, "v2"), ObjectInfo(10 * CHUNK - 1, "v1")])
@@ -368,8 +388,9 @@ def test_one_odd_answer_on_a_used_connection_is_no_change(tmp_path: Path, info: 
     arrival = Arrival(manifest)
     with targets_in(tmp_path, manifest) as targets:
         stats = fetch(
-            manifest, FaultySource(objects, fault), targets, arrival, connections=1, part_bytes=CHUNK
-        )
+            manifest, FaultySource(objects, fault), targets, arrival,
+            connections=1, part_bytes=CHUNK, verify=info.version == "v1",
+        )  # fmt: skip
     assert arrival.complete
     assert stats.retries == 1
 

@@ -68,7 +68,11 @@ class TestHubSource(SourceTests):
         return HubSource("hf://org/tested")
 
 
-def test_the_hubs_own_client_takes_the_server_for_the_hub(hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("terse", [False, True])
+def test_the_hubs_own_client_takes_the_server_for_the_hub(
+    hub: HubServer, tmp_path: Path, terse: bool
+) -> None:
+    hub.terse = terse
     hub.add("org/gated", FILES, gated=True, readers={"hf_other"})
     script = """
 import json, sys
@@ -102,6 +106,15 @@ print(json.dumps(out))
     wrong = ["GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError"]
     assert out["errors"][:3] == wrong
     assert "EntryNotFoundError" in out["errors"][3]
+
+
+def test_a_mirror_that_leaves_out_lengths_and_places_is_read(hub: HubServer, tmp_path: Path) -> None:
+    hub.terse = True
+    source = open_source("hf://org/net")
+    manifest = find_manifest(source)
+    download(manifest, source, tmp_path / "here")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "here" / name).read_bytes() == FILES[name]
 
 
 def test_a_repository_is_a_snapshot(hub: HubServer, tmp_path: Path) -> None:
