@@ -125,10 +125,12 @@ class Prompts:
         )
 
 
-def _too_long(most: int) -> InputInvalid:
-    return InputInvalid(
-        f"The prompt has more tokens than the model takes in all, {most}.", remedy="Shorten the prompt."
-    )
+def _too_long(
+    most: int, asked: str = "the prompt has more", remedy: str = "Shorten the prompt."
+) -> InputInvalid:
+    """Return the error for a request without room, in the words that OpenAI's clients look for."""
+    message = f"This model's maximum context length is {most} tokens: {asked}."
+    return InputInvalid(message, remedy=remedy, details={"reason": "context_length_exceeded"})
 
 
 def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
@@ -139,8 +141,5 @@ def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
     room, wanted = most - prompt, request.max_tokens
     if room < 1 or (wanted is not None and wanted > room):
         asked = f" and max_tokens is {wanted}" if wanted is not None else ""
-        raise InputInvalid(
-            f"The prompt has {prompt} tokens{asked}: the model takes {most} in all.",
-            remedy="Shorten the prompt, or lower max_tokens.",
-        )
+        raise _too_long(most, f"the prompt has {prompt}{asked}", "Shorten the prompt, or lower max_tokens.")
     return room if wanted is None else wanted

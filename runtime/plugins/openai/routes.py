@@ -7,7 +7,7 @@ it answers them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NotRequired, TypeVar
+from typing import Any, ClassVar, NotRequired, TypeVar
 
 import orjson
 from aiohttp import web
@@ -34,7 +34,7 @@ from ...front.http.routes import Route
 from ...ground.access.keys import Scope
 from ...node.functions.live import Live
 from ..completions.answers import CompletionAnswer
-from ..completions.errors import ERRORS
+from ..completions.errors import ERRORS, unrouted_reply
 from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, supported
 from .encodings import EmbeddingsAnswer, EmbeddingsRequest, RankingAnswer, RankingRequest, output_of
 from .response_answers import ResponseAnswer
@@ -97,6 +97,7 @@ class OpenAiApi(ApiPlugin):
     base = "/openai"
     other_bases = ("/v2/{function}/openai", "/tgi/{function}")
     always_bare = True
+    unrouted: ClassVar = {"/v1/": unrouted_reply}
 
     def routes(self) -> Sequence[Route]:
         call = Scope.INVOKE

@@ -91,3 +91,26 @@ async def test_models_for_togethers_client(models: Gateway, agent: str) -> None:
     assert all(set(model["pricing"].values()) == {0} for model in listed.json())
     one = await models.client.get("/openai/v1/models", headers={"User-Agent": "AsyncOpenAI/Python 3.0"})
     assert one.json()["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/audio/speech"), ("GET", "/v1/nothing"), ("DELETE", "/v1/usage")]
+)
+async def test_unknown_routes_below_v1_have_openais_form_and_ours(
+    models: Gateway, method: str, path: str
+) -> None:
+    answer = await models.client.request(method, path)
+    error = answer.json()["error"]
+    assert (
+        error["code"]
+        == error["type"]
+        == ("unknown_route" if answer.status_code == 404 else "method_not_allowed")
+    )
+    assert (error["param"], bool(error["message"]), bool(error["remedy"])) == (None, True, True)
+    # Errors of pilotflame's own routes keep their form.
+    assert "code" not in (await models.client.get("/v1/functions/gone")).json()["error"]
+
+
+async def test_an_unknown_model_has_openais_code(models: Gateway) -> None:
+    answer = await models.client.post("/v1/chat/completions", json={"model": "gone", **CHAT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
