@@ -36,6 +36,7 @@ class OipApi(ApiPlugin):
 
     base: ClassVar = "/oip"
     always_bare: ClassVar = True
+    unrouted: ClassVar = {"/v2/": oip_error_reply}
     plain_paths: ClassVar = ("/v2/models/", "/oip/v2/models/")
 
     def __init__(self, backend: Backend) -> None:

@@ -133,6 +133,25 @@ async def test_an_unknown_path_below_a_model_has_the_form_of_errors(server: Serv
     assert "type" in others.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["/v2/nothing", "/v2/health/started", "/v2/logging"])
+async def test_an_unknown_path_below_the_protocol_has_a_text_as_error(server: Server, path: str) -> None:
+    answer = await server.gateway.client.get(path)
+    assert (answer.status_code, type(answer.json()["error"])) == (404, str)
+
+
+async def test_the_counts_of_each_phase_are_those_of_the_calls(server: Server) -> None:
+    """perf_analyzer divides by the counts of compute_input and compute_output."""
+    await server.gateway.client.post(INFER, json=request())
+    answer = await server.gateway.client.get("/v2/models/simple/stats")
+    found = answer.json()["model_stats"][0]["inference_stats"]
+    counts = {
+        found[phase]["count"]
+        for phase in ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    }
+    assert len(counts) == 1
+    assert counts.pop() > 0
+
+
 async def test_the_function_takes_json_at_invoke_too(server: Server) -> None:
     body = {"INPUT0": [[2] * 16], "INPUT1": [[3] * 16]}
     answer = await server.gateway.client.post("/invoke/simple", json=body)
