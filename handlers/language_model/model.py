@@ -7,13 +7,13 @@ import contextvars
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 # The tokenizer's threads would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ...snapshot.handle import Snapshot
 
 
+T = TypeVar("T")
 PLANNERS = 2
 """How many requests are turned into tokens at a time."""
 
@@ -122,7 +123,10 @@ class LanguageModel:
 
         Raises InputInvalid if the request does not fit the model.
         """
-        plan = await self._planned(request)
+        if request.prompt_only:
+            yield await self._planned(self._listed, request)
+            return
+        plan = await self._planned(self._plan, request)
         if self._adapters is not None and request.adapter is not None:
             await self._adapters.arrive(request.adapter)
         answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
@@ -130,10 +134,13 @@ class LanguageModel:
             async for delta in answers:
                 yield delta
 
-    async def _planned(self, request: GenerationRequest) -> _Plan:
-        """Run `_plan` in one of a few threads, because each may hold the tokens of a long text."""
-        plan = partial(contextvars.copy_context().run, self._plan, request)
-        return await asyncio.get_running_loop().run_in_executor(self._planners, plan)
+    async def _planned(self, plan: Callable[[GenerationRequest], T], request: GenerationRequest) -> T:
+        """Run `plan` in one of a few threads, because each may hold the tokens of a long text."""
+        planned = partial(contextvars.copy_context().run, plan, request)
+        return await asyncio.get_running_loop().run_in_executor(self._planners, planned)
+
+    def _listed(self, request: GenerationRequest) -> Delta:
+        return self._prompts.listed(request, self.most_tokens)
 
     def _plan(self, request: GenerationRequest) -> _Plan:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...errors import InputInvalid
 from .chat_form import THOUGHT
-from .contract import Effort, GenerationRequest
+from .contract import Delta, Effort, GenerationRequest, PromptTokens
 
 CHARS_A_TOKEN = 8
 """A text with more characters for each token of the longest prompt is read in parts, until they have too many tokens."""
@@ -40,9 +40,9 @@ class Prompts:
             if len(request.messages) > most:
                 raise _too_long(most)
             text = self._templated(request)
-            ids = self._encoded(text, most, add_special_tokens=False)
+            ids = self._encoded(text, most, add_special_tokens=request.add_special_tokens is True)
         elif isinstance(ids, str):
-            ids = self._encoded(ids, most, add_special_tokens=True)
+            ids = self._encoded(ids, most, add_special_tokens=request.add_special_tokens is not False)
         elif ids is not None and len(ids) > most:
             raise _too_long(most)
         found: list[int] = list(ids or ()) or self._first()
@@ -52,6 +52,12 @@ class Prompts:
                 remedy="Send another text.",
             )
         return Prompt(found, text)
+
+    def listed(self, request: GenerationRequest, most: int) -> Delta:
+        """Return the tokens of a prompt as the only piece of an answer. Raise the errors of `prompt`."""
+        of, ids = self._tokenizer, self.prompt(request, most).ids
+        tokens = PromptTokens(ids=ids, pieces=of.convert_ids_to_tokens(ids), text=of.decode(ids), most=most)
+        return Delta(prompt=tokens, finish_reason="length")
 
     def _encoded(self, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text. Raise InputInvalid if they are clearly more than `most`."""
@@ -97,7 +103,8 @@ class Prompts:
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                request.messages, tokenize=False, add_generation_prompt=not request.continue_final_message,
+                request.messages, tokenize=False,
+                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message, tools=tools or None, **variables,
             )  # fmt: skip
         except Exception as error:

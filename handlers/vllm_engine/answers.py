@@ -12,8 +12,6 @@ from ..language_model.contract import Delta, FinishReason, TokenLogprob, TokenUs
 
 # vLLM also has "abort" and "error": then the answer is not whole.
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-LEAST_LOGPROB = -9999.0
-"""A token that cannot follow has -inf, which JSON does not have. vLLM's own server writes this number, too."""
 
 
 class VllmAnswers:
@@ -70,8 +68,8 @@ class VllmAnswers:
 
     def _logprob(self, token: int, found: dict[int, Any]) -> TokenLogprob:
         ranked = sorted(found, key=lambda one: (found[one].rank or 0, one))
-        top = [(self._text(one, found[one]), one, _finite(found[one])) for one in ranked[: self._top]]
-        text, value = self._text(token, found[token]), _finite(found[token])
+        top = [(self._text(one, found[one]), one, float(found[one].logprob)) for one in ranked[: self._top]]
+        text, value = self._text(token, found[token]), float(found[token].logprob)
         return TokenLogprob(token=text, id=token, logprob=value, top=top)
 
     def _text(self, token: int, found: Any) -> str:
@@ -107,10 +105,6 @@ def typed_failures(on_death: Callable[[], None]) -> Iterator[None]:
             f"vLLM has failed at this request: {error.__cause__ or error}",
             remedy="The function's log has vLLM's messages.",
         ) from error
-
-
-def _finite(found: Any) -> float:
-    return max(float(found.logprob), LEAST_LOGPROB)
 
 
 def _reason(reason: str) -> FinishReason:

@@ -42,6 +42,7 @@ class VllmRequests:
         """`folder` is the folder of the model."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, len(tokenizer))
+        self.listed = self._prompts.listed
         self._forms = AnswerForms(tokenizer, self._prompts, None)
         self._defaults = GenerationDefaults(folder)
 

@@ -89,8 +89,8 @@ class ApiPlugin:
     """The prefix of the paths of its routes, such as "/cog". The paths without the prefix exist only with `bare_paths`."""
     other_bases: ClassVar[tuple[str, ...]] = ()
     """Other prefixes with which the paths exist too, such as the prefixes of other platforms with the same API."""
-    always_bare: ClassVar[bool] = False
-    """True if the paths without the prefix exist in any case, except paths that another plugin has."""
+    always_bare: ClassVar[str] = ""
+    """The beginning of the paths that exist without the prefix in any case, except paths that another plugin has; "" for none."""
     host_prefix: ClassVar[str] = ""
     """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
     plain_paths: ClassVar[str | tuple[str, ...]] = ""
@@ -283,7 +283,10 @@ class Plugins:
         taken = {(row.method, row.path) for rows in found.values() for row in rows}
         for name, plugin in self._by_name.items():
             if plugin.always_bare:
-                found[name] += [row for row in plugin.routes() if (row.method, row.path) not in taken]
+                bare = [
+                    row for row in plugin.routes() if self._bare or row.path.startswith(plugin.always_bare)
+                ]
+                found[name] += [row for row in bare if (row.method, row.path) not in taken]
         return found
 
     @property

@@ -37,10 +37,10 @@ UNSUPPORTED = {
 }  # fmt: skip
 """The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
 WITHOUT_EFFECT = {
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
+    "user", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
-OWN = frozenset({"model", "stream", "stream_options", "messages", "prompt", "structured_outputs"})
+OWN = frozenset({"model", "metadata", "stream", "stream_options", "messages", "prompt", "structured_outputs"})
 """The fields that are not for the model, or are added for each event."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "suffix": ("",), "best_of": (1,),
@@ -124,6 +124,7 @@ class _Request(Sampling):
     """The fields that the event does not have."""
 
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="Without effect.")
     max_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

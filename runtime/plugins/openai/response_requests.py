@@ -95,6 +95,7 @@ class ResponseRequest(Sampling):
     stream_options: ResponseStreamOptions | None = None
     text: TextSettings = TextSettings()
     reasoning: Reasoning = Reasoning()
+    metadata: dict[str, Any] = Field(default_factory=dict, description="The response repeats it.")
     tools: list[ResponseTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True

@@ -96,3 +96,33 @@ def test_the_parts_of_a_text_are_as_long_as_the_longest_prompt(prompts: Prompts,
     text = LONG * (2 * CHARS_A_TOKEN)
     assert prompts.prompt(GenerationRequest(prompt=text), MOST).ids
     assert tokenizer.read == 2 * len(text)
+
+
+def test_the_tokens_of_a_prompt_without_an_answer(prompts: Prompts, tokenizer: Counting) -> None:
+    found = prompts.listed(GenerationRequest(prompt="Hé", prompt_only=True), MOST)
+    assert found.prompt is not None
+    assert found.prompt.ids == tokenizer.encode("Hé")
+    assert (found.prompt.text, found.prompt.most, len(found.prompt.pieces)) == (
+        "Hé",
+        MOST,
+        len(found.prompt.ids),
+    )
+    assert (found.finish_reason, found.text, found.tokens) == ("length", "", [])
+
+
+def test_special_tokens_and_the_beginning_of_an_answer(tokenizer: Counting) -> None:
+    tokenizer._tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    tokenizer._tokenizer.add_bos_token = True
+    prompts = Prompts(tokenizer, len(tokenizer))
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    for asked, wanted in ((True, "Hi!"), (False, "Hi")):
+        assert (
+            prompts.prompt(GenerationRequest(messages=chat, add_generation_prompt=asked), MOST).text == wanted
+        )
+    sent: list[bool] = []
+    tokenizer.encode = lambda text, **options: sent.append(options["add_special_tokens"]) or [1]  # type: ignore[method-assign, func-returns-value]
+    for fields in ({}, {"add_special_tokens": False}):
+        prompts.prompt(GenerationRequest(prompt="a", **fields), MOST)
+    for fields in ({}, {"add_special_tokens": True}):
+        prompts.prompt(GenerationRequest(messages=chat, **fields), MOST)
+    assert sent == [True, False, False, True]
