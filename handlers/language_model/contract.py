@@ -73,6 +73,11 @@ class ToolFunction(BaseModel):
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
     strict: bool | None = Field(None, description="Calls always have arguments that fit the schema.")
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The schema of the arguments. They are an object, which is empty if the tool has no parameters."""
+        return {"type": "object", **({"properties": {}} if not self.parameters else self.parameters)}
+
 
 class Tool(BaseModel):
     """Something that the model may ask its caller to do."""

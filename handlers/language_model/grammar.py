@@ -12,6 +12,7 @@ from .contract import OutputFormat, ToolFunction
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON has the spaces of Python's json.dumps. If a model could choose them, it could write spaces without end."""
 _ANY = r"/(.|\n)*/"
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def output_rules(output: OutputFormat) -> str:
@@ -41,7 +42,7 @@ def call_rules(
     for number, tool in enumerate(tools):
         head = _text(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
         rules.append(f"tool_{number}: {head} arguments_{number} {_text('}')}")
-        rules.append(f"arguments_{number}: {_json(tool.parameters or {'type': 'object'})}")
+        rules.append(f"arguments_{number}: {_json(tool.arguments if tool.parameters else _NO_ARGUMENTS)}")
     return "\n".join(rules)
 
 

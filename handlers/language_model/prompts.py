@@ -101,6 +101,8 @@ class Prompts:
             )
         variables = request.chat_template_kwargs | self._effort(request.reasoning_effort)
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        for shown, tool in zip(tools, request.tools, strict=True):
+            shown["function"]["parameters"] = tool.function.arguments
         try:
             text: str = self._tokenizer.apply_chat_template(
                 request.messages, tokenize=False,

@@ -204,3 +204,9 @@ def test_a_limit_of_llguidance_that_shows_late_is_the_requests_fault(
 
     with pytest.raises(InputInvalid, match=f"cannot be used: .*{reason}"):
         write()
+
+
+def test_a_call_of_a_tool_without_parameters_has_no_arguments() -> None:
+    grammar = "start: answer\n" + call_rules([CLOCK], PLAIN, (), several=False, must=True)
+    assert accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {}}')
+    assert not accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {"a": 1}}')

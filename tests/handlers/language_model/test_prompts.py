@@ -126,3 +126,15 @@ def test_special_tokens_and_the_beginning_of_an_answer(tokenizer: Counting) -> N
     for fields in ({}, {"add_special_tokens": True}):
         prompts.prompt(GenerationRequest(messages=chat, **fields), MOST)
     assert sent == [True, False, False, True]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}])
+def test_a_tool_without_parameters_takes_an_empty_object(tokenizer: Counting, parameters: Any) -> None:
+    """Many templates read the properties of the parameters."""
+    tokenizer._tokenizer.chat_template = "{% for t in tools %}{{ t.function.parameters | tojson }}{{ t.function.parameters.properties | length }}{% endfor %}"
+    tool = {"function": {"name": "clock", "parameters": parameters}}
+    asked = GenerationRequest.model_validate(
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    )
+    found = Prompts(tokenizer, len(tokenizer)).prompt(asked, MOST).text
+    assert found == '{"type": "object", "properties": {}}0'
