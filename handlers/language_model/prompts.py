@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InputInvalid
@@ -11,6 +11,10 @@ from .contract import Delta, Effort, GenerationRequest, PromptTokens
 
 CHARS_A_TOKEN = 8
 """A text with more characters for each token of the longest prompt is read in parts, until they have too many tokens."""
+
+
+PROBE = "pilotflame probe"
+"""The text that a chat template must show, so that it is known in which form it reads contents."""
 
 
 class Prompt(NamedTuple):
@@ -27,6 +31,8 @@ class Prompts:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
         """The characters of the longest token."""
+        self._with_parts = _roles_with_parts(tokenizer) if tokenizer.chat_template else frozenset()
+        """The roles whose contents the chat template reads as lists of parts. It would leave out a plain text."""
 
     def prompt(self, request: GenerationRequest, most: int) -> Prompt:
         """Return the prompt of a request. Raise InputInvalid if it does not fit the model, which takes `most` tokens.
@@ -105,7 +111,7 @@ class Prompts:
             shown["function"]["parameters"] = tool.function.arguments
         try:
             text: str = self._tokenizer.apply_chat_template(
-                request.messages, tokenize=False,
+                _in_form(request.messages or [], self._with_parts), tokenize=False,
                 add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message, tools=tools or None, **variables,
             )  # fmt: skip
@@ -132,6 +138,42 @@ class Prompts:
             "reasoning_effort has no effect on this model: its chat template does not read it.",
             remedy="Leave reasoning_effort out.",
         )
+
+
+def _in_form(messages: Sequence[dict[str, Any]], with_parts: Collection[str]) -> list[dict[str, Any]]:
+    """Return messages with the contents of the roles `with_parts` as lists of parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": text}] if text else []}
+        if message.get("role") in with_parts and isinstance(text := message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def _roles_with_parts(tokenizer: Any) -> frozenset[str]:
+    """Return the roles whose content the chat template shows only if it is a list of parts."""
+
+    def shows(messages: list[dict[str, Any]], with_parts: Collection[str]) -> bool:
+        try:
+            return PROBE in tokenizer.apply_chat_template(_in_form(messages, with_parts), tokenize=False)
+        except Exception:  # noqa: BLE001  a template raises what it likes
+            return False
+
+    found = set[str]()
+    said, call = (
+        {"role": "user", "content": "a"},
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}},
+    )
+    before: dict[str, list[dict[str, Any]]] = {
+        "user": [], "system": [], "assistant": [said],
+        "tool": [said, {"role": "assistant", "content": "", "tool_calls": [call]}],
+    }  # fmt: skip
+    for role, turns in before.items():
+        after = [] if role == "user" else [said]
+        messages = [*turns, {"role": role, "content": PROBE, "tool_call_id": "c"}, *after]
+        if not shows(messages, found) and shows(messages, found | {role}):
+            found.add(role)
+    return frozenset(found)
 
 
 def _too_long(

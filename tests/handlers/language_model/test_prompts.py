@@ -138,3 +138,23 @@ def test_a_tool_without_parameters_takes_an_empty_object(tokenizer: Counting, pa
     )
     found = Prompts(tokenizer, len(tokenizer)).prompt(asked, MOST).text
     assert found == '{"type": "object", "properties": {}}0'
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+TEXTS_OR_PARTS = "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}PARTS{% endif %}{% endfor %}"
+FIRST_PART = "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text if m.role == 'user' else m.content }}{% endfor %}"
+TURNS = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("tool", "7"), ("user", "Why?")]
+
+
+@pytest.mark.parametrize(
+    "template", [PARTS, TEXTS_OR_PARTS, FIRST_PART, WITHOUT_TOOLS.replace("{{ m", "[{{ message.role }}]{{ m")]
+)
+def test_a_template_gets_texts_or_parts_as_it_reads_them(tokenizer: Counting, template: str) -> None:
+    tokenizer._tokenizer.chat_template = template
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    asked = GenerationRequest.model_validate({"messages": messages})
+    found = Prompts(tokenizer, len(tokenizer)).prompt(asked, MOST).text
+    assert found == "".join(f"[{role}]{content}" for role, content in TURNS)
