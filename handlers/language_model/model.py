@@ -24,7 +24,7 @@ from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
-from .answer_form import AnswerForms
+from .answer_form import AnswerForms, check_answer
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel
 from .constraint import Constraint
@@ -198,7 +198,7 @@ class LanguageModel:
         sampler = Sampler(sampling, ids, ends, constraint)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
-        made = 0
+        made, said = 0, list[str]()
         found = self.engine.generate(
             ids,
             sampler,
@@ -223,10 +223,14 @@ class LanguageModel:
                 if reason is not None:
                     add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
+                    if reason == "stop":
+                        check_answer(request, "".join([*said, delta.text]), called=called)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
                         delta.stop_reason = token.id
+                if request.output is not None:
+                    said.append(delta.text)
                 yield delta
                 if reason is not None:
                     return

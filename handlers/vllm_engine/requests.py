@@ -56,7 +56,7 @@ class VllmRequests:
         grammar = self._forms.grammar(request, prompt)
         # The marks of calls may be special tokens.
         params = sampling_params(request, sampling, most_new, grammar, marks=parts[0] is not None)
-        answers = VllmAnswers(parts, len(prompt.ids), sampling.top_logprobs, self._decode)
+        answers = VllmAnswers(parts, len(prompt.ids), sampling.top_logprobs, self._decode, request)
         return VllmRequest(prompt.ids, params, answers)
 
     def _decode(self, ids: list[int]) -> str:
