@@ -210,3 +210,11 @@ def test_a_call_of_a_tool_without_parameters_has_no_arguments() -> None:
     grammar = "start: answer\n" + call_rules([CLOCK], PLAIN, (), several=False, must=True)
     assert accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {}}')
     assert not accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {"a": 1}}')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(r"a\/b", "a/b"), ("a/b", "a/b"), (r"\\/", "\\/"), ("a\nb", "a\nb"), (r"[\/]+", "//")],
+)
+def test_a_slash_in_a_pattern_may_be_escaped(pattern: str, text: str) -> None:
+    assert accepted(PLAIN_TOKENS, "start: answer\n" + output_rules(OutputFormat(regex=pattern)), text)
