@@ -7,7 +7,8 @@ import contextvars
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
 from .prompts import Prompts, most_new_tokens
 from .sampling import Sampler
-from .text import TextStream
+from .text import MOST_BYTES, TextStream, token_text
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
@@ -192,13 +193,19 @@ class LanguageModel:
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
         # The marks of calls may be special tokens.
         decode = self._decode if parts is None else self._decode_marks
-        stream = TextStream(decode, request.stop, after=ids, with_stop=request.include_stop_str_in_output)
+        stream = TextStream(
+            decode,
+            request.stop,
+            after=ids,
+            with_stop=request.include_stop_str_in_output,
+            least=sampling.min_tokens,
+        )
         if request.echo:
             yield Delta(index=index, text=self._decode(ids))
         sampler = Sampler(sampling, ids, ends, constraint)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
-        made, said = 0, list[str]()
+        made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)
         found = self.engine.generate(
             ids,
             sampler,
@@ -213,7 +220,8 @@ class LanguageModel:
             async for token in tokens:
                 made += 1
                 usage.completion_tokens += 1
-                delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token))
+                delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token, before))
+                before.append(token.id)
                 if made == 1:
                     delta.usage = usage
                 add_text(delta, "" if token.ends else stream.push(token.id), parts)
@@ -235,11 +243,15 @@ class LanguageModel:
                 if reason is not None:
                     return
 
-    def _logprobs(self, token: Token) -> list[TokenLogprob] | None:
+    def _logprobs(self, token: Token, before: Sequence[int]) -> list[TokenLogprob] | None:
         if (found := token.logprobs) is None:
             return None
-        top = [(self._decode([other]), other, value) for other, value in found.top]
-        return [TokenLogprob(token=self._decode([token.id]), id=token.id, logprob=found.chosen, top=top)]
+
+        def text(token_id: int) -> str:
+            return token_text(self._decode_marks, [*before], token_id)
+
+        top = [(text(other), other, value) for other, value in found.top]
+        return [TokenLogprob(token=text(token.id), id=token.id, logprob=found.chosen, top=top)]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -210,7 +210,7 @@ def chat_logprobs(found: list[TokenLogprob] | None) -> dict[str, Any] | None:
 
 
 def _logprob(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+    return {"token": token, "logprob": value, "bytes": list(token.encode(errors="replace"))}
 
 
 def _completion_logprobs(found: list[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
