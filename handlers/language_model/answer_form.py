@@ -85,6 +85,11 @@ class AnswerForms:
                 "The model's chat template does not show tools to the model.",
                 remedy='Set tool_choice to "required" or to a tool: then each answer is a call.',
             )
+        if not must and self._chat.unread:
+            raise InputInvalid(
+                f"The calls of this model begin with {self._chat.unread}, and cannot be read.",
+                remedy='Set tool_choice to "required" or to a tool: then a grammar gives each call another form.',
+            )
         if form is None:
             if must:
                 raise InputInvalid(

@@ -48,11 +48,20 @@ def test_only_what_must_hold_has_a_grammar() -> None:
             {"tools": [tool()], "tool_choice": "required"},
             "No grammar is known",
         ),
+        # The marks of Mistral, Granite and DeepSeek. Their calls would arrive as text.
+        ("tools [TOOL_CALLS]", {"tools": [tool()]}, "cannot be read"),
+        ("tools <|tool_call|>", {"tools": [tool()], "tool_choice": "auto"}, "cannot be read"),
+        ("tools <｜tool▁calls▁begin｜>", {"tools": [tool(strict=True)]}, "cannot be read"),
     ],
 )
 def test_tools_that_a_model_cannot_have(template: str, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(InputInvalid, match=told):
         has_constraint(template, **fields)
+
+
+def test_a_model_with_calls_of_another_form_makes_required_calls_and_texts() -> None:
+    assert has_constraint("tools [TOOL_CALLS]", tools=[tool()], tool_choice="required")
+    assert not has_constraint("tools [TOOL_CALLS]", tools=[tool()], tool_choice="none")
 
 
 def test_a_tokenizer_that_llguidance_cannot_use() -> None:
