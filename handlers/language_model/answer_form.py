@@ -119,7 +119,7 @@ def check_answer(request: GenerationRequest, text: str, *, called: bool) -> None
     elif asked is not None and asked.choice is not None:
         fits = text.strip() in {choice.strip() for choice in asked.choice}
     elif request.must_call and not called:
-        raise OutputInvalid("The answer has to be a call of a tool, and is none.", remedy=_AGAIN)
+        raise OutputInvalid("The answer is no call of a tool, which tool_choice requires.", remedy=_AGAIN)
     if not fits:
         raise OutputInvalid(
             "The answer has ended without the format that the request asks for.", remedy=_AGAIN

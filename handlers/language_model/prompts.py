@@ -14,7 +14,7 @@ CHARS_A_TOKEN = 8
 
 
 PROBE = "pilotflame probe"
-"""The text that a chat template must show, so that it is known in which form it reads contents."""
+"""A content for a trial. A chat template that shows it reads contents in the form of the trial."""
 
 
 class Prompt(NamedTuple):

@@ -96,7 +96,7 @@ class NamedToolChoice(Options):
 
 
 class AllowedTools(Options):
-    """The tools that may be called, of those that the request has."""
+    """The tools of the request that may be called."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedToolChoice] = Field(min_length=1)

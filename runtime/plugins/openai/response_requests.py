@@ -38,7 +38,7 @@ class ResponseToolChoice(ToolName):
 
 
 class AllowedResponseTools(Options):
-    """The tools that may be called, of those that the request has."""
+    """The tools of the request that may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

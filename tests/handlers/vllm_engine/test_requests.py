@@ -100,7 +100,7 @@ def test_formats_are_grammars_of_vllm(started: Any, output: dict[str, Any], foun
 def test_a_required_call_is_a_grammar_with_the_models_marks(started: Any) -> None:
     llguidance = pytest.importorskip("llguidance")
     tool = {"function": {"name": "weather", "parameters": {"type": "object"}}}
-    with pytest.raises(OutputInvalid, match="call of a tool"):
+    with pytest.raises(OutputInvalid, match="no call of a tool"):
         started.deltas(messages=[{"role": "user", "content": "Rain?"}], tools=[tool], tool_choice="required")
     grammar = started.params().structured_outputs.grammar
     assert "reasoning:" in grammar
