@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 UNFINISHED = "\ufffd"
 """What a decoder writes for the first bytes of a character whose last bytes are still to come."""
 MOST_BYTES = 4
-"""The most bytes of a character, and so the most tokens that make one."""
+"""The most bytes of a character. Each may be a token."""
 MOST_HELD = 16
 """The most tokens that wait for the end of a character. Bytes that are no character do not hold up the rest."""
 
