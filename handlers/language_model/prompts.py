@@ -177,9 +177,9 @@ def _roles_with_parts(tokenizer: Any) -> frozenset[str]:
 
 
 def _too_long(
-    most: int, asked: str = "the prompt has more", remedy: str = "Shorten the prompt."
+    most: int, asked: str = "the prompt is too long", remedy: str = "Shorten the prompt."
 ) -> InputInvalid:
-    """Return the error for a request without room, in the words that OpenAI's clients look for."""
+    """Return the error for a request without room, in the words that litellm and langchain look for."""
     message = f"This model's maximum context length is {most} tokens: {asked}."
     return InputInvalid(message, remedy=remedy, details={"reason": "context_length_exceeded"})
 
@@ -191,6 +191,10 @@ def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
     """
     room, wanted = most - prompt, request.max_tokens
     if room < 1 or (wanted is not None and wanted > room):
-        asked = f" and max_tokens is {wanted}" if wanted is not None else ""
-        raise _too_long(most, f"the prompt has {prompt}{asked}", "Shorten the prompt, or lower max_tokens.")
+        asked = f" and max_tokens {wanted}" if wanted is not None else ""
+        raise _too_long(
+            most,
+            f"the prompt is too long, with {prompt} tokens{asked}",
+            "Shorten the prompt, or lower max_tokens.",
+        )
     return room if wanted is None else wanted

@@ -99,7 +99,7 @@ class OpenAiApi(ApiPlugin):
     base = "/openai"
     other_bases = ("/v2/{function}/openai", "/tgi/{function}")
     always_bare = "/v1/"
-    unrouted: ClassVar = {"/v1/": unrouted_reply}
+    unrouted: ClassVar = {"/v1/": unrouted_reply, "/openai/": unrouted_reply}
 
     def routes(self) -> Sequence[Route]:
         call = Scope.INVOKE

@@ -53,7 +53,9 @@ def test_a_long_prompt_is_refused_by_its_beginning(
     prompts: Prompts, tokenizer: Counting, text: str, chat: bool
 ) -> None:
     given: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    with pytest.raises(InputInvalid, match=f"maximum context length is {MOST} tokens: the prompt has more"):
+    with pytest.raises(
+        InputInvalid, match=f"maximum context length is {MOST} tokens: the prompt is too long"
+    ):
         prompts.prompt(GenerationRequest(**given), MOST)
     assert tokenizer.read <= len(LONG) * MOST
 
@@ -78,7 +80,7 @@ def test_tokens_and_messages_are_counted(prompts: Prompts, tokenizer: Counting) 
     assert len(prompts.prompt(GenerationRequest(prompt=[1] * MOST), MOST).ids) == MOST
     messages: list[dict[str, Any]] = [{"role": "user", "content": ""}] * (MOST + 1)
     for asked in (GenerationRequest(prompt=[1] * (MOST + 1)), GenerationRequest(messages=messages)):
-        with pytest.raises(InputInvalid, match="the prompt has more"):
+        with pytest.raises(InputInvalid, match="the prompt is too long"):
             prompts.prompt(asked, MOST)
     assert tokenizer.read == 0
 

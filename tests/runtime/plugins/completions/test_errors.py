@@ -11,7 +11,7 @@ from pilotflame.runtime.plugins.completions.errors import error_body, openai_err
 
 
 def test_a_prompt_without_room_is_a_context_length_that_is_exceeded() -> None:
-    """langchain acts on the code, litellm on the words."""
+    """litellm acts on the first words, and langchain on the last ones: its errors do not show the code."""
     for prompt, most in ((6, None), (3, 4)):
         asked = GenerationRequest(prompt="a", max_tokens=most)
         with pytest.raises(errors.InputInvalid) as caught:
@@ -19,7 +19,7 @@ def test_a_prompt_without_room_is_a_context_length_that_is_exceeded() -> None:
         # The error comes from a worker.
         found = error_body(PilotflameError.from_wire(caught.value.to_wire()))["error"]
         assert found["code"] == "context_length_exceeded"
-        assert "This model's maximum context length is 6 tokens" in found["message"]
+        assert "This model's maximum context length is 6 tokens: the prompt is too long" in found["message"]
         assert found["type"] == "invalid_request_error"
 
 

@@ -219,7 +219,7 @@ async def test_echo_and_the_limits_of_completions(client: Any) -> None:
     ("fields", "word"),
     [
         ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"1000000": 1}}, "logit_bias"),
-        ({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, "the prompt has more"),
+        ({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, "the prompt is too long"),
     ],
 )  # fmt: skip
 async def test_requests_that_vllm_refuses_too(client: Any, fields: dict[str, Any], word: str) -> None:

@@ -124,7 +124,7 @@ async def test_models_for_togethers_client(models: Gateway, agent: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/v1/audio/speech"), ("GET", "/v1/nothing"), ("DELETE", "/v1/usage")]
+    ("method", "path"), [("POST", "/openai/v1/audio/speech"), ("GET", "/v1/nothing"), ("DELETE", "/v1/usage")]
 )
 async def test_unknown_routes_below_v1_have_openais_form_and_ours(
     models: Gateway, method: str, path: str
