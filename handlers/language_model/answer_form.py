@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import InputInvalid
+from ...errors import InputInvalid, OutputInvalid
 from .answer_parts import AnswerParts
 from .chat_form import THINK, THOUGHT, ChatForm
 from .constraint import Constraint, Constraints
 from .contract import GenerationRequest
 from .grammar import call_rules, output_rules, with_reasoning
 from .prompts import Prompt, Prompts
+
+_AGAIN = "Send the request again, without stop strings and with a simpler schema."
 
 
 class AnswerForms:
@@ -82,6 +85,11 @@ class AnswerForms:
                 "The model's chat template does not show tools to the model.",
                 remedy='Set tool_choice to "required" or to a tool: then each answer is a call.',
             )
+        if not must and self._chat.unread:
+            raise InputInvalid(
+                f"The calls of this model begin with {self._chat.unread}, and cannot be read.",
+                remedy='Set tool_choice to "required" or to a tool: then a grammar gives each call another form.',
+            )
         if form is None:
             if must:
                 raise InputInvalid(
@@ -95,6 +103,27 @@ class AnswerForms:
             return None
         tools, several = request.callable_tools, request.parallel_tool_calls
         return call_rules(tools, form, self._tokens, several=several, must=must)
+
+
+def check_answer(request: GenerationRequest, text: str, *, called: bool) -> None:
+    """Raise OutputInvalid if an answer that has ended is not what the request asks for, as after a stop string in the middle of it."""
+    asked, fits = request.output, True
+    if asked is not None and asked.json_schema is not None:
+        try:
+            # A number may have more digits than Python reads.
+            json.loads(text, parse_int=str)
+        except RecursionError:
+            pass
+        except ValueError:
+            fits = False
+    elif asked is not None and asked.choice is not None:
+        fits = text.strip() in {choice.strip() for choice in asked.choice}
+    elif request.must_call and not called:
+        raise OutputInvalid("The answer is no call of a tool, which tool_choice requires.", remedy=_AGAIN)
+    if not fits:
+        raise OutputInvalid(
+            "The answer has ended without the format that the request asks for.", remedy=_AGAIN
+        )
 
 
 def _constraints(tokenizer: Any, ends: Sequence[int]) -> tuple[Constraints | None, str]:

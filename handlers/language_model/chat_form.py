@@ -45,6 +45,15 @@ LLAMA3 = ToolForm((), (), "parameters", False, r"\A\s*(?:<\|python_tag\|>\s*)?(?
 """The form of Llama 3: the answer is the call."""
 PLAIN = ToolForm((), (), "arguments", False, r"\A\s*(?=\{\s*\"name\")")
 """The form of a model whose chat template has no tools. A grammar makes it write this one."""
+UNREAD = (
+    "[TOOL_CALLS]",
+    "<|tool_call|>",
+    "<｜tool▁call",
+    "<|tool_calls_section_begin|>",
+    "<|action_start|>",
+    "functools[",
+)
+"""The marks of other forms, such as those of Mistral, Granite, DeepSeek, Kimi, InternLM and Phi 4."""
 # The form of Qwen 3 Coder and 3.5, which is no JSON.
 _TAGGED = {
     "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
@@ -68,6 +77,8 @@ class ChatForm:
     """True if the model may write its reasoning between the marks THINK and THOUGHT."""
     declared: ResponseTemplate | None = None
     """The template that the tokenizer's authors have written."""
+    unread: str = ""
+    """The mark of the model's own calls if they have a form that is not known here."""
 
     @classmethod
     def of(cls, chat_template: object, declared: ResponseTemplate | None = None) -> ChatForm:
@@ -75,7 +86,9 @@ class ChatForm:
         text = str(chat_template or "")
         read = (declared or {}).get("fields", {})
         thinks = THINK in str(read) if read else THINK in text or THOUGHT in text
-        return cls(_tool_form(text, read), "tools" in text, thinks, declared)
+        form = _tool_form(text, read)
+        unread = "" if read or form is not PLAIN else next((mark for mark in UNREAD if mark in text), "")
+        return cls(form, "tools" in text, thinks, declared, unread)
 
     def template(self, *, tools: bool) -> ResponseTemplate | None:
         """Return how to read an answer of a request with or without tools. None: all of it is text."""

@@ -7,9 +7,10 @@ the chat template are the handler's own.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..caller import PRIORITIES
 
@@ -71,6 +72,11 @@ class ToolFunction(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments.")
     strict: bool | None = Field(None, description="Calls always have arguments that fit the schema.")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The schema of the arguments. They are an object, which is empty if the tool has no parameters."""
+        return {"type": "object", **({"properties": {}} if not self.parameters else self.parameters)}
 
 
 class Tool(BaseModel):
@@ -148,6 +154,13 @@ class GenerationRequest(Sampling):
     )
     parallel_tool_calls: bool = Field(True, description="An answer may have several calls.")
     output: OutputFormat | None = Field(None, description="What the text of an answer must be.")
+    add_special_tokens: bool | None = Field(
+        None, description="Begin the prompt with the model's special tokens; None: a text, and no chat."
+    )
+    add_generation_prompt: bool = Field(True, description="End a chat with the beginning of an answer.")
+    prompt_only: bool = Field(
+        False, description="Make no answer, and yield the tokens of the prompt as `Delta.prompt`."
+    )
 
     @property
     def sampling(self) -> Sampling:
@@ -194,13 +207,25 @@ class ToolCall(BaseModel):
     """A JSON object."""
 
 
+LEAST_LOGPROB = -9999.0
+
+
+def _finite(value: Any) -> Any:
+    """Return LEAST_LOGPROB for a token that cannot follow, as vLLM's server does. JSON has no -inf, so it may arrive as null."""
+    return LEAST_LOGPROB if value is None or value == -math.inf else value
+
+
+LogProbability = Annotated[float, BeforeValidator(_finite)]
+"""The natural logarithm of a probability."""
+
+
 class TokenLogprob(BaseModel):
     """The natural logarithm of a token's probability, and of the likeliest tokens in its place."""
 
     token: str
     id: int
-    logprob: float
-    top: list[tuple[str, int, float]] = Field(default_factory=list)
+    logprob: LogProbability
+    top: list[tuple[str, int, LogProbability]] = Field(default_factory=list)
 
 
 class TokenUsage(BaseModel):
@@ -210,6 +235,17 @@ class TokenUsage(BaseModel):
     cached_tokens: TokenCount = 0
     """The tokens of the prompt whose keys and values were there already."""
     completion_tokens: TokenCount = 0
+
+
+class PromptTokens(BaseModel):
+    """The tokens of a prompt."""
+
+    ids: list[int]
+    pieces: list[str]
+    """The tokens as the tokenizer writes them."""
+    text: str
+    most: int
+    """The most tokens of a prompt with its answer."""
 
 
 class Delta(BaseModel):
@@ -231,6 +267,8 @@ class Delta(BaseModel):
     """The stop string or token that has ended the answer, except the model's own end."""
     usage: TokenUsage | None = None
     """The tokens of all answers so far. The first and the last delta of an answer have it."""
+    prompt: PromptTokens | None = None
+    """The tokens of the prompt, if the request asks for nothing else."""
 
 
 Text = Annotated[str, Field(max_length=100_000)]

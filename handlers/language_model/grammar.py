@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from .contract import OutputFormat, ToolFunction
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON has the spaces of Python's json.dumps. If a model could choose them, it could write spaces without end."""
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _ANY = r"/(.|\n)*/"
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def output_rules(output: OutputFormat) -> str:
@@ -20,7 +23,8 @@ def output_rules(output: OutputFormat) -> str:
         return f"answer: {_json(output.json_schema)}"
     if output.choice is not None:
         return f"answer: {' | '.join(map(_text, output.choice))}"
-    pattern = (output.regex or "").replace("/", r"\/").replace("\n", r"\n")
+    # The pattern may have escaped them already.
+    pattern = re.sub(r"\\(?s:.)|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), output.regex or "")
     return f"answer: /{pattern}/"
 
 
@@ -41,7 +45,7 @@ def call_rules(
     for number, tool in enumerate(tools):
         head = _text(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
         rules.append(f"tool_{number}: {head} arguments_{number} {_text('}')}")
-        rules.append(f"arguments_{number}: {_json(tool.parameters or {'type': 'object'})}")
+        rules.append(f"arguments_{number}: {_json(tool.arguments if tool.parameters else _NO_ARGUMENTS)}")
     return "\n".join(rules)
 
 

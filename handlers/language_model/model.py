@@ -7,13 +7,14 @@ import contextvars
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 # The tokenizer's threads would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,7 +25,7 @@ from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
-from .answer_form import AnswerForms
+from .answer_form import AnswerForms, check_answer
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
 from .constraint import Constraint
@@ -37,13 +38,14 @@ from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
 from .prompts import Prompts, most_new_tokens
 from .sampling import Sampler
-from .text import TextStream
+from .text import MOST_BYTES, TextStream, token_text
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
     from ...snapshot.handle import Snapshot
 
 
+T = TypeVar("T")
 PLANNERS = 2
 """How many requests are turned into tokens at a time."""
 
@@ -128,7 +130,10 @@ class LanguageModel:
 
         Raises InputInvalid if the request does not fit the model.
         """
-        plan = await self._planned(request)
+        if request.prompt_only:
+            yield await self._planned(self._listed, request)
+            return
+        plan = await self._planned(self._plan, request)
         if self._adapters is not None and request.adapter is not None:
             await self._adapters.arrive(request.adapter)
         answers = self._answer(plan, 0) if request.n == 1 else self._answers(plan)
@@ -136,10 +141,13 @@ class LanguageModel:
             async for delta in answers:
                 yield delta
 
-    async def _planned(self, request: GenerationRequest) -> _Plan:
-        """Run `_plan` in one of a few threads, because each may hold the tokens of a long text."""
-        plan = partial(contextvars.copy_context().run, self._plan, request)
-        return await asyncio.get_running_loop().run_in_executor(self._planners, plan)
+    async def _planned(self, plan: Callable[[GenerationRequest], T], request: GenerationRequest) -> T:
+        """Run `plan` in one of a few threads, because each may hold the tokens of a long text."""
+        planned = partial(contextvars.copy_context().run, plan, request)
+        return await asyncio.get_running_loop().run_in_executor(self._planners, planned)
+
+    def _listed(self, request: GenerationRequest) -> Delta:
+        return self._prompts.listed(request, self.most_tokens)
 
     def _plan(self, request: GenerationRequest) -> _Plan:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
@@ -191,13 +199,19 @@ class LanguageModel:
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
         # The marks of calls may be special tokens.
         decode = self._decode if parts is None else self._decode_marks
-        stream = TextStream(decode, request.stop, after=ids, with_stop=request.include_stop_str_in_output)
+        stream = TextStream(
+            decode,
+            request.stop,
+            after=ids,
+            with_stop=request.include_stop_str_in_output,
+            least=sampling.min_tokens,
+        )
         if request.echo:
             yield Delta(index=index, text=self._decode(ids))
         sampler = Sampler(sampling, ids, ends, constraint)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
-        made = 0
+        made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)
         found = self.engine.generate(
             ids,
             sampler,
@@ -212,7 +226,8 @@ class LanguageModel:
             async for token in tokens:
                 made += 1
                 usage.completion_tokens += 1
-                delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token))
+                delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token, before))
+                before.append(token.id)
                 if made == 1:
                     delta.usage = usage
                 add_text(delta, "" if token.ends else stream.push(token.id), parts)
@@ -222,19 +237,27 @@ class LanguageModel:
                 if reason is not None:
                     add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
+                    if reason == "stop":
+                        check_answer(request, "".join([*said, delta.text]), called=called)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
                         delta.stop_reason = token.id
+                if request.output is not None:
+                    said.append(delta.text)
                 yield delta
                 if reason is not None:
                     return
 
-    def _logprobs(self, token: Token) -> list[TokenLogprob] | None:
+    def _logprobs(self, token: Token, before: Sequence[int]) -> list[TokenLogprob] | None:
         if (found := token.logprobs) is None:
             return None
-        top = [(self._decode([other]), other, value) for other, value in found.top]
-        return [TokenLogprob(token=self._decode([token.id]), id=token.id, logprob=found.chosen, top=top)]
+
+        def text(token_id: int) -> str:
+            return token_text(self._decode_marks, [*before], token_id)
+
+        top = [(text(other), other, value) for other, value in found.top]
+        return [TokenLogprob(token=text(token.id), id=token.id, logprob=found.chosen, top=top)]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InputInvalid
 from .chat_form import THOUGHT
-from .contract import Effort, GenerationRequest
+from .contract import Delta, Effort, GenerationRequest, PromptTokens
 
 CHARS_A_TOKEN = 8
 """A text with more characters for each token of the longest prompt is read in parts, until they have too many tokens."""
+
+
+PROBE = "pilotflame probe"
+"""A content for a trial. A chat template that shows it reads contents in the form of the trial."""
 
 
 class Prompt(NamedTuple):
@@ -27,6 +31,8 @@ class Prompts:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
         """The characters of the longest token."""
+        self._with_parts = _roles_with_parts(tokenizer) if tokenizer.chat_template else frozenset()
+        """The roles whose contents the chat template reads as lists of parts. It would leave out a plain text."""
 
     def prompt(self, request: GenerationRequest, most: int) -> Prompt:
         """Return the prompt of a request. Raise InputInvalid if it does not fit the model, which takes `most` tokens.
@@ -40,9 +46,9 @@ class Prompts:
             if len(request.messages) > most:
                 raise _too_long(most)
             text = self._templated(request)
-            ids = self._encoded(text, most, add_special_tokens=False)
+            ids = self._encoded(text, most, add_special_tokens=request.add_special_tokens is True)
         elif isinstance(ids, str):
-            ids = self._encoded(ids, most, add_special_tokens=True)
+            ids = self._encoded(ids, most, add_special_tokens=request.add_special_tokens is not False)
         elif ids is not None and len(ids) > most:
             raise _too_long(most)
         found: list[int] = list(ids or ()) or self._first()
@@ -52,6 +58,12 @@ class Prompts:
                 remedy="Send another text.",
             )
         return Prompt(found, text)
+
+    def listed(self, request: GenerationRequest, most: int) -> Delta:
+        """Return the tokens of a prompt as the only piece of an answer. Raise the errors of `prompt`."""
+        of, ids = self._tokenizer, self.prompt(request, most).ids
+        tokens = PromptTokens(ids=ids, pieces=of.convert_ids_to_tokens(ids), text=of.decode(ids), most=most)
+        return Delta(prompt=tokens, finish_reason="length")
 
     def _encoded(self, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text. Raise InputInvalid if they are clearly more than `most`."""
@@ -95,9 +107,12 @@ class Prompts:
             )
         variables = request.chat_template_kwargs | self._effort(request.reasoning_effort)
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        for shown, tool in zip(tools, request.tools, strict=True):
+            shown["function"]["parameters"] = tool.function.arguments
         try:
             text: str = self._tokenizer.apply_chat_template(
-                request.messages, tokenize=False, add_generation_prompt=not request.continue_final_message,
+                _in_form(request.messages or [], self._with_parts), tokenize=False,
+                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message, tools=tools or None, **variables,
             )  # fmt: skip
         except Exception as error:
@@ -125,10 +140,48 @@ class Prompts:
         )
 
 
-def _too_long(most: int) -> InputInvalid:
-    return InputInvalid(
-        f"The prompt has more tokens than the model takes in all, {most}.", remedy="Shorten the prompt."
+def _in_form(messages: Sequence[dict[str, Any]], with_parts: Collection[str]) -> list[dict[str, Any]]:
+    """Return messages with the contents of the roles `with_parts` as lists of parts."""
+    return [
+        {**message, "content": [{"type": "text", "text": text}] if text else []}
+        if message.get("role") in with_parts and isinstance(text := message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def _roles_with_parts(tokenizer: Any) -> frozenset[str]:
+    """Return the roles whose content the chat template shows only if it is a list of parts."""
+
+    def shows(messages: list[dict[str, Any]], with_parts: Collection[str]) -> bool:
+        try:
+            return PROBE in tokenizer.apply_chat_template(_in_form(messages, with_parts), tokenize=False)
+        except Exception:  # noqa: BLE001  a template raises what it likes
+            return False
+
+    found = set[str]()
+    said, call = (
+        {"role": "user", "content": "a"},
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}},
     )
+    before: dict[str, list[dict[str, Any]]] = {
+        "user": [], "system": [], "assistant": [said],
+        "tool": [said, {"role": "assistant", "content": "", "tool_calls": [call]}],
+    }  # fmt: skip
+    for role, turns in before.items():
+        after = [] if role == "user" else [said]
+        messages = [*turns, {"role": role, "content": PROBE, "tool_call_id": "c"}, *after]
+        if not shows(messages, found) and shows(messages, found | {role}):
+            found.add(role)
+    return frozenset(found)
+
+
+def _too_long(
+    most: int, asked: str = "the prompt is too long", remedy: str = "Shorten the prompt."
+) -> InputInvalid:
+    """Return the error for a request without room, in the words that litellm and langchain look for."""
+    message = f"This model's maximum context length is {most} tokens: {asked}."
+    return InputInvalid(message, remedy=remedy, details={"reason": "context_length_exceeded"})
 
 
 def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
@@ -138,9 +191,10 @@ def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
     """
     room, wanted = most - prompt, request.max_tokens
     if room < 1 or (wanted is not None and wanted > room):
-        asked = f" and max_tokens is {wanted}" if wanted is not None else ""
-        raise InputInvalid(
-            f"The prompt has {prompt} tokens{asked}: the model takes {most} in all.",
-            remedy="Shorten the prompt, or lower max_tokens.",
+        asked = f" and max_tokens {wanted}" if wanted is not None else ""
+        raise _too_long(
+            most,
+            f"the prompt is too long, with {prompt} tokens{asked}",
+            "Shorten the prompt, or lower max_tokens.",
         )
     return room if wanted is None else wanted

@@ -120,11 +120,11 @@ class Sampler:
     def _drawn(self, scores: Tensor) -> int:
         of = self._sampling
         scores = scores / max(of.temperature, LEAST_TEMPERATURE)
+        if of.min_p:
+            scores = scores.masked_fill(scores < scores.max() + math.log(of.min_p), -math.inf)
         if 0 < of.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(of.top_k).values[-1], -math.inf)
         probabilities = scores.softmax(-1)
-        if of.min_p:
-            probabilities = probabilities.masked_fill(probabilities < of.min_p * probabilities.max(), 0.0)
         if of.top_p < 1:
             ordered, order = probabilities.sort(descending=True)
             beyond = ordered.cumsum(-1) - ordered >= of.top_p

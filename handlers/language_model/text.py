@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
 """What a decoder writes for the first bytes of a character whose last bytes are still to come."""
+MOST_BYTES = 4
+"""The most bytes of a character. Each may be a token."""
 MOST_HELD = 16
 """The most tokens that wait for the end of a character. Bytes that are no character do not hold up the rest."""
 
@@ -22,18 +24,34 @@ class TextStream:
         *,
         after: Sequence[int] = (),
         with_stop: bool = False,
+        least: int = 0,
     ) -> None:
-        """`after` are the tokens before the text. `with_stop` keeps the stop string at the end of the text."""
-        self._decode, self._stops, self._with_stop = decode, tuple(stops), with_stop
+        """`after` are the tokens before the text. `with_stop` keeps the stop string at the end of the text. A stop string that the first
+        `least` tokens end is ignored, as in vLLM.
+        """
+        self._decode, self._stops, self._with_stop, self._least = decode, tuple(stops), with_stop, least
         self._last: list[int] = [*after[-MOST_HELD:]]
         self._new: list[int] = []
+        self._begun = ""
+        """The first bytes of a character with which the tokens before the text end, as the decoder writes them."""
+        self._begin()
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self.stopped: str | None = None
         """The stop string that has ended the text."""
 
+    def _begin(self) -> None:
+        if not self._last or not (known := self._decode(self._last)).endswith(UNFINISHED):
+            return
+        whole = len(known.rstrip(UNFINISHED))
+        for size in range(1, min(MOST_BYTES, len(self._last)) + 1):
+            if len(self._decode(self._last[:-size])) <= whole:
+                self._begun, self._new, self._last = known[whole:], self._last[-size:], self._last[:-size]
+                return
+
     def push(self, token: int) -> str:
         """Add a token, and return the text that is certain now. After a stop string, there is none."""
+        self._least -= 1
         self._new.append(token)
         known, text = self._decode(self._last), self._decode(self._last + self._new)
         if len(text) <= len(known):
@@ -44,22 +62,33 @@ class TextStream:
         if text.endswith(UNFINISHED) and len(self._new) < MOST_HELD:
             return ""
         self._last, self._new = self._new, []
-        return self._without_stop(text[len(known) :])
+        return self._without_stop(self._after_prompt(text[len(known) :]))
 
     def finish(self) -> str:
         """Return the rest of the text, without a character whose end was not made."""
         if self.stopped is not None:
             return ""
         known = self._decode(self._last)
-        rest = self._without_stop(self._decode(self._last + self._new)[len(known) :].rstrip(UNFINISHED))
+        rest = self._after_prompt(self._decode(self._last + self._new)[len(known) :])
+        rest = self._without_stop(rest.rstrip(UNFINISHED))
         held, self._held = self._held, ""
         return rest + held
+
+    def _after_prompt(self, text: str) -> str:
+        """Return the text without a character that belongs to the tokens before it."""
+        begun, self._begun = self._begun, ""
+        return text.removeprefix(begun)
 
     def _without_stop(self, text: str) -> str:
         if not self._stops or self.stopped is not None:
             return text if self.stopped is None else ""
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        # A stop string within the held text was ignored.
+        held, text = len(self._held), self._held + text
+        found = [
+            (at, stop)
+            for stop in self._stops
+            if self._least < 0 and (at := text.find(stop, max(0, held - len(stop) + 1))) >= 0
+        ]
         if found:
             at, self.stopped = min(found, key=lambda one: (one[0], -len(one[1])))
             self._held = ""
@@ -67,6 +96,23 @@ class TextStream:
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def token_text(decode: Callable[[list[int]], str], before: Sequence[int], token: int) -> str:
+    """Return what a token adds to the text of the tokens `before` it. As in vLLM, a character of several tokens belongs to its last one,
+    and the others have no text.
+    """
+    text = decode([token])
+    if not text.endswith(UNFINISHED):
+        return text
+    for size in range(1, min(MOST_BYTES, len(before)) + 1):
+        context = [*before[-size:]]
+        if (text := decode([*context, token])).endswith(UNFINISHED):
+            continue
+        while context and decode(context[-1:]).endswith(UNFINISHED):
+            context.pop()
+        return text.removeprefix(decode(context) if context else "")
+    return ""
 
 
 def _overlap(text: str, stop: str) -> int:

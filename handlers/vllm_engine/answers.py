@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ...errors import HandlerFailed, InputInvalid, Overloaded
+from ..language_model.answer_form import check_answer
 from ..language_model.answer_parts import AnswerParts, add_text
-from ..language_model.contract import Delta, FinishReason, TokenLogprob, TokenUsage
+from ..language_model.contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 
 # vLLM also has "abort" and "error": then the answer is not whole.
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-LEAST_LOGPROB = -9999.0
-"""A token that cannot follow has -inf, which JSON does not have. vLLM's own server writes this number, too."""
 
 
 class VllmAnswers:
     """The answers of one request."""
 
     def __init__(
-        self, parts: Sequence[AnswerParts | None], prompt_tokens: int, top: int | None, decode: Callable[[list[int]], str]
+        self, parts: Sequence[AnswerParts | None], prompt_tokens: int, top: int | None, decode: Callable[[list[int]], str],
+        request: GenerationRequest | None = None,
     ) -> None:  # fmt: skip
         """`parts` has the reader of each answer. `top` is how many logprobs each token has; None: none. `decode` keeps
-        special tokens.
+        special tokens. Answers to `request` have its format, if it has one.
         """
+        self._request, self._said = request, defaultdict[int, list[str]](list)
         self._parts, self._top, self._decode = parts, top, decode
         self._usage = TokenUsage(prompt_tokens=prompt_tokens)
         self._begun = set[int]()
@@ -32,7 +34,7 @@ class VllmAnswers:
     def deltas(self, output: Any) -> Iterator[Delta]:
         """Yield the pieces of a RequestOutput, whose texts and tokens follow those of earlier ones.
 
-        Raise HandlerFailed if vLLM has ended an answer before its end.
+        Raise HandlerFailed if vLLM has ended an answer before its end, and OutputInvalid if an answer does not have its format.
         """
         self._usage.cached_tokens = output.num_cached_tokens or 0
         for one in output.outputs:
@@ -48,6 +50,11 @@ class VllmAnswers:
             delta.finish_reason, delta.stop_reason = _reason(one.finish_reason), one.stop_reason
             if parts is not None and parts.called and delta.finish_reason == "stop":
                 delta.finish_reason = "tool_calls"
+        if self._request is not None:
+            said = self._said[one.index] if self._request.output is not None else []
+            said.append(delta.text)
+            if delta.finish_reason in ("stop", "tool_calls"):
+                check_answer(self._request, "".join(said), called=delta.finish_reason == "tool_calls")
         if ended or one.index not in self._begun:
             delta.usage = self._usage.model_copy()
         self._begun.add(one.index)
@@ -70,8 +77,8 @@ class VllmAnswers:
 
     def _logprob(self, token: int, found: dict[int, Any]) -> TokenLogprob:
         ranked = sorted(found, key=lambda one: (found[one].rank or 0, one))
-        top = [(self._text(one, found[one]), one, _finite(found[one])) for one in ranked[: self._top]]
-        text, value = self._text(token, found[token]), _finite(found[token])
+        top = [(self._text(one, found[one]), one, float(found[one].logprob)) for one in ranked[: self._top]]
+        text, value = self._text(token, found[token]), float(found[token].logprob)
         return TokenLogprob(token=text, id=token, logprob=value, top=top)
 
     def _text(self, token: int, found: Any) -> str:
@@ -107,10 +114,6 @@ def typed_failures(on_death: Callable[[], None]) -> Iterator[None]:
             f"vLLM has failed at this request: {error.__cause__ or error}",
             remedy="The function's log has vLLM's messages.",
         ) from error
-
-
-def _finite(found: Any) -> float:
-    return max(float(found.logprob), LEAST_LOGPROB)
 
 
 def _reason(reason: str) -> FinishReason:

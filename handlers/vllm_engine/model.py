@@ -103,6 +103,9 @@ class VllmModel:
         with typed_failures(self._retire):
             check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
             most_tokens = int(engine.model_config.max_model_len)
+            if request.prompt_only:
+                yield await asyncio.to_thread(self._requests.listed, request, most_tokens)
+                return
             made = await asyncio.to_thread(self._requests.make, request, most_tokens)
             lora = await self._adapters.request(request.adapter) if self._adapters is not None else None
             if request.echo:

@@ -42,6 +42,7 @@ class VllmRequests:
         """`folder` is the folder of the model."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, len(tokenizer))
+        self.listed = self._prompts.listed
         self._forms = AnswerForms(tokenizer, self._prompts, None)
         self._defaults = GenerationDefaults(folder)
 
@@ -55,7 +56,7 @@ class VllmRequests:
         grammar = self._forms.grammar(request, prompt)
         # The marks of calls may be special tokens.
         params = sampling_params(request, sampling, most_new, grammar, marks=parts[0] is not None)
-        answers = VllmAnswers(parts, len(prompt.ids), sampling.top_logprobs, self._decode)
+        answers = VllmAnswers(parts, len(prompt.ids), sampling.top_logprobs, self._decode, request)
         return VllmRequest(prompt.ids, params, answers)
 
     def _decode(self, ids: list[int]) -> str:

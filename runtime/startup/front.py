@@ -203,7 +203,8 @@ def _server(
     """Return the HTTP server."""
     settings, functions, certificate = parts.settings, parts.node.functions, parts.address.certificate
     chain = Chain(
-        guard, ErrorResponses(error_formats(routes), functions.owns), cors, audit, LargeAnswers(settings.body_timeout_s),
+        guard, ErrorResponses(error_formats(routes), functions.owns, plugins.unrouted), cors, audit,
+        LargeAnswers(settings.body_timeout_s),
         on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
         # Where one function is served alone, its code and the gateway have the same owner.
         isolation=PageIsolation(hosts) if standalone is None else None,

@@ -125,7 +125,7 @@ def test_text_generation(deployed):
     text = "".join(pieces(prompt="The flame of", max_tokens=30))
     assert tokenizer.decode(wanted, skip_special_tokens=True).startswith(text)
     assert text
-    with pytest.raises(PilotflameError, match="the model takes 512 in all"):
+    with pytest.raises(PilotflameError, match="maximum context length is 512 tokens"):
         answer(client, name, {"prompt": "A pilot flame", "max_tokens": 500})
 
     # The same on a device, where its weights are copied, and parked after each request.

@@ -25,7 +25,7 @@ from ..http.event_stream import LAST_EVENT_S
 from ..http.guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from ..http.parsed_bodies import parsed
 from ..http.requests import Headers, dump_json, id_of, load_json, load_output, timeout_of
-from ..http.responses import outputs_response
+from ..http.responses import ErrorFormat, outputs_response
 from ..http.routes import Route, based
 from ..listening.tls import Certificate
 from .backend import Backend
@@ -89,12 +89,14 @@ class ApiPlugin:
     """The prefix of the paths of its routes, such as "/cog". The paths without the prefix exist only with `bare_paths`."""
     other_bases: ClassVar[tuple[str, ...]] = ()
     """Other prefixes with which the paths exist too, such as the prefixes of other platforms with the same API."""
-    always_bare: ClassVar[bool] = False
-    """True if the paths without the prefix exist in any case, except paths that another plugin has."""
+    always_bare: ClassVar[str] = ""
+    """The beginning of the paths that exist without the prefix in any case, except paths that another plugin has; "" for none."""
     host_prefix: ClassVar[str] = ""
     """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
     plain_paths: ClassVar[str | tuple[str, ...]] = ""
     """The beginnings of the paths of plain calls that the plugin serves as a `PlainApi` (`plain_calls.py`); "" for none."""
+    unrouted: ClassVar[Mapping[str, ErrorFormat]] = {}
+    """The forms of errors for paths without a route, by the beginnings of the paths."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -281,13 +283,21 @@ class Plugins:
         taken = {(row.method, row.path) for rows in found.values() for row in rows}
         for name, plugin in self._by_name.items():
             if plugin.always_bare:
-                found[name] += [row for row in plugin.routes() if (row.method, row.path) not in taken]
+                bare = [
+                    row for row in plugin.routes() if self._bare or row.path.startswith(plugin.always_bare)
+                ]
+                found[name] += [row for row in bare if (row.method, row.path) not in taken]
         return found
 
     @property
     def plain(self) -> dict[str | tuple[str, ...], Any]:
         """The plugins that serve plain calls, by the beginnings of their paths."""
         return {plugin.plain_paths: plugin for plugin in self.all if plugin.plain_paths}
+
+    @property
+    def unrouted(self) -> dict[str, ErrorFormat]:
+        """The forms of errors for paths without a route, by the beginnings of the paths."""
+        return {path: form for plugin in self.all for path, form in plugin.unrouted.items()}
 
     @property
     def root(self) -> dict[str, str]:

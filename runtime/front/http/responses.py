@@ -27,6 +27,7 @@ from ....errors import (
     UnknownRoute,
 )
 from ....handlers.codec import JSON_TYPE
+from ....handlers.contract import NOTHING
 from ....handlers.negotiation import weigh
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keys import Caller, Scope
@@ -178,12 +179,15 @@ def invocation_headers(invocation: Invocation) -> dict[str, str]:
 class ErrorResponses:
     """Turns errors into responses, in the form that the caller of a path expects."""
 
-    def __init__(self, formats: Mapping[str, ErrorFormat], owns: Callable[[Caller, str], bool]) -> None:
-        """`formats` maps beginnings of paths, or whole paths of routes, to their error format. All other paths use `error_reply`.
+    def __init__(
+        self, formats: Mapping[str, ErrorFormat], owns: Callable[[Caller, str], bool], unrouted: Mapping[str, ErrorFormat] = NOTHING,
+    ) -> None:  # fmt: skip
+        """`formats` maps beginnings of paths, or whole paths of routes, to their error format, and `unrouted` maps beginnings of
+        paths that no route has. All other paths use `error_reply`.
 
         `owns` returns True if a caller may see tracebacks of a function.
         """
-        self._formats, self._owns = formats, owns
+        self._formats, self._owns, self._unrouted = formats, owns, unrouted
 
     def response(
         self, error: PilotflameError, request_id: str, target: str, path: str, caller: Caller, function: str | None
@@ -191,6 +195,8 @@ class ErrorResponses:
         """Return the response for an error. `target` is the path as the caller sent it, and `path` the registered one."""
         formats = [form for key, form in self._formats.items() if key == path]
         formats += [form for key, form in self._formats.items() if target.startswith(key)]
+        if not path:
+            formats += [form for key, form in self._unrouted.items() if target.startswith(key)]
         if not formats and error.private and self._shows_private(caller, function, path):
             response = error_reply(error, request_id, private=True)
         else:

@@ -102,7 +102,8 @@ class CompletionAnswer:
         if delta is not None and delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         chunk = {**self._chunk_head(), "choices": [choice]}
-        if self.asked.stream_options.continuous_usage_stats:
+        options = self.asked.stream_options
+        if options.include_usage and options.continuous_usage_stats:
             chunk["usage"] = usage_of(self.usage)
         return chunk
 
@@ -209,7 +210,7 @@ def chat_logprobs(found: list[TokenLogprob] | None) -> dict[str, Any] | None:
 
 
 def _logprob(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+    return {"token": token, "logprob": value, "bytes": list(token.encode(errors="replace"))}
 
 
 def _completion_logprobs(found: list[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from typing_extensions import TypedDict
 
-from ....errors import PilotflameError
+from ....errors import ActivationFailed, HandlerError, PilotflameError, UnknownFunction
 from ...front.http.responses import Response, error_reply
 
 _TYPES = {
@@ -37,16 +37,28 @@ def error_body(error: PilotflameError) -> OpenAiError:
     """Return the body of a response, or of an event in a stream, for an error."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     message = f"{error.message} {error.remedy}".strip()
-    return {
-        "error": {"message": message, "type": kind, "param": error.details.get("field"), "code": error.code}
-    }
+    # Clients act on these codes: langchain shortens a prompt, and others look for another model.
+    code = "model_not_found" if isinstance(error, UnknownFunction) else error.code
+    code = str(error.details.get("reason", code))
+    return {"error": {"message": message, "type": kind, "param": error.details.get("field"), "code": code}}
 
 
 def openai_error_reply(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error. Its headers tell OpenAI's clients when to try again."""
+    """Return the response for an error. Its headers tell OpenAI's clients whether and when to try again."""
     # OpenAI has no 422.
     status = 400 if error.status == 422 else error.status
-    return error_reply(error, request_id)._replace(status=status, body=orjson.dumps(error_body(error)))
+    reply = error_reply(error, request_id)._replace(status=status, body=orjson.dumps(error_body(error)))
+    # The clients repeat a request after any other status from 500 on. A 503 says that nothing has run.
+    if error.status >= 500 and error.status != 503 and not isinstance(error, ActivationFailed | HandlerError):
+        reply.headers["x-should-retry"] = "false"
+    return reply
+
+
+def unrouted_reply(error: PilotflameError, request_id: str) -> Response:
+    """Return the response for a path that no route has: OpenAI's form, with the fields of our own."""
+    reply = error_reply(error, request_id)
+    found = orjson.loads(reply.body)["error"]
+    return reply._replace(body=orjson.dumps({"error": found | {"param": None, "code": error.code}}))
 
 
 ERRORS: dict[str, Any] = {"error_format": openai_error_reply, "error_type": OpenAiError}

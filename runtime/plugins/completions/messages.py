@@ -12,19 +12,25 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def plain_message(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """Return a message whose content is a text, and whose calls have objects as arguments.
+    """Return a message whose content is a text, and whose calls have objects as arguments. A member that is null or empty is left
+    out, because many templates only ask whether it is there.
 
     Raise BadInput, which names the field of the request, if the message has something else than texts.
     """
     content = message.get("content")
     if isinstance(content, list):
         content = text_of(content, field)
-    plain = {**message, "content": "" if content is None else content}
+    plain = {**_given(message), "content": "" if content is None else content}
     if message.get("role") == "developer":
         plain["role"] = "system"
-    if isinstance(calls := message.get("tool_calls"), list):
+    if isinstance(calls := plain.get("tool_calls"), list):
         plain["tool_calls"] = [_plain_call(call, field) for call in calls]
     return plain
+
+
+def _given(members: dict[str, Any]) -> dict[str, Any]:
+    neutral: tuple[Any, ...] = (None, [], {})
+    return {name: value for name, value in members.items() if value not in neutral}
 
 
 def text_of(parts: list[Any], field: str) -> str:
@@ -45,10 +51,10 @@ def _text_of(part: Any, field: str) -> str:
 
 def _plain_call(call: Any, field: str) -> dict[str, Any]:
     try:
-        function = call["function"]
+        function = _given(call["function"])
         arguments = function.get("arguments") or "{}"
         arguments = load_json(arguments) if isinstance(arguments, str) else arguments
-        plain = {**call, "function": {**function, "arguments": arguments}}
+        plain = {**_given(call), "function": {**function, "arguments": arguments}}
     except (TypeError, KeyError, AttributeError, BadInput):
         message = f"The body is invalid: {field}: a call of a tool has no function, or no arguments in JSON."
         raise BadInput(

@@ -20,7 +20,7 @@ from ....handlers.language_model.contract import (
     Tool,
     ToolName,
 )
-from ...front.http.requests import validate
+from ...front.http.requests import load_json, validate
 from .messages import plain_message
 
 MOST_PROMPTS = 128
@@ -31,90 +31,172 @@ MOST_TOKENS = 16
 ANY_OBJECT = {"type": "object"}
 """The schema of the format json_object."""
 REMEDY = "docs/language-models.md lists the fields."
-UNSUPPORTED = {
-    "functions", "function_call", "guided_json", "audio", "modalities", "best_of", "prediction", "web_search_options", "suffix",
-    "prompt_logprobs", "previous_response_id", "conversation", "max_tool_calls",
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "functions": (), "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "audio": (), "modalities": (["text"],), "best_of": (1,), "prediction": (), "web_search_options": (), "suffix": (),
+    "prompt_logprobs": (), "previous_response_id": (), "conversation": (), "max_tool_calls": (), "use_beam_search": (),
+    "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
+    "logprob_token_ids": (), "allowed_token_ids": (), "bad_words": (), "chat_template": (), "media_io_kwargs": (),
+    "mm_processor_kwargs": (), "prompt_embeds": (), "priority": (0,), "return_tokens_as_token_ids": (), "return_token_ids": (),
+    "return_token_offsets": (), "return_prompt_text": (), "routed_experts_prompt_start": (0,), "kv_transfer_params": (),
+    "ec_transfer_params": (), "vllm_xargs": (), "repetition_detection": (), "thinking_token_budget": (-1,), "include_reasoning": (True,),
+    "watermarking": (),
 }  # fmt: skip
-"""The fields of OpenAI's and vLLM's API that would change the answer, and are not supported."""
+"""The fields of OpenAI's and vLLM's API that would change the answer, and are not supported; with the values that ask for nothing,
+besides empty ones.
+"""
 WITHOUT_EFFECT = {
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
+    "user", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
+    "request_id", "session_id", "stream_interval", "truncation_side", "return_mm_kwargs",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
-OWN = frozenset({"model", "stream", "stream_options", "messages", "prompt", "structured_outputs"})
+OWN = frozenset(
+    {
+        "model",
+        "metadata",
+        "stream",
+        "stream_options",
+        "messages",
+        "prompt",
+        "structured_outputs",
+        "response_format",
+    }
+)
 """The fields that are not for the model, or are added for each event."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "suffix": ("",), "best_of": (1,),
-}  # fmt: skip
-"""Values of unsupported fields that ask for nothing."""
 
 
-class StreamOptions(BaseModel):
-    """What a stream has besides the answers."""
+class Options(BaseModel):
+    """An object in a request. A member that is null asks for nothing."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return (
+            {name: value for name, value in given.items() if value is not None}
+            if isinstance(given, dict)
+            else given
+        )
+
+
+class StreamOptions(Options):
+    """What a stream has besides the answers."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(Options):
     """The tool that has to be called."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: ToolName
 
 
-class NamedSchema(BaseModel):
-    """A JSON schema of the whole answer. The name and the description are not shown to the model."""
+class AllowedTools(Options):
+    """The tools of the request that may be called."""
 
-    model_config = ConfigDict(extra="forbid")
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Options):
+    """The choice of several tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class NamedSchema(Options):
+    """A JSON schema of the whole answer. The name and the description are not shown to the model."""
 
     name: str = ""
     description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: dict[str, Any] = Field(default=ANY_OBJECT, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """What the text of an answer is."""
+class GrammarType(BaseModel):
+    """What the text of an answer must be, as TGI has it. `value` is a pattern, a JSON schema (also as a text), or an object with
+    `schema`.
+    """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["json", "json_object", "regex", "json_schema"]
+    value: str | dict[str, Any]
+
+    @model_validator(mode="after")
+    def _value_fits(self) -> Self:
+        if self.type == "regex" and not (isinstance(self.value, str) and self.value):
+            raise ValueError("the value of a regex is a text")
+        if self.type != "regex" and not isinstance(self._schema, dict):
+            raise ValueError("the value has no JSON schema")
+        return self
+
+    @property
+    def output(self) -> OutputFormat:
+        return (
+            OutputFormat(regex=self.value) if self.type == "regex" else OutputFormat(json_schema=self._schema)
+        )
+
+    @property
+    def _schema(self) -> Any:
+        if self.type == "json_schema":
+            return self.value.get("schema") if isinstance(self.value, dict) else None
+        return schema_of(self.value)
+
+
+class ResponseFormat(Options):
+    """What the text of an answer is: as OpenAI has it, with `schema` as llama.cpp, or with `value` as TGI."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = None
+    plain_schema: dict[str, Any] | None = Field(None, alias="schema")
+    value: str | dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _schema_where_one_belongs(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema")
+        given = [one for one in (self.json_schema, self.plain_schema, self.value) if one is not None]
+        least = 0 if self.type in ("text", "json_object") else 1
+        if not least <= len(given) <= (self.type != "text"):
+            raise ValueError("one of json_schema, schema and value goes with each type but text")
+        if self.type in ("json", "regex") or self.value is not None:
+            GrammarType.model_validate({"type": self.type, "value": self.value})
         return self
 
     @property
     def output(self) -> OutputFormat | None:
         if self.type == "text":
             return None
-        return OutputFormat(json_schema=self.json_schema.json_schema if self.json_schema else ANY_OBJECT)
+        if self.value is not None:
+            return GrammarType.model_validate({"type": self.type, "value": self.value}).output
+        schema = self.json_schema.json_schema if self.json_schema is not None else self.plain_schema
+        return OutputFormat(json_schema=ANY_OBJECT if schema is None else schema)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Options):
     """What the text of an answer is, as vLLM has it."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    json_schema: dict[str, Any] | None = Field(None, alias="json")
-    json_object: Literal[True] | None = None
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool = False
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool = Field(False, description="Without effect: the spaces are always the same.")
+    disable_additional_properties: Literal[False] = False
 
     @property
-    def output(self) -> OutputFormat:
-        schema = ANY_OBJECT if self.json_object else self.json_schema
+    def output(self) -> OutputFormat | None:
+        schema = ANY_OBJECT if self.json_object else schema_of(self.json_schema)
         fields = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        return validate(OutputFormat, fields, REMEDY)
+        return (
+            validate(OutputFormat, fields, REMEDY)
+            if any(one is not None for one in fields.values())
+            else None
+        )
 
 
 class _Request(Sampling):
@@ -124,6 +206,7 @@ class _Request(Sampling):
     """The fields that the event does not have."""
 
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
+    metadata: dict[str, Any] = Field(default_factory=dict, description="Without effect.")
     max_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -131,11 +214,14 @@ class _Request(Sampling):
     stop: str | list[str] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def output(self) -> OutputFormat | None:
         """What the text of an answer has to be."""
-        return self.structured_outputs.output if self.structured_outputs is not None else None
+        found = self.structured_outputs.output if self.structured_outputs is not None else None
+        return found or (self.response_format.output if self.response_format is not None else None)
 
     def check(self) -> None:
         """Raise BadInput if fields contradict each other."""
@@ -155,7 +241,7 @@ class _Request(Sampling):
 class ChatRequest(_Request):
     """The body of `POST /chat/completions`."""
 
-    own = frozenset({"max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "response_format"})
+    own = frozenset({"max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice"})
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -163,15 +249,11 @@ class ChatRequest(_Request):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice = "auto"
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
-
-    @property
-    def output(self) -> OutputFormat | None:
-        asked = self.response_format.output if self.response_format is not None else None
-        return super().output or asked
+    add_generation_prompt: bool = True
+    echo: Literal[False] = False
 
     def check(self) -> None:
         super().check()
@@ -185,11 +267,16 @@ class ChatRequest(_Request):
         top = (self.top_logprobs or 0) if self.logprobs else None
         messages = [plain_message(one, "messages") for one in self.messages]
         most = self.max_completion_tokens or self.max_tokens
-        choice = (
-            self.tool_choice.function if isinstance(self.tool_choice, NamedToolChoice) else self.tool_choice
-        )
-        wanted = choice if self.tools else None
-        return [self._event(messages=messages, max_tokens=most, top_logprobs=top, tool_choice=wanted)]
+        tools, choice = self.tools, self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            names = [one.function.name for one in choice.allowed_tools.tools]
+            tools, choice = allowed(tools, names), choice.allowed_tools.mode
+        wanted = choice.function if isinstance(choice, NamedToolChoice) else choice
+        return [
+            self._event(
+                messages=messages, max_tokens=most, top_logprobs=top, tools=tools or None, tool_choice=wanted if tools else None
+            )
+        ]  # fmt: skip
 
 
 class CompletionRequest(_Request):
@@ -225,15 +312,41 @@ def check_choice(choice: object, tools: Sequence[object]) -> None:
         raise BadInput(message, remedy="Send tools.", details={"field": "tool_choice"})
 
 
+def allowed(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
+    """Return the tools that a request allows. Raise BadInput if it does not have one of them."""
+    if unknown := {*names} - {tool.function.name for tool in tools}:
+        message = f"The body is invalid: tool_choice: {min(unknown)[:64]!r} is not among the tools."
+        raise BadInput(message, remedy="Send it in tools.", details={"field": "tool_choice"})
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def schema_of(given: Any) -> Any:
+    """Return a JSON schema that may be written as a text; None if the text is no JSON."""
+    try:
+        return load_json(given) if isinstance(given, str) else given
+    except BadInput:
+        return None
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Return True if the value of an unsupported field asks for something."""
+    nothing = UNSUPPORTED[name]
+    if value is False and True not in nothing:
+        return False
+    # An empty object of this field asks for a search.
+    return value not in (None, "", [], *nothing) and (value != {} or name == "web_search_options")
+
+
 def supported(body: Any) -> Any:
-    """Return a request without the fields that have no effect or are null. Raise BadInput if an unsupported field asks for
+    """Return a request without the fields that have no effect, are null or empty. Raise BadInput if an unsupported field asks for
     something.
     """
     if not isinstance(body, dict):
         return body
-    for name in sorted(UNSUPPORTED & body.keys()):
-        if body[name] is not None and body[name] not in _NEUTRAL.get(name, ()):
+    for name in sorted(UNSUPPORTED.keys() & body.keys()):
+        if _asks(name, body[name]):
             message = f"The body is invalid: {name}: pilotflame does not support it yet."
             raise BadInput(message, remedy=REMEDY, details={"field": name})
-    left = UNSUPPORTED | WITHOUT_EFFECT
-    return {name: value for name, value in body.items() if name not in left and value is not None}
+    left = UNSUPPORTED.keys() | WITHOUT_EFFECT
+    empty: tuple[Any, ...] = (None, [], {})
+    return {name: value for name, value in body.items() if name not in left and value not in empty}

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import orjson
 from multidict import CIMultiDict, istr
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ....errors import BadInput
 from ....handlers.arrays import TENSORS_TYPE
@@ -32,26 +32,37 @@ _UNSUPPORTED = (
 )  # fmt: skip
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _OWN = frozenset({"binary_data_output", "timeout", "priority", _EMPTY_FINAL})
-_INPUT_PARAMETERS = frozenset({"binary_data_size", "content_type"})
 
 
-def _supported(parameters: dict[str, Any]) -> dict[str, Any]:
-    for name in _UNSUPPORTED:
-        # Clients send 0 and false where a call belongs to no sequence.
-        if parameters.pop(name, None):
-            raise ValueError(f"{name} is not supported")
-    return parameters
+def _without_nulls(given: Any) -> Any:
+    return (
+        {name: value for name, value in given.items() if value is not None}
+        if isinstance(given, dict)
+        else given
+    )
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """Members that are null ask for nothing. Triton and KServe ignore unknown members, and KServe's client sends some."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     parameters: dict[str, Any] = Field(default_factory=dict)
 
-    @field_validator("parameters")
+    @model_validator(mode="before")
     @classmethod
-    def _has_supported(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        return _supported(parameters)
+    def _given(cls, given: Any) -> Any:
+        return _without_nulls(given)
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _supported(cls, given: Any) -> Any:
+        parameters = _without_nulls(given)
+        for name in _UNSUPPORTED if isinstance(parameters, dict) else ():
+            # Clients send 0 and false where a call belongs to no sequence.
+            if parameters.pop(name, None):
+                raise ValueError(f"{name} is not supported")
+        return parameters
 
 
 class AskedInput(_Part):
@@ -61,13 +72,6 @@ class AskedInput(_Part):
     datatype: str
     shape: list[int]
     data: Any = None
-
-    @field_validator("parameters")
-    @classmethod
-    def _has_known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(parameters.keys() - _INPUT_PARAMETERS):
-            raise ValueError(f"{unknown[0]} is not supported")
-        return parameters
 
 
 class AskedOutput(_Part):
@@ -82,9 +86,7 @@ class AskedOutput(_Part):
 
     @field_validator("parameters")
     @classmethod
-    def _has_known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(parameters.keys() - {"binary_data"}):
-            raise ValueError(f"{unknown[0]} is not supported")
+    def _is_binary_or_not(cls, parameters: dict[str, Any]) -> dict[str, Any]:
         if type(parameters.get("binary_data", False)) is not bool:
             raise ValueError("binary_data is true or false")
         return parameters

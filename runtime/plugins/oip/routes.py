@@ -35,7 +35,8 @@ class OipApi(ApiPlugin):
     """The routes of the protocol."""
 
     base: ClassVar = "/oip"
-    always_bare: ClassVar = True
+    always_bare: ClassVar = "/v2"
+    unrouted: ClassVar = {"/v2/": oip_error_reply}
     plain_paths: ClassVar = ("/v2/models/", "/oip/v2/models/")
 
     def __init__(self, backend: Backend) -> None:

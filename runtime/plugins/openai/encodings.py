@@ -56,6 +56,9 @@ class EmbeddingsRequest(BaseModel):
         if len(texts) < len(given) or not texts:
             message = "The body is invalid: input: pilotflame takes texts, not tokens."
             raise BadInput(message, remedy=REMEDY, details={"field": "input"})
+        if not all(texts):
+            message = "The body is invalid: input: a text is empty."
+            raise BadInput(message, remedy="Leave it out.", details={"field": "input"})
         return texts
 
     def answer(self, found: EmbeddingOutput) -> EmbeddingsAnswer:

@@ -179,7 +179,7 @@ class ResponseAnswer:
             "output": [{**item} for item in self._items], "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None, "store": False, "temperature": asked.temperature, "top_p": asked.top_p,
             "reasoning": {"effort": asked.reasoning.effort, "summary": None}, "text": plain["text"],
-            "tool_choice": plain["tool_choice"], "tools": plain["tools"], "truncation": asked.truncation, "metadata": {},
+            "tool_choice": plain["tool_choice"], "tools": plain["tools"], "truncation": asked.truncation, "metadata": asked.metadata,
             "background": False, "usage": self._usage_fields(),
         }  # fmt: skip
 

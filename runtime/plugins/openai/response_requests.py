@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ....errors import BadInput
 from ....handlers.language_model.contract import (
@@ -12,12 +12,13 @@ from ....handlers.language_model.contract import (
     GenerationRequest,
     OutputFormat,
     Sampling,
+    Tool,
     ToolFunction,
     ToolName,
 )
 from ...front.http.requests import validate
 from ..completions.messages import plain_message, text_of
-from ..completions.requests import ANY_OBJECT, REMEDY, check_choice
+from ..completions.requests import ANY_OBJECT, REMEDY, Options, allowed, check_choice
 
 SKIPPED = ("reasoning",)
 """The kinds of input items that a chat template does not need."""
@@ -36,10 +37,16 @@ class ResponseToolChoice(ToolName):
     type: Literal["function"]
 
 
-class TextFormat(BaseModel):
-    """What the text of an answer is."""
+class AllowedResponseTools(Options):
+    """The tools of the request that may be called."""
 
-    model_config = ConfigDict(extra="forbid")
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ResponseToolChoice] = Field(min_length=1)
+
+
+class TextFormat(Options):
+    """What the text of an answer is."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
@@ -55,31 +62,26 @@ class TextFormat(BaseModel):
 
     @property
     def output(self) -> OutputFormat | None:
-        return None if self.type == "text" else OutputFormat(json_schema=self.json_schema or ANY_OBJECT)
+        schema = ANY_OBJECT if self.json_schema is None else self.json_schema
+        return None if self.type == "text" else OutputFormat(json_schema=schema)
 
 
-class TextSettings(BaseModel):
+class TextSettings(Options):
     """The settings of the text of an answer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: TextFormat = TextFormat()
     verbosity: Any = None
 
 
-class Reasoning(BaseModel):
+class Reasoning(Options):
     """How much the model reasons. Summaries are not made."""
-
-    model_config = ConfigDict(extra="forbid")
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
 
-class ResponseStreamOptions(BaseModel):
+class ResponseStreamOptions(Options):
     """Accepted, and without effect."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_obfuscation: bool = False
 
@@ -95,8 +97,9 @@ class ResponseRequest(Sampling):
     stream_options: ResponseStreamOptions | None = None
     text: TextSettings = TextSettings()
     reasoning: Reasoning = Reasoning()
+    metadata: dict[str, Any] = Field(default_factory=dict, description="The response repeats it.")
     tools: list[ResponseTool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools = "auto"
     parallel_tool_calls: bool = True
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default_factory=list
@@ -120,13 +123,14 @@ class ResponseRequest(Sampling):
         }  # fmt: skip
         if self.tools:
             tools = [
-                {"function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools
+                Tool.model_validate({"function": tool.model_dump(exclude={"type"}, exclude_none=True)})
+                for tool in self.tools
             ]
-            choice = (
-                {"name": self.tool_choice.name}
-                if isinstance(self.tool_choice, ToolName)
-                else self.tool_choice
-            )
+            choice: Any = self.tool_choice
+            if isinstance(choice, AllowedResponseTools):
+                tools, choice = allowed(tools, [one.name for one in choice.tools]), choice.mode
+            elif isinstance(choice, ToolName):
+                choice = {"name": choice.name}
             fields |= {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
         given = {name: value for name, value in fields.items() if value is not None}
         return validate(GenerationRequest, given, REMEDY)

@@ -7,13 +7,14 @@ it answers them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NotRequired, TypeVar
+from typing import Any, ClassVar, NotRequired, TypeVar
 
 import orjson
 from aiohttp import web
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
+from ...._version import __version__
 from ....handlers.codec import JSON_TYPE
 from ....handlers.language_model.contract import (
     EmbeddingOutput,
@@ -34,12 +35,13 @@ from ...front.http.routes import Route
 from ...ground.access.keys import Scope
 from ...node.functions.live import Live
 from ..completions.answers import CompletionAnswer
-from ..completions.errors import ERRORS
+from ..completions.errors import ERRORS, unrouted_reply
 from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, supported
 from .encodings import EmbeddingsAnswer, EmbeddingsRequest, RankingAnswer, RankingRequest, output_of
 from .response_answers import ResponseAnswer
 from .response_requests import ResponseRequest
 from .together import TogetherModel, is_together, together_model
+from .tokens import DetokenizedText, DetokenizeRequest, PromptAnswer, TokenizeRequest, Tokens
 
 _STATUSES = (400, 404, 408, 413, 422, 429, 500, 503, 504)
 
@@ -96,7 +98,8 @@ class OpenAiApi(ApiPlugin):
 
     base = "/openai"
     other_bases = ("/v2/{function}/openai", "/tgi/{function}")
-    always_bare = True
+    always_bare = "/v1/"
+    unrouted: ClassVar = {"/v1/": unrouted_reply, "/openai/": unrouted_reply}
 
     def routes(self) -> Sequence[Route]:
         call = Scope.INVOKE
@@ -112,7 +115,33 @@ class OpenAiApi(ApiPlugin):
             Route("POST", "/v1/responses", self.respond, call, "Answer, in items.", {"application/json": ModelResponse, **EVENTS}, body=ResponseRequest, **generates),
             Route("POST", "/v1/embeddings", self.embed, call, "Turn texts into vectors.", EmbeddingsAnswer, body=EmbeddingsRequest, **shared),
             Route("POST", "/v1/rerank", self.rerank, call, "Rank documents by a query.", RankingAnswer, body=RankingRequest, **shared),
+            Route("GET", "/health", self.health, None, "Does the server answer?", public=True),
+            Route("GET", "/version", self.version, None, "Show pilotflame's version.", {"version": str}, public=True),
+            Route("POST", "/tokenize", self.tokenize, call, "Turn a text or a chat into tokens.", Tokens, body=TokenizeRequest, **shared),
+            Route("POST", "/detokenize", self.detokenize, call, "Turn tokens into a text.", DetokenizedText, body=DetokenizeRequest, **shared),
         ]  # fmt: skip
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    async def version(self, _request: web.Request) -> web.StreamResponse:
+        return json_response({"version": __version__})
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._listed(request, TokenizeRequest)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        return await self._listed(request, DetokenizeRequest)
+
+    async def _listed(
+        self, request: web.Request, kind: type[TokenizeRequest] | type[DetokenizeRequest]
+    ) -> web.StreamResponse:
+        def event_of(asked: TokenizeRequest | DetokenizeRequest) -> GenerationRequest:
+            return asked.event()
+
+        asked, event = await self._asked(request, kind, event_of)
+        writes = self._writer(request, asked.model)
+        return await respond(self.backend, request, writes.live, [event], PromptAnswer(asked), stream=False)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         lives = self._models(request)
@@ -179,15 +208,23 @@ class OpenAiApi(ApiPlugin):
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
         """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""
         body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+        name = request.match_info.get("function", "")
+        if not name and b'"model"' not in body:
+            name = self._only_model(request)
 
         def read(body: bytes) -> tuple[T, R]:
             found = load_json(body)
-            if isinstance(found, dict) and (name := request.match_info.get("function")) is not None:
-                found = {"model": name, **found}
+            if isinstance(found, dict) and found.get("model") is None and name:
+                found = {**found, "model": name}
             asked = validate(kind, supported(found), REMEDY)
             return asked, then(asked)
 
         return await parsed(request, body, read)
+
+    def _only_model(self, request: web.Request) -> str:
+        """Return the name of the caller's only model, which a request need not name; "" if there are several."""
+        found = models(self.backend, request, *CONTRACTS)
+        return found[0].record.function if len(found) == 1 else ""
 
     def _models(self, request: web.Request) -> list[Live]:
         """Return the models that the caller may use: if the path has the name of a function, this function only."""

@@ -6,13 +6,14 @@ A parameter that would change the answer and is not supported is refused by name
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ....errors import BadInput
-from ....handlers.language_model.contract import MOST_TOP, GenerationRequest, OutputFormat
-from ...front.http.requests import load_json, validate
+from ....handlers.language_model.contract import MOST_TOP, GenerationRequest
+from ...front.http.requests import validate
+from ..completions.requests import GrammarType
 
 MOST_STOPS = 16
 REMEDY = "docs/language-models.md lists the parameters."
@@ -21,38 +22,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """The parameters that would change the answer and are not supported, with the values that ask for nothing."""
 _MAX_SEED = (1 << 64) - 1
-
-
-class GrammarType(BaseModel):
-    """What the text of an answer must be. `value` is a pattern, a JSON schema (also as a text), or an object with `schema`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: Literal["json", "json_object", "regex", "json_schema"]
-    value: str | dict[str, Any]
-
-    @model_validator(mode="after")
-    def _value_fits(self) -> Self:
-        if self.type == "regex" and not (isinstance(self.value, str) and self.value):
-            raise ValueError("the value of a regex is a text")
-        if self.type != "regex" and not isinstance(self._schema, dict):
-            raise ValueError("the value has no JSON schema")
-        return self
-
-    @property
-    def output(self) -> OutputFormat:
-        return (
-            OutputFormat(regex=self.value) if self.type == "regex" else OutputFormat(json_schema=self._schema)
-        )
-
-    @property
-    def _schema(self) -> Any:
-        if self.type == "json_schema":
-            return self.value.get("schema") if isinstance(self.value, dict) else None
-        try:
-            return load_json(self.value) if isinstance(self.value, str) else self.value
-        except BadInput:
-            return None
 
 
 class GenerateParameters(BaseModel):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pilotflame.errors import InputInvalid
-from pilotflame.handlers.language_model.answer_form import AnswerForms
+from pilotflame.errors import InputInvalid, OutputInvalid
+from pilotflame.handlers.language_model.answer_form import AnswerForms, check_answer
 from pilotflame.handlers.language_model.contract import GenerationRequest
 from pilotflame.handlers.language_model.prompts import Prompts
 from tiny_tokenizer import HERMES, THINKING, WITHOUT_TOOLS, byte_tokenizer
@@ -48,11 +48,20 @@ def test_only_what_must_hold_has_a_grammar() -> None:
             {"tools": [tool()], "tool_choice": "required"},
             "No grammar is known",
         ),
+        # The marks of Mistral, Granite and DeepSeek. Their calls would arrive as text.
+        ("tools [TOOL_CALLS]", {"tools": [tool()]}, "cannot be read"),
+        ("tools <|tool_call|>", {"tools": [tool()], "tool_choice": "auto"}, "cannot be read"),
+        ("tools <｜tool▁calls▁begin｜>", {"tools": [tool(strict=True)]}, "cannot be read"),
     ],
 )
 def test_tools_that_a_model_cannot_have(template: str, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(InputInvalid, match=told):
         has_constraint(template, **fields)
+
+
+def test_a_model_with_calls_of_another_form_makes_required_calls_and_texts() -> None:
+    assert has_constraint("tools [TOOL_CALLS]", tools=[tool()], tool_choice="required")
+    assert not has_constraint("tools [TOOL_CALLS]", tools=[tool()], tool_choice="none")
 
 
 def test_a_tokenizer_that_llguidance_cannot_use() -> None:
@@ -74,3 +83,31 @@ def test_a_tokenizer_that_llguidance_cannot_use() -> None:
     formed = GenerationRequest.model_validate({"prompt": "a", "output": {"choice": ["a"]}})
     with pytest.raises(InputInvalid, match="Only fast tokenizers"):
         forms.constraint(formed, prompts.prompt(formed, 1000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "wrong"),
+    [
+        ({"output": {"json_schema": {}}}, ['{"a": 1}', " 7"], ['{"score": 0, ', "", "{} {}"]),
+        ({"output": {"choice": ["yes", "no"]}}, ["yes", "no"], ["ye", ""]),
+        ({}, ["", "anything"], []),
+    ],
+)
+def test_an_answer_that_has_ended_has_the_promised_format(
+    fields: dict[str, Any], good: list[str], wrong: list[str]
+) -> None:
+    request = GenerationRequest(prompt="a", **fields)
+    for text in good:
+        check_answer(request, text, called=False)
+    for text in wrong:
+        with pytest.raises(OutputInvalid, match="format"):
+            check_answer(request, text, called=False)
+
+
+def test_an_answer_that_must_be_a_call_is_one() -> None:
+    request = GenerationRequest.model_validate(
+        {"messages": CHAT, "tools": [tool()], "tool_choice": "required"}
+    )
+    check_answer(request, "", called=True)
+    with pytest.raises(OutputInvalid, match="call"):
+        check_answer(request, '{"name": "wea', called=False)

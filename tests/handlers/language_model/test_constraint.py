@@ -204,3 +204,17 @@ def test_a_limit_of_llguidance_that_shows_late_is_the_requests_fault(
 
     with pytest.raises(InputInvalid, match=f"cannot be used: .*{reason}"):
         write()
+
+
+def test_a_call_of_a_tool_without_parameters_has_no_arguments() -> None:
+    grammar = "start: answer\n" + call_rules([CLOCK], PLAIN, (), several=False, must=True)
+    assert accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {}}')
+    assert not accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {"a": 1}}')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(r"a\/b", "a/b"), ("a/b", "a/b"), (r"\\/", "\\/"), ("a\nb", "a\nb"), (r"[\/]+", "//")],
+)
+def test_a_slash_in_a_pattern_may_be_escaped(pattern: str, text: str) -> None:
+    assert accepted(PLAIN_TOKENS, "start: answer\n" + output_rules(OutputFormat(regex=pattern)), text)

@@ -53,7 +53,9 @@ def test_a_long_prompt_is_refused_by_its_beginning(
     prompts: Prompts, tokenizer: Counting, text: str, chat: bool
 ) -> None:
     given: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    with pytest.raises(InputInvalid, match=f"more tokens than the model takes in all, {MOST}"):
+    with pytest.raises(
+        InputInvalid, match=f"maximum context length is {MOST} tokens: the prompt is too long"
+    ):
         prompts.prompt(GenerationRequest(**given), MOST)
     assert tokenizer.read <= len(LONG) * MOST
 
@@ -78,7 +80,7 @@ def test_tokens_and_messages_are_counted(prompts: Prompts, tokenizer: Counting) 
     assert len(prompts.prompt(GenerationRequest(prompt=[1] * MOST), MOST).ids) == MOST
     messages: list[dict[str, Any]] = [{"role": "user", "content": ""}] * (MOST + 1)
     for asked in (GenerationRequest(prompt=[1] * (MOST + 1)), GenerationRequest(messages=messages)):
-        with pytest.raises(InputInvalid, match="more tokens"):
+        with pytest.raises(InputInvalid, match="the prompt is too long"):
             prompts.prompt(asked, MOST)
     assert tokenizer.read == 0
 
@@ -96,3 +98,65 @@ def test_the_parts_of_a_text_are_as_long_as_the_longest_prompt(prompts: Prompts,
     text = LONG * (2 * CHARS_A_TOKEN)
     assert prompts.prompt(GenerationRequest(prompt=text), MOST).ids
     assert tokenizer.read == 2 * len(text)
+
+
+def test_the_tokens_of_a_prompt_without_an_answer(prompts: Prompts, tokenizer: Counting) -> None:
+    found = prompts.listed(GenerationRequest(prompt="Hé", prompt_only=True), MOST)
+    assert found.prompt is not None
+    assert found.prompt.ids == tokenizer.encode("Hé")
+    assert (found.prompt.text, found.prompt.most, len(found.prompt.pieces)) == (
+        "Hé",
+        MOST,
+        len(found.prompt.ids),
+    )
+    assert (found.finish_reason, found.text, found.tokens) == ("length", "", [])
+
+
+def test_special_tokens_and_the_beginning_of_an_answer(tokenizer: Counting) -> None:
+    tokenizer._tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    tokenizer._tokenizer.add_bos_token = True
+    prompts = Prompts(tokenizer, len(tokenizer))
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    for asked, wanted in ((True, "Hi!"), (False, "Hi")):
+        assert (
+            prompts.prompt(GenerationRequest(messages=chat, add_generation_prompt=asked), MOST).text == wanted
+        )
+    sent: list[bool] = []
+    tokenizer.encode = lambda text, **options: sent.append(options["add_special_tokens"]) or [1]  # type: ignore[method-assign, func-returns-value]
+    for fields in ({}, {"add_special_tokens": False}):
+        prompts.prompt(GenerationRequest(prompt="a", **fields), MOST)
+    for fields in ({}, {"add_special_tokens": True}):
+        prompts.prompt(GenerationRequest(messages=chat, **fields), MOST)
+    assert sent == [True, False, False, True]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}])
+def test_a_tool_without_parameters_takes_an_empty_object(tokenizer: Counting, parameters: Any) -> None:
+    """Many templates read the properties of the parameters."""
+    tokenizer._tokenizer.chat_template = "{% for t in tools %}{{ t.function.parameters | tojson }}{{ t.function.parameters.properties | length }}{% endfor %}"
+    tool = {"function": {"name": "clock", "parameters": parameters}}
+    asked = GenerationRequest.model_validate(
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    )
+    found = Prompts(tokenizer, len(tokenizer)).prompt(asked, MOST).text
+    assert found == '{"type": "object", "properties": {}}0'
+
+
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+TEXTS_OR_PARTS = "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}PARTS{% endif %}{% endfor %}"
+FIRST_PART = "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text if m.role == 'user' else m.content }}{% endfor %}"
+TURNS = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("tool", "7"), ("user", "Why?")]
+
+
+@pytest.mark.parametrize(
+    "template", [PARTS, TEXTS_OR_PARTS, FIRST_PART, WITHOUT_TOOLS.replace("{{ m", "[{{ message.role }}]{{ m")]
+)
+def test_a_template_gets_texts_or_parts_as_it_reads_them(tokenizer: Counting, template: str) -> None:
+    tokenizer._tokenizer.chat_template = template
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    asked = GenerationRequest.model_validate({"messages": messages})
+    found = Prompts(tokenizer, len(tokenizer)).prompt(asked, MOST).text
+    assert found == "".join(f"[{role}]{content}" for role, content in TURNS)

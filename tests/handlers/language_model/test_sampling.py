@@ -34,6 +34,16 @@ def test_the_likeliest_tokens_of_each_limit() -> None:
     assert set(drawn(temperature=0.05)) == {0}
 
 
+def test_min_p_comes_before_top_p_and_top_k() -> None:
+    """As in vLLM: the probabilities of the tokens that min_p leaves add up to 1."""
+    # 0 and 4 have 0.715 of the probability of all tokens, and 0.731 of what min_p leaves.
+    assert set(drawn(min_p=0.2)) == {0, 1, 2, 4}
+    assert set(drawn(top_p=0.72)) == {0, 1, 4}
+    assert set(drawn(min_p=0.2, top_p=0.72)) == {0, 4}
+    assert set(drawn(min_p=0.5, top_p=0.61)) == {0}
+    assert set(drawn(min_p=0.5, top_k=1)) == {0}
+
+
 def test_draws_follow_the_probabilities() -> None:
     shares = LOGITS.softmax(-1).tolist()
     found = drawn(4000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.handlers.language_model.text import MOST_HELD, TextStream
+from pilotflame.handlers.language_model.text import MOST_HELD, TextStream, token_text
 
 TEXTS = st.text(alphabet="abcé€😀 \n", max_size=40)
 STOPS = st.lists(st.text(alphabet="abcé€", min_size=1, max_size=4), max_size=3)
@@ -86,3 +86,44 @@ def test_bytes_that_are_no_character_do_not_hold_up_the_text() -> None:
     stream = TextStream(decode)
     found = [stream.push(0x80) for _ in range(MOST_HELD)]
     assert found[-1] == "\ufffd" * MOST_HELD
+
+
+def test_a_character_whose_first_bytes_end_the_prompt_is_whole() -> None:
+    prompt, answer = "aé火".encode()[:-2], "火b".encode()[1:]
+    stream = TextStream(decode, after=list(prompt))
+    assert [stream.push(token) for token in answer] == ["", "火", "b"]
+    # These characters belong to the prompt.
+    for prompt in ("a\ufffd".encode(), "a火".encode()[:-1]):
+        stream = TextStream(decode, after=list(prompt))
+        assert stream.push(ord("b")) == "b"
+        assert stream.push(ord("c")) == "c"
+
+
+@given(TEXTS, STOPS, st.integers(0, 12))
+def test_a_stop_string_that_the_first_tokens_end_is_ignored(text: str, stops: list[str], least: int) -> None:
+    stream, found, tokens = TextStream(decode, stops, least=least), "", text.encode()
+    for token in tokens:
+        found += stream.push(token)
+        if stream.stopped is not None:
+            break
+    found += stream.finish()
+    ends = {
+        number
+        for number in range(least + 1, len(tokens) + 1)
+        if any(tokens[:number].endswith(stop.encode()) for stop in stops)
+    }
+    if not ends:
+        assert (found, stream.stopped) == (text, None)
+    else:
+        assert stream.stopped is not None
+        assert found + stream.stopped == tokens[: min(ends)].decode()
+
+
+@given(TEXTS)
+def test_the_texts_of_tokens_make_the_text(text: str) -> None:
+    """As in vLLM, a character belongs to its last token."""
+    tokens = list(text.encode())
+    found = [token_text(decode, tokens[:number], token) for number, token in enumerate(tokens)]
+    assert "".join(found) == text
+    assert all(not one or one in text for one in found)
+    assert token_text(decode, [], 0x80) == ""

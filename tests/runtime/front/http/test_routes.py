@@ -94,7 +94,8 @@ def test_only_health_the_page_and_signed_streams_are_public():
     public = {route.path for route in table() if route.public}
     page = {"/console", "/console/{file}", "/docs", "/docs/page.css", "/docs/page.js"}
     triton = {"/oip/v2", "/oip/v2/health/live", "/oip/v2/health/ready"}
-    assert public == {"/", "/healthz", "/readyz", "/replicate/v1/streams/{id}", *page, *triton}
+    vllm = {"/openai/health", "/openai/version"}
+    assert public == {"/", "/healthz", "/readyz", "/replicate/v1/streams/{id}", *page, *triton, *vllm}
 
 
 def test_rows_of_a_route_may_not_differ_in_scope():

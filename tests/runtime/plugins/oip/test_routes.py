@@ -77,11 +77,10 @@ async def test_a_body_that_is_one_input(server: Server) -> None:
     [
         (b"{", "not JSON"),
         (b"[]", "dictionary"),
-        (orjson.dumps({"inputs": [], "model": 1}), "model"),
+        (orjson.dumps({"model_name": 1}), "inputs"),
         (orjson.dumps(request(parameters={"timeout": "soon"})), "timeout"),
         (orjson.dumps(request(parameters={"binary_data_output": 1})), "binary_data_output"),
         (orjson.dumps(request(outputs=[{"name": "OUTPUT0", "parameters": {"binary_data": 1}}])), "binary_data"),
-        (orjson.dumps(request(outputs=[{"name": "OUTPUT0", "parameters": {"x": 1}}])), "x is not supported"),
         (orjson.dumps({"inputs": [{**request()["inputs"][0], "parameters": {"shared_memory_region": "a"}}]}),
          "shared_memory_region is not supported"),
         (orjson.dumps({"inputs": request()["inputs"][:1]}), "INPUT1"),
@@ -95,6 +94,34 @@ async def test_wrong_requests_are_named(server: Server, body: bytes, named: str)
     assert answer.status_code == 400
     assert list(answer.json()) == ["error"]
     assert named in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # KServe's client sends the first, and MLServer's types have nulls.
+        {"model_name": "simple", "model_version": None}, {"id": None, "parameters": None, "outputs": None}, {"outputs": []},
+        {"unknown": {"a": [1]}, "parameters": {}}, {"outputs": [{"name": "OUTPUT0", "parameters": None, "datatype": None, "shape": None}]},
+        {"outputs": [{"name": "OUTPUT0", "parameters": {"content_type": None, "headers": None, "x": 1}}]},
+        {"parameters": {"content_type": None, "headers": None, "timeout": None, "priority": None, "binary_data_output": None}},
+        {"parameters": {"classification": None, "sequence_id": None}},
+    ],
+)  # fmt: skip
+async def test_members_that_are_unknown_or_null_ask_for_nothing(
+    server: Server, changes: dict[str, Any]
+) -> None:
+    answer = await server.gateway.client.post(INFER, json=request(**changes))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"][0]["name"] == "OUTPUT0"
+
+
+async def test_unknown_members_of_an_input_ask_for_nothing(server: Server) -> None:
+    more: list[dict[str, Any]] = [
+        {"parameters": None}, {"parameters": {"binary_data_size": None, "content_type": None, "headers": None, "x": 1}, "unknown": 1}
+    ]  # fmt: skip
+    inputs = [{**one, **fields} for one, fields in zip(request()["inputs"], more, strict=True)]
+    answer = await server.gateway.client.post(INFER, json={"inputs": inputs})
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("length", ["-1", "99999999", "x", "1.0", ""])
@@ -131,6 +158,25 @@ async def test_an_unknown_path_below_a_model_has_the_form_of_errors(server: Serv
     others = await server.gateway.client.get("/v2/simple/status/none")
     assert list(others.json()) == ["error"]
     assert "type" in others.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v2/nothing", "/v2/health/started", "/v2/logging"])
+async def test_an_unknown_path_below_the_protocol_has_a_text_as_error(server: Server, path: str) -> None:
+    answer = await server.gateway.client.get(path)
+    assert (answer.status_code, type(answer.json()["error"])) == (404, str)
+
+
+async def test_the_counts_of_each_phase_are_those_of_the_calls(server: Server) -> None:
+    """perf_analyzer divides by the counts of compute_input and compute_output."""
+    await server.gateway.client.post(INFER, json=request())
+    answer = await server.gateway.client.get("/v2/models/simple/stats")
+    found = answer.json()["model_stats"][0]["inference_stats"]
+    counts = {
+        found[phase]["count"]
+        for phase in ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    }
+    assert len(counts) == 1
+    assert counts.pop() > 0
 
 
 async def test_the_function_takes_json_at_invoke_too(server: Server) -> None:

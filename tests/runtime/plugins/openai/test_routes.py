@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pilotflame
 import pytest
 import pytest_asyncio
 from live import Gateway, gateway_here, short_folder
@@ -17,6 +18,23 @@ from pilotflame import Delta, GenerationRequest
 async def handler(event: GenerationRequest, context):
     yield Delta(text="hel", tokens=[1])
     yield Delta(text="lo", tokens=[2], finish_reason="stop", usage={"prompt_tokens": 3, "completion_tokens": 2})
+"""
+COUNTS = """
+from pilotflame import Delta, GenerationRequest
+
+async def handler(event: GenerationRequest, context):
+    assert event.prompt_only and event.max_tokens == 1
+    ids = event.prompt if isinstance(event.prompt, list) else list((event.prompt or event.messages[-1]["content"]).encode())
+    prompt = {"ids": ids, "pieces": [chr(one) for one in ids], "text": bytes(ids).decode(), "most": 64}
+    yield Delta(prompt=prompt, finish_reason="length")
+"""
+ODDS = """
+import math
+from pilotflame import Delta, GenerationRequest
+
+async def handler(event: GenerationRequest, context):
+    logprobs = [{"token": "a", "id": 1, "logprob": 0.0, "top": [["b", 2, -math.inf]]}]
+    yield Delta(text="a", tokens=[1], finish_reason="stop", logprobs=logprobs)
 """
 ENCODES = """
 from pilotflame import EmbeddingRequest
@@ -39,7 +57,13 @@ async def models() -> AsyncIterator[Gateway]:
     """A gateway with a model of each kind."""
     with short_folder() as folder:
         async with gateway_here(folder / "state") as gateway:
-            for name, handler in (("greets", GREETS), ("encodes", ENCODES), ("ranks", RANKS)):
+            for name, handler in (
+                ("greets", GREETS),
+                ("odds", ODDS),
+                ("counts", COUNTS),
+                ("encodes", ENCODES),
+                ("ranks", RANKS),
+            ):
                 await gateway.deploy(handler, name=name)
             yield gateway
 
@@ -87,7 +111,115 @@ async def test_errors_of_other_routes_keep_their_form(models: Gateway) -> None:
 async def test_models_for_togethers_client(models: Gateway, agent: str) -> None:
     listed = await models.client.get("/v1/models", headers={"User-Agent": agent})
     kinds = {model["id"]: model["type"] for model in listed.json()}
-    assert kinds == {"encodes": "embedding", "greets": "chat", "ranks": "rerank"}
+    assert kinds == {
+        "counts": "chat",
+        "encodes": "embedding",
+        "greets": "chat",
+        "odds": "chat",
+        "ranks": "rerank",
+    }
     assert all(set(model["pricing"].values()) == {0} for model in listed.json())
     one = await models.client.get("/openai/v1/models", headers={"User-Agent": "AsyncOpenAI/Python 3.0"})
     assert one.json()["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/openai/v1/audio/speech"), ("GET", "/v1/nothing"), ("DELETE", "/v1/usage")]
+)
+async def test_unknown_routes_below_v1_have_openais_form_and_ours(
+    models: Gateway, method: str, path: str
+) -> None:
+    answer = await models.client.request(method, path)
+    error = answer.json()["error"]
+    assert (
+        error["code"]
+        == error["type"]
+        == ("unknown_route" if answer.status_code == 404 else "method_not_allowed")
+    )
+    assert (error["param"], bool(error["message"]), bool(error["remedy"])) == (None, True, True)
+    # Errors of pilotflame's own routes keep their form.
+    assert "code" not in (await models.client.get("/v1/functions/gone")).json()["error"]
+
+
+async def test_an_unknown_model_has_openais_code(models: Gateway) -> None:
+    answer = await models.client.post("/v1/chat/completions", json={"model": "gone", **CHAT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_token_that_cannot_follow_has_the_logprob_of_vllm(models: Gateway) -> None:
+    answer = await models.client.post(
+        "/v1/completions", json={"model": "odds", "prompt": "Hi", "logprobs": 1}
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["logprobs"]["top_logprobs"] == [{"b": -9999.0}]
+
+
+@pytest.mark.parametrize("sent", ["", [""], ["a", ""]])
+async def test_an_empty_text_has_no_embedding(models: Gateway, sent: Any) -> None:
+    answer = await models.client.post("/v1/embeddings", json={"model": "encodes", "input": sent})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [None, {}, {"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}],
+)
+async def test_a_stream_has_no_usage_unless_it_is_asked_for(models: Gateway, options: Any) -> None:
+    body = {"model": "greets", "stream": True, "stream_options": options, **CHAT}
+    answer = await models.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert '"usage"' not in answer.text
+
+
+async def test_a_response_repeats_the_metadata_and_instructions_of_its_request(models: Gateway) -> None:
+    body = {"model": "greets", "input": "Hi", "metadata": {"run": "7"}, "instructions": "Be brief."}
+    found = (await models.client.post("/v1/responses", json=body)).json()
+    assert (found["metadata"], found["instructions"]) == ({"run": "7"}, "Be brief.")
+    plain = (
+        await models.client.post("/v1/responses", json={"model": "greets", "input": "Hi", "metadata": None})
+    ).json()
+    assert (plain["metadata"], plain["instructions"]) == ({}, None)
+
+
+@pytest.mark.parametrize("base", ["/openai", *BASES])
+async def test_the_state_and_the_version_as_vllm_has_them(models: Gateway, base: str) -> None:
+    health = await models.client.get(f"{base}/health")
+    assert (health.status_code, health.content) == (200, b"")
+    assert (await models.client.get(f"{base}/version")).json() == {"version": pilotflame.__version__}
+    # Where several functions are served, the paths without a prefix belong to the gateway.
+    assert (await models.client.get("/version")).status_code == 404
+
+
+@pytest.mark.parametrize("base", ["/openai", "/v2/counts/openai"])
+async def test_the_tokens_of_a_text_and_the_text_of_tokens(models: Gateway, base: str) -> None:
+    asked: dict[str, Any] = {"model": "counts", "prompt": "Hi", "return_token_strs": True}
+    answer = await models.client.post(f"{base}/tokenize", json=asked)
+    assert answer.json() == {"count": 2, "max_model_len": 64, "tokens": [72, 105], "token_strs": ["H", "i"]}
+    chat = await models.client.post(
+        f"{base}/tokenize", json={"model": "counts", "add_generation_prompt": True, **CHAT}
+    )
+    assert (chat.json()["tokens"], chat.json()["token_strs"]) == ([72, 105], None)
+    back = await models.client.post(f"{base}/detokenize", json={"model": "counts", "tokens": [72, 105]})
+    assert back.json() == {"prompt": "Hi"}
+    assert (
+        await models.client.post(f"{base}/detokenize", json={"model": "counts", "tokens": [-1]})
+    ).status_code == 400
+
+
+async def test_a_handler_that_does_not_tell_its_tokens(models: Gateway) -> None:
+    answer = await models.client.post("/openai/tokenize", json={"model": "greets", "prompt": "Hi"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
+
+
+async def test_where_one_function_is_served_alone() -> None:
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", bare_paths=True) as gateway:
+            await gateway.deploy(COUNTS, name="counts")
+            assert (await gateway.client.get("/health")).status_code == 200
+            assert (await gateway.client.get("/version")).json() == {"version": pilotflame.__version__}
+            # vLLM's clients need not name the only model.
+            assert (await gateway.client.post("/tokenize", json={"prompt": "Hi"})).json()["tokens"] == [
+                72,
+                105,
+            ]
+            assert (await gateway.client.post("/detokenize", json={"tokens": [72]})).json() == {"prompt": "H"}

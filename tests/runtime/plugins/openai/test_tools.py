@@ -23,6 +23,11 @@ def cities(calls: Any) -> list[str]:
     return [json.loads(call.function.arguments)["city"] for call in calls]
 
 
+async def read(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
 async def test_a_model_reasons_and_calls_a_tool(client: Any) -> None:
     answer = await client.chat.completions.create(**CALLS)
     (choice,) = answer.choices
@@ -98,6 +103,22 @@ async def test_output_formats(client: Any) -> None:
         assert {choice.message.content for choice in answer.choices} <= set(wanted)
         completed = await client.completions.create(model="llm", prompt="A", extra_body=extra)
         assert completed.choices[0].text in wanted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_a_stop_string_cuts_out_of_its_format_is_an_error(
+    client: Any, stream: bool
+) -> None:
+    schema = {"name": "a", "schema": {"const": {"a": 7}}}
+    asked = KNOWS_NOTHING | {
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "stream": stream,
+    }
+    with pytest.raises(openai.APIError, match="format"):
+        await read(await client.chat.completions.create(**asked, stop="7"))
+    # An answer without room has what there is.
+    cut = await client.chat.completions.create(**asked | {"stream": False}, max_tokens=3)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"a', "length")
 
 
 async def test_a_schema_that_cannot_be_used(client: Any) -> None:

@@ -195,7 +195,7 @@ async def test_a_handler_that_yields_something_else(deploy) -> None:
         ({"openai_route": CHAT, "openai_input": {}}, "openai_input.messages", "Field required"),
         (job("a", best_of=2), "openai_input.best_of", "does not support it yet"),
         (job("a", nonsense=2), "openai_input.nonsense", "Extra inputs"),
-        (job("a", stream_options={}), "openai_input.stream_options", "only with stream"),
+        (job("a", stream_options={"include_usage": True}), "openai_input.stream_options", "only with stream"),
         ({"openai_route": COMPLETION, "openai_input": {"prompt": ["a", "b"]}}, "openai_input.prompt", "one prompt"),
     ],
 )  # fmt: skip
