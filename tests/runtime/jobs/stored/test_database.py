@@ -191,6 +191,13 @@ async def test_an_older_file_is_upgraded_and_a_newer_one_refused(tmp_path: Path)
         opened(tmp_path / "jobs.db")
 
 
+def test_a_file_of_a_version_that_no_release_wrote_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path / "jobs.db").close()
+    later = Database(tmp_path / "jobs.db", ("", "", *SCRIPTS))
+    with pytest.raises(JobStoreFailed, match="has version 1; this pilotflame reads versions from 3 on"):
+        later.open()
+
+
 def test_a_script_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     broken = Database(tmp_path / "jobs.db", ("CREATE TABLE a (b); CREATE TABLE a (b)",))
     with pytest.raises(JobStoreFailed, match="already exists"):
