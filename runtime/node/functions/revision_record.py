@@ -13,6 +13,7 @@ from ....errors import LauncherError
 from ...calls.link.handler_facts import checked
 from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
+from ...ground.settings.removed import REMOVED, without_removed
 
 
 class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
@@ -69,6 +70,15 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
             kept = {key: limit for key, limit in limits.items() if f"resources.{key}" in origins}
             return {**stored, "settings": {**settings, "resources": kept}}
         return stored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_removed(cls, stored: Any) -> Any:
+        """Remove the settings of an earlier release that no longer exist."""
+        if not isinstance(stored, dict) or not isinstance(settings := stored.get("settings"), dict):
+            return stored
+        origins = {key: one for key, one in stored.get("setting_origins", {}).items() if key not in REMOVED}
+        return {**stored, "settings": without_removed(settings), "setting_origins": origins}
 
 
 class RevisionRecord(RevisionFields):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import BadInput, SettingsError, UnknownFunction, UnknownRevision
-from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
+from pilotflame.runtime.ground.settings.function_settings import Cors, FunctionSettings
 from pilotflame.runtime.ground.settings.resources import Resources
 from pilotflame.runtime.node.functions.revision_record import RevisionFields, RevisionRecord, StoredSnapshot
 from pilotflame.runtime.node.functions.store import Retention, Store
@@ -274,6 +274,24 @@ def test_defaults_that_an_earlier_release_stored_are_no_limits(
     record = again.function("tone").current()
     assert record is not None
     assert record.settings.resources == Resources(memory_mb=64)
+    assert reports == []
+
+
+def test_a_revision_keeps_its_other_settings_when_a_setting_no_longer_exists(
+    store: Store, tmp_path: Path, reports: Reports
+) -> None:
+    origins = {"cors.origins": "pilotflame.toml", "env.max_age_s": "pilotflame.toml"}
+    settings = FunctionSettings(name="tone", cors=Cors(origins=("*",)), env={"max_age_s": "5"})
+    record = placed(store, fields(settings=settings, setting_origins=origins))
+    store.promote(record)
+    path = store.code(record).parent / "revision.json"
+    stored = json.loads(path.read_text())
+    stored["settings"]["cors"]["max_age_s"] = 60
+    stored["setting_origins"]["cors.max_age_s"] = "pilotflame.toml"
+    path.write_text(json.dumps(stored))
+    again = Store(tmp_path, reports)
+    again.start()
+    assert again.functions() == {"tone": record}
     assert reports == []
 
 

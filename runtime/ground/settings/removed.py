@@ -1,0 +1,26 @@
+"""Names the settings that no longer exist. A new use of such a setting is an error, and stored revisions lose it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REMOVED = frozenset({
+    "cors.max_age_s", "response_cache.max_answer_bytes",
+    # The gateway's settings.
+    "keep_compiled_bytes", "keep_prefixes_bytes", "keep_revisions_bytes", "log_max_bytes",
+})  # fmt: skip
+"""The dotted keys. Each setting was made a constant, which has the value of the former default."""
+
+
+def without_removed(stored: Any, key: str = "") -> Any:
+    """Return a table of settings without the settings that no longer exist. `key` is the table's own key."""
+    if isinstance(stored, list):
+        return [without_removed(table, key) for table in stored]
+    if not isinstance(stored, dict):
+        return stored
+    dotted = {name: f"{key}.{name}" if key else name for name in stored}
+    return {
+        name: without_removed(value, dotted[name])
+        for name, value in stored.items()
+        if dotted[name] not in REMOVED
+    }
