@@ -366,12 +366,9 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     timeout_s: PositiveSeconds = Field(600.0, description="Seconds one invocation may take.")
     execution_timeout_s: PositiveSeconds | None = Field(
-        None, description="Seconds one call of the handler may take; then its caller gets an error."
-    )
-    cancel_grace_s: Seconds = Field(
-        5.0,
-        description="Seconds a call of the handler may go on after execution_timeout_s, or after timeout_s if that is"
-        " not set; then its worker is replaced.",
+        None,
+        description="Seconds one call of the handler may take; then its caller gets an error. If the call goes on for 5 s, its"
+        " worker is replaced.",
     )
     hold_s: Seconds = Field(60.0, description="Seconds a request waits for a worker to be ready.")
     build_timeout_s: PositiveSeconds = Field(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from live import LIMIT_S, WAITS_ASYNC, Function, Gate, Gateway, events, failure, gateway_here, gone, until
+from pilotflame.runtime.calls.serving import time_limits
 from pilotflame.runtime.calls.serving.invocation import Invocation
 from pilotflame.runtime.calls.serving.revision import Revision
 from pilotflame.runtime.ground.telemetry.timeline import parse_server_timing
@@ -331,12 +332,14 @@ async def test_cold_then_warm_and_the_phases_sum(deploy):
 # -- time
 
 
-async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate):
+async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(
+    deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.0)
     source = (
         "import gate, os\ndef handler(event):\n    if event:\n        gate.wait()\n    return os.getpid()"
     )
-    limits = {"timeout_s": 0.5, "cancel_grace_s": 0.0}
-    function = await deploy(source, {"scale.max": 1, **limits}, gate=gate)
+    function = await deploy(source, {"scale.max": 1, "timeout_s": 0.5}, gate=gate)
     before = await function.answer(0)
     error = await function.error(1, X_Request_Timeout="0.05")
     assert (error["status"], error["type"]) == (504, "deadline_exceeded")

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from containers import made_image, require_podman, running_engine
 from live import Function, Gateway, failure, gateway_here, short_folder, until
+from pilotflame.runtime.calls.serving import time_limits
 from pilotflame.runtime.node.launching import container
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -183,10 +184,10 @@ async def test_a_stuck_worker_whose_zygote_kills_nothing(
     gateway: Gateway, image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(container, "KILLED_BY_ZYGOTE_S", 0.5)
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.2)
     fixed = {
         "image.name": image,
         "execution_timeout_s": 0.3,
-        "cancel_grace_s": 0.2,
         "scale.max": 1,
         "timeout_s": 15,
     }
