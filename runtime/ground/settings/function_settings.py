@@ -290,7 +290,6 @@ class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
     seconds_per_day: float | None = Field(
         None, gt=0, le=1e9, description="Seconds of workers a day; then no worker starts until the next day."
     )
-    warn_at: float = Field(0.8, gt=0, le=1, description="The used share of a limit at which the log warns.")
 
 
 class ResponseCaching(BaseModel, frozen=True, extra="forbid", strict=True):

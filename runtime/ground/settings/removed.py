@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED = frozenset({
-    "cancel_grace_s", "cors.max_age_s", "response_cache.max_answer_bytes",
+    "alerts.min_calls", "alerts.pause_s", "alerts.window_s", "budget.warn_at", "cancel_grace_s", "cors.max_age_s", "response_cache.max_answer_bytes",
     # The gateway's settings.
     "keep_compiled_bytes", "keep_prefixes_bytes", "keep_revisions_bytes", "log_max_bytes",
 })  # fmt: skip

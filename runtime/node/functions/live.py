@@ -89,7 +89,7 @@ class Live:
     def open_account(self) -> None:
         """Give the function's account the budget of this revision, which is live now."""
         budget = self.record.settings.budget
-        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
+        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day)
         self.function.account.open(spec, self.record.deployed_by)
 
     def budget(self) -> BudgetUse | None:
