@@ -146,11 +146,6 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Networks of proxies in front, whose Forwarded, X-Forwarded-Proto, -Host and -For say the address that links"
         " in responses begin with, and the client's; by default none.",
     )
-    min_free_bytes: int = Field(
-        64 * _MIB,
-        ge=0,
-        description="With less free space for the state folder, /readyz answers 503, disk_full, and deploys and uploads are refused; 0: never.",
-    )
     max_stored_bytes: int | None = Field(
         None,
         ge=1,
@@ -232,10 +227,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         0.0108,
         ge=0,
         allow_inf_nan=False,
-        description="Money for a GB of memory held for an hour; weighed against waiting.",
-    )
-    price_disk_gb_hour: float = Field(
-        0.000108, ge=0, allow_inf_nan=False, description="Money for a GB of disk held for an hour."
+        description="Money for a GB of memory held for an hour; weighed against waiting. A GB of disk costs a hundredth of it.",
     )
     price_device_hour: float = Field(
         2.88, ge=0, allow_inf_nan=False, description="Money for a whole GPU held for an hour."
