@@ -12,6 +12,7 @@ from functools import partial
 
 from ....errors import Overloaded
 from ...ground.access.fair_share import SharedRoom
+from .requests import BODY_TIMEOUT_S
 from .sliced_body import SLICE_BYTES, SlicedBody
 
 MAX_BYTES = 1 << 30
@@ -21,7 +22,7 @@ RETRY_S = 1.0
 class LargeAnswers:
     """The large answers that are being sent."""
 
-    def __init__(self, timeout_s: float, most: int = MAX_BYTES) -> None:
+    def __init__(self, timeout_s: float = BODY_TIMEOUT_S, most: int = MAX_BYTES) -> None:
         """A slice may take `timeout_s`. All answers together may have `most` unread bytes."""
         self.timeout_s = timeout_s
         self.room = SharedRoom(most)

@@ -259,14 +259,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     max_body_bytes: int = Field(
         20 * _MIB, ge=1, le=255 * _MIB, description="Largest request body of any function."
     )
-    body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least important messages that the gateway prints and stores."
     )
     log_format: Literal["text", "json"] = Field("text", description="How the gateway prints messages.")
     log_keep_s: PositiveSeconds = Field(14 * 86400.0, description="Seconds for which logs are kept on disk.")
     access_log: bool = Field(False, description="Whether each request is logged.")
-    header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
     @field_validator(
         "webhook_networks",

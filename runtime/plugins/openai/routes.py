@@ -178,7 +178,7 @@ class OpenAiApi(ApiPlugin):
 
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
         """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""
-        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+        body = await read_body(request, self.backend.max_body_bytes)
 
         def read(body: bytes) -> tuple[T, R]:
             found = load_json(body)

@@ -249,8 +249,9 @@ async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncC
     assert exec_ in told
 
 
-async def test_a_body_that_arrives_too_slowly_is_refused(state):
-    async with gateway_here(state, body_timeout_s=0.05) as gateway:
+async def test_a_body_that_arrives_too_slowly_is_refused(state, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pilotflame.runtime.front.http.requests.BODY_TIMEOUT_S", 0.05)
+    async with gateway_here(state) as gateway:
         function = await gateway.deploy(ECHO)
         head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n12345"
         status, body = await raw(gateway, head)
@@ -258,8 +259,9 @@ async def test_a_body_that_arrives_too_slowly_is_refused(state):
 
 
 @pytest.mark.parametrize("sent", ["", "POST /invoke/f HTTP/1.1\r\nHos"], ids=["nothing", "half-a-header"])
-async def test_a_silent_connection_is_closed(state, sent: str):
-    async with gateway_here(state, header_timeout_s=0.05) as gateway:
+async def test_a_silent_connection_is_closed(state, sent: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pilotflame.runtime.front.http.connection.HEADER_TIMEOUT_S", 0.05)
+    async with gateway_here(state) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         writer.write(sent.encode())
         async with asyncio.timeout(LIMIT_S):
