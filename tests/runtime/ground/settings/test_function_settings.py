@@ -375,8 +375,6 @@ _valid = st.builds(
             type=st.just("sqs"),
             queue=st.just("https://sqs.eu-west-1.amazonaws.com/1/orders"),
             concurrency=st.none() | st.integers(1, 100),
-            visibility_s=st.integers(1, 600),
-            backoff_s=st.integers(0, 900),
             result=st.sampled_from([None, "s3://bucket/prefix", "sqs://answers"]),
         ),
         max_size=2,
