@@ -111,33 +111,25 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Seconds without a request before a worker is parked: its weights give the memory of their devices"
         " back, and the next request brings them back; by default never.",
     )
-    price_waiting_s: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="What a second is worth for which one caller of this function waits for a worker, in money; by"
-        " default what the gateway's price_waiting_s says.",
-    )
     slow_share: float | None = Field(
         None,
         gt=0,
         lt=1,
         description="The share of requests that may wait for the start of a worker, as 0.01; the price of waiting then"
-        " follows from it.",
+        " follows from it. By default, the gateway's price_waiting_s holds.",
     )
     rest: Literal["zygote", "local"] = Field(
-        "zygote", description="What is kept at zero: a zygote (imports and skeleton), or only the files."
+        "zygote",
+        description="Kept at zero: a zygote (imports and skeleton) and one forked child, or only the files.",
     )
-    standby: bool = Field(True, description="Keep one forked child waiting beside the zygote.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         for key, value in (("min", self.min), ("buffer", self.buffer)):
             if value > self.max:
                 raise ValueError(f"scale.{key} is {value}, more than scale.max, which is {self.max}")
-        for other in ("price_waiting_s", "idle_timeout_s"):
-            if self.slow_share is not None and getattr(self, other) is not None:
-                raise ValueError(f"scale.slow_share and scale.{other} exclude each other")
+        if self.slow_share is not None and self.idle_timeout_s is not None:
+            raise ValueError("scale.slow_share and scale.idle_timeout_s exclude each other")
         return self
 
 

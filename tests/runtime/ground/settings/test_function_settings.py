@@ -45,7 +45,7 @@ def test_without_a_file_there_are_defaults_and_the_folders_name(tmp_path: Path) 
     folder.mkdir()
     settings = read_settings(folder)
     assert settings == FunctionSettings(name="my-sentiment-function")
-    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=None, rest="zygote", standby=True)
+    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=None, rest="zygote")
 
 
 def test_the_file_is_read(tmp_path: Path) -> None:
@@ -121,6 +121,10 @@ def test_settings_are_frozen() -> None:
         ('scale.rest = "off"', "scale.rest is 'off'; it should be 'zygote' or 'local'."),
         ("scale.min = 5", "scale.min is 5, more than scale.max, which is 4."),
         ("scale.buffer = 5", "scale.buffer is 5, more than scale.max, which is 4."),
+        (
+            "[scale]\nslow_share = 0.01\nidle_timeout_s = 1",
+            "scale.slow_share and scale.idle_timeout_s exclude each other",
+        ),
         ("scale = 3", "scale is 3; it should be a table."),
         (
             "alerts.error_share = 0.5",
@@ -206,7 +210,6 @@ def test_overrides_win_and_are_parsed_by_type(tmp_path: Path) -> None:
         folder,
         overrides={
             "scale.max": "8",
-            "scale.standby": "false",
             "idempotent": True,
             "threads": "",
             "snapshot": None,
@@ -214,7 +217,7 @@ def test_overrides_win_and_are_parsed_by_type(tmp_path: Path) -> None:
             "env.B": "8",
         },
     )
-    assert (settings.scale.max, settings.scale.min, settings.scale.standby) == (8, 1, False)
+    assert (settings.scale.max, settings.scale.min) == (8, 1)
     assert (settings.idempotent, settings.threads, settings.snapshot) == (True, None, "w")
     assert settings.hold_s == 1.5
     assert settings.env == {"A": "a", "B": "8"}
@@ -404,9 +407,7 @@ _valid = st.builds(
         max=st.integers(8, 64),
         buffer=st.integers(0, 8),
         idle_timeout_s=st.none() | _seconds,
-        price_waiting_s=st.none() | st.floats(0, 1e9),
         rest=st.sampled_from(["zygote", "local"]),
-        standby=st.booleans(),
     ),
     aliases=st.lists(st.sampled_from(["prod", "1a", "_"])).map(tuple),
     cors=st.builds(
