@@ -230,8 +230,8 @@ def test_an_override_that_cannot_be_parsed_is_reported(tmp_path: Path) -> None:
 
 
 def test_what_a_process_cannot_be_held_at_is_refused(tmp_path: Path) -> None:
-    limits = '[resources]\nmemory_mb = 64\ncpus = 0.5\npids = 32\ntmp_mb = 4\nfiles = "private"\n'
-    assert read_settings(folder_with(tmp_path, limits)).resources.pids == 32
+    limits = '[resources]\nmemory_mb = 64\ncpus = 0.5\ntmp_mb = 4\nfiles = "private"\n'
+    assert read_settings(folder_with(tmp_path, limits)).resources.tmp_mb == 4
     (tmp_path / "other").mkdir()
     text = problem(tmp_path / "other", '[resources]\nnetwork = "none"')
     assert "resources.network is 'none', but image.name is not set" in text
@@ -397,7 +397,6 @@ _valid = st.builds(
         Resources,
         memory_mb=st.none() | st.integers(16, 4096),
         cpus=st.none() | st.floats(min_value=0.01, max_value=64),
-        pids=st.none() | st.integers(16, 4096),
         tmp_mb=st.none() | st.integers(1, 4096),
         files=st.sampled_from(["shared", "private"]),
     ),

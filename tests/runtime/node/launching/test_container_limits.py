@@ -12,7 +12,7 @@ import pytest_asyncio
 from containers import made_image, require_podman, running_engine
 from live import Function, Gateway, failure, gateway_here, short_folder, until
 from pilotflame.runtime.calls.serving import time_limits
-from pilotflame.runtime.node.launching import container
+from pilotflame.runtime.node.launching import container, container_launcher
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -45,13 +45,14 @@ def where():
 def end():
     os._exit(1)
 """
-LIMITS = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 8}
+LIMITS = {"resources.memory_mb": 160, "resources.tmp_mb": 8}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
     require_podman()
-    with short_folder() as folder, running_engine(folder) as engine:
+    with short_folder() as folder, running_engine(folder) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container_launcher, "PIDS", 64)
         async with gateway_here(folder / "state", engine=engine.url) as found:
             yield found
 
