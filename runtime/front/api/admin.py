@@ -31,7 +31,7 @@ ALL_MEMORY = Flag("memory", "Measure the memory of all processes.")
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
 PUBLIC_SETTINGS = frozenset({
     "aliases", "attempts", "budget", "build_timeout_s", "concurrency", "execution_timeout_s", "hold_s", "hosts",
-    "idempotent", "max_body_bytes", "max_jobs", "max_jobs_bytes", "max_queue", "max_queue_bytes", "resources", "response_cache",
+    "idempotent", "max_body_bytes", "max_jobs", "max_queue", "resources", "response_cache",
     "scale", "threads", "timeout_s", "ttl_s", "wait_for_weights",
 })  # fmt: skip
 """The settings that all callers with the scope `read` see."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED = frozenset({
-    "alerts.min_calls", "alerts.pause_s", "alerts.window_s", "budget.warn_at", "cancel_grace_s", "cors.max_age_s", "resources.pids", "response_cache.max_answer_bytes",
+    "alerts.min_calls", "alerts.pause_s", "alerts.window_s", "budget.warn_at", "cancel_grace_s", "cors.max_age_s", "max_jobs_bytes", "max_queue_bytes", "resources.pids", "response_cache.max_answer_bytes",
     "scale.price_waiting_s", "scale.standby", "source.backoff_s", "source.session_s", "source.visibility_s",
     # The gateway's settings.
     "body_timeout_s", "header_timeout_s", "keep_compiled_bytes", "keep_prefixes_bytes", "keep_revisions_bytes", "log_max_bytes",

@@ -365,7 +365,6 @@ _valid = st.builds(
     hold_s=_seconds,
     max_queue=st.integers(1, 1000),
     max_jobs=st.integers(1, 10**6),
-    max_jobs_bytes=st.integers(1, 2**40),
     max_body_bytes=st.integers(1, 2**40),
     env=st.dictionaries(
         st.from_regex(r"[A-OQ-Z_][A-Z0-9_]{0,9}", fullmatch=True),
