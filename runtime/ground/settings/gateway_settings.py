@@ -251,10 +251,6 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Whether plugins also answer without the base of their paths, as /predictions beside /cog/predictions."
         " By default only for a function that is served alone (serve FOLDER, images).",
     )
-    learn_upstreams: bool = Field(
-        True,
-        description="Whether workers start ahead of calls that were learned to follow another function's.",
-    )
     # The gateway can send a worker at most MAX_PAYLOAD_BYTES at once (link/frames.py).
     max_body_bytes: int = Field(
         20 * _MIB, ge=1, le=255 * _MIB, description="Largest request body of any function."

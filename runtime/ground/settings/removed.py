@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED = frozenset({
-    "alerts.min_calls", "alerts.pause_s", "alerts.window_s", "budget.warn_at", "cancel_grace_s", "cors.max_age_s", "max_jobs_bytes", "max_queue_bytes", "resources.pids", "response_cache.max_answer_bytes",
-    "scale.price_waiting_s", "scale.standby", "source.backoff_s", "source.session_s", "source.visibility_s",
+    "alerts.min_calls", "alerts.pause_s", "alerts.window_s", "budget.warn_at", "cancel_grace_s", "cors.max_age_s",
+    "max_jobs_bytes", "max_queue_bytes", "resources.pids", "response_cache.max_answer_bytes", "scale.price_waiting_s",
+    "scale.standby", "source.backoff_s", "source.session_s", "source.visibility_s",
     # The gateway's settings.
-    "body_timeout_s", "header_timeout_s", "keep_compiled_bytes", "keep_prefixes_bytes", "keep_revisions_bytes", "log_max_bytes",
-    "min_free_bytes", "price_disk_gb_hour",
+    "body_timeout_s", "header_timeout_s", "keep_compiled_bytes", "keep_prefixes_bytes", "keep_revisions_bytes",
+    "learn_upstreams", "log_max_bytes", "min_free_bytes", "price_disk_gb_hour",
 })  # fmt: skip
-"""The dotted keys. Each setting was made a constant, which has the value of the former default."""
+"""The dotted keys. A constant has replaced each setting, and the gateway's setting `price_waiting_s` the function's."""
 
 
 def without_removed(stored: Any, key: str = "") -> Any:

@@ -205,7 +205,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return a sentence which says that `key` is not a setting, and suggests the most similar of the `known` keys."""
     names, key = list(known), key[:MAX_KEY_CHARS]
     if key.removeprefix(ENV_PREFIX).lower() in REMOVED:
-        return f"{key} no longer exists; remove it. Its default always holds."
+        return f"{key} no longer exists; remove it. A fixed value has replaced it."
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     last = key.rpartition(".")[2]
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, names, n=1)

@@ -111,7 +111,7 @@ def test_settings_are_frozen() -> None:
         ("timout_s = 5", "timout_s is not a setting; did you mean timeout_s?"),
         ("max_workers = 5", "max_workers is not a setting"),
         ("qqq = 5", "qqq is not a setting; there are name, handler"),
-        ("cors.max_age_s = 60", "cors.max_age_s no longer exists; remove it. Its default always holds."),
+        ("cors.max_age_s = 60", "cors.max_age_s no longer exists; remove it. A fixed value has replaced it."),
         ('scale.max = "8"', "scale.max is '8'; it should be a valid integer."),
         ("scale.max = 0", "scale.max is 0; it should be greater than or equal to 1."),
         # JSON holds no such number, so it would break the list of all functions.
