@@ -102,8 +102,8 @@ class History:
             scale["park_after_s"] = rng.choice((0.0, 0.2, 3.0, 20.0))
         if rng.random() < 0.2:
             scale["rest"] = "local"
-        if rng.random() < 0.3:
-            scale["standby"] = False
+        # A setting that no longer exists was drawn here. Without the draw, a seed of FOUND would be another history.
+        rng.random()
         gpus = gpu_mb = 0
         if self._gpus and rng.random() < 0.6:
             gpus = rng.randint(1, len(self._gpus)) if rng.random() < 0.2 else 1

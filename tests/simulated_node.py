@@ -209,10 +209,9 @@ class SimulatedNode:
         await asyncio.sleep(self.world.draw((0.0, STORED_S)))
         self.tell(f"{workers.key} is live")
         function.live = workers
-        history, scale = function.function, record.settings.scale
+        history = function.function
         history.account.open(BudgetSpec(seconds_per_day=setup.seconds_per_day), setup.owner)
         prices = HoldingPrices(memory_byte_s=MEMORY_BYTE_S, waiting_s=setup.price_waiting_s)
-        assert scale.price_waiting_s is None
         history.ladder.adopt(workers, ladder_spec_of(record, prices), 0.1, self.tasks)
         workers.go_live()
         if old is not None:

@@ -96,7 +96,7 @@ async def test_nothing_of_the_weights_is_held_at_zero(state, weights):
 async def test_weights_that_changed_are_refused(state, weights):
     folder, _ = weights
     async with gateway_here(state) as gateway:
-        settings = {"snapshot": str(folder), "scale.idle_timeout_s": 0, "scale.standby": False}
+        settings = {"snapshot": str(folder), "scale.idle_timeout_s": 0}
         function = await gateway.deploy(HANDLER, settings)
         await function.settled(ready=0)
         file = folder / "model.safetensors"

@@ -11,7 +11,7 @@ from leaving_handlers import APART, FILES, INGREDIENTS, ask, at_home, check, ech
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TWO_WORKERS = {"scale.min": 2, "scale.max": 2, "scale.standby": False}
+TWO_WORKERS = {"scale.min": 2, "scale.max": 2}
 # Importing torch takes seconds.
 QUICK = [name for name in INGREDIENTS if "torch" not in name and name != "global"]
 FORKED = [name for name in QUICK if INGREDIENTS[name].forks]

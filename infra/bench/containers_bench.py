@@ -57,7 +57,7 @@ import os, time
 def handler(event):
     children = []
     try:
-        while True:
+        while len(children) < 60:
             pid = os.fork()
             if pid == 0:
                 time.sleep(0.5)
@@ -76,7 +76,7 @@ def handler(event):
     if event["eat"]:
         return len(bytearray(b"x") * (1 << 30))
 """
-LIMITS = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 16, "resources.cpus": 0.5}
+LIMITS = {"resources.memory_mb": 160, "resources.tmp_mb": 16, "resources.cpus": 0.5}
 
 
 def from_zygote(at: ContainerGateway, report: Report, rounds: int, _weights_mb: int) -> None:

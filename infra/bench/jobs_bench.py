@@ -39,7 +39,7 @@ INPUT = b'{"input": {"prompt": "' + b"x" * 200 + b'"}}'
 KEEPS = "import time\n\ndef handler(event):\n    time.sleep(600)\n"
 ECHO = "def handler(event):\n    return event\n"
 # More jobs are submitted than the limits of a queue usually allow.
-SETTINGS = {"scale.max": 1, "max_jobs": 10_000_000, "max_jobs_bytes": 64 << 30}
+SETTINGS = {"scale.max": 1, "max_jobs": 10_000_000}
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from report import Report, parser
 
 KEYS = 20
 WRITES_PER_S = 25
-PAUSE_S = 10.0
-"""Between two kills, at most. The group waits SESSION_S for a dead member."""
-SESSION_S = 6
+PAUSE_S = 17.0
+"""Between two kills, at most. The group waits 10 s for a dead member."""
 QUIET_S = 180.0
 LEFT_S = 10.0
 TOPIC, ANSWERS = "orders", "answers"
@@ -78,7 +77,6 @@ class Soak:
         (folder / "handler.py").write_text(HANDLER)
         source = {
             "type": "kafka", "brokers": self._kafka.brokers, "topic": TOPIC, "group": "soak", "result": ANSWERS,
-            "session_s": SESSION_S, "backoff_s": 1,
         }  # fmt: skip
         overrides = {"name": f"kafka-{self._mark}", "source": [source], "scale.max": 2, "idempotent": True}
         async with aiohttp.ClientSession(self._gateway.url) as session:

@@ -131,7 +131,7 @@ def _backend(parts: FrontParts, endless: EndlessAnswers) -> Backend:
     functions.events.removed.append(cache.remove)
     metrics.readers.append(cache.readings)
     return Backend(
-        functions, parts.calls.jobs, settings.max_body_bytes, settings.body_timeout_s, parts.state.folder,
+        functions, parts.calls.jobs, settings.max_body_bytes, parts.state.folder,
         Origins(settings.trusted_proxies), parts.state.disk, endless, cache,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def _guard(
         names=lambda: [live.record.function for live in functions.all()], check_owner=functions.check_owner,
         anybody=ANYBODY if standalone is None else standalone.caller,
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes,
-        max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+        max_body_bytes=settings.max_body_bytes,
     )  # fmt: skip
     return guard, cors
 
@@ -203,8 +203,7 @@ def _server(
     """Return the HTTP server."""
     settings, functions, certificate = parts.settings, parts.node.functions, parts.address.certificate
     chain = Chain(
-        guard, ErrorResponses(error_formats(routes), functions.owns, plugins.unrouted), cors, audit,
-        LargeAnswers(settings.body_timeout_s),
+        guard, ErrorResponses(error_formats(routes), functions.owns, plugins.unrouted), cors, audit, LargeAnswers(),
         on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
         # Where one function is served alone, its code and the gateway have the same owner.
         isolation=PageIsolation(hosts) if standalone is None else None,
@@ -216,6 +215,6 @@ def _server(
         plugins.plain,
     )  # fmt: skip
     return http_server(
-        [parts.address.socket, control.sock], routes, plain, settings.header_timeout_s,
+        [parts.address.socket, control.sock], routes, plain,
         connections, functions.tasks, certificate.context if certificate is not None else None, hosts,
     )  # fmt: skip

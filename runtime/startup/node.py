@@ -18,7 +18,7 @@ from ..front.listening.sockets import bind
 from ..ground.access.deploy_policy import DeployPolicies, DeployPolicy
 from ..ground.access.keyring import Keyring
 from ..ground.billing.ledger import Ledger
-from ..ground.billing.usage import Prices
+from ..ground.billing.usage import DISK_SHARE, Prices
 from ..ground.billing.usage_store import UsageStore
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.telemetry.background import BackgroundTasks
@@ -173,7 +173,8 @@ async def _open_ledger(
     settings: GatewaySettings, state: State, totals: Callable[[str], Totals], stack: contextlib.AsyncExitStack
 ) -> Ledger:
     """Open the accounts of the functions. `totals` returns a function's counts from the metrics."""
-    prices = Prices(settings.price_memory_gb_hour, settings.price_disk_gb_hour, settings.price_device_hour)
+    memory = settings.price_memory_gb_hour
+    prices = Prices(memory, round(memory * DISK_SHARE, 12), settings.price_device_hour)
     ledger = Ledger(UsageStore(state.folder / "usage.sqlite3"), prices, totals, settings.currency)
     await asyncio.to_thread(ledger.open)
     stack.push_async_callback(ledger.close)

@@ -47,7 +47,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     """Lock and read the state folder. Raise GatewayError if another gateway has it, or if a file is damaged."""
     folder = stack.enter_context(locked_state_dir(settings.state_dir))
     previous = stack.enter_context(running_marker(folder))
-    disk = Disk(folder, functools.partial(is_disk_full, folder, settings.min_free_bytes))
+    disk = Disk(folder, functools.partial(is_disk_full, folder))
     logs = await _open_logs(folder, settings, disk, stack)
     store = Store(folder, LOG.warning, Retention(settings.keep_revisions))
     await asyncio.to_thread(store.start)

@@ -47,7 +47,7 @@ async def open_stored_calls(
         jobs, functions.tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect,
         plugins=settings.plugins, identity=functools.partial(identity, functions),
     )  # fmt: skip
-    prewarming = Prewarming(functions, learned=settings.learn_upstreams)
+    prewarming = Prewarming(functions)
     await _connect(functions, jobs, sources, prewarming, stack)
     node.metrics.readers += [jobs.readings, sources.readings, prewarming.readings]
     return StoredCalls(jobs, sources)

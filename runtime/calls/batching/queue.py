@@ -23,7 +23,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 # The weight of the latest measurement in the mean response time.
 SMOOTHING = 0.1
 MAX_QUEUE_BYTES = 512 << 20
-"""The default of `max_queue_bytes`."""
+"""The most bytes of bodies that wait for one function. They are half of `MAX_WAITING_BYTES`."""
 MAX_WAITING_BYTES = 1 << 30
 """The most bytes of bodies that wait in all queues of a gateway. The owners of API keys share them."""
 
@@ -137,8 +137,8 @@ class Queue(Generic[T]):
         """Return how many items of the same tenant are served before a waiting item; None if it does not wait."""
         return self._waiting.own_ahead(item)
 
-    def configure(self, *, max_queue: int, max_bytes: int) -> None:
-        self._max_queue, self._max_bytes = max_queue, max_bytes
+    def configure(self, *, max_queue: int) -> None:
+        self._max_queue = max_queue
 
     # -- arrivals
 
@@ -146,11 +146,11 @@ class Queue(Generic[T]):
         """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
         if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant, self._max_queue):
             waiting = f"{self._in_words()}; its limit is {self._max_queue} (max_queue)"
-            raise self._full(waiting, "max_queue", now_s, slots)
+            raise self._full(waiting, "max_queue or scale.max", now_s, slots)
         # As with the number of items, one more item is accepted below the limit, however large its body is.
         if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
-            waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB (max_queue_bytes)"
-            raise self._full(waiting, "max_queue_bytes", now_s, slots)
+            waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB"
+            raise self._full(waiting, "scale.max", now_s, slots)
         if not self._room.takes(item.tenant, len(item.body)):
             message = f"{self._room.total >> 20} MiB of bodies wait in the queues of all functions."
             remedy = "Try again later, or send the addresses of objects instead."
@@ -188,7 +188,7 @@ class Queue(Generic[T]):
         return own * tenants >= most or over
 
     def _full(self, waiting: str, setting: str, now_s: float, slots: Slots) -> QueueFull:
-        remedy = f"Try again later, or raise {setting} or scale.max in pilotflame.toml."
+        remedy = f"Try again later, or raise {setting} in pilotflame.toml."
         details = {"retry_after_s": round(self._retry_s(now_s, slots), 3)}
         return QueueFull(f"Function {self._name!r} has {waiting}.", remedy=remedy, details=details)
 

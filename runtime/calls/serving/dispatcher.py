@@ -68,9 +68,8 @@ class Dispatcher:
         """
         settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
-            spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
-            max_bytes=settings.max_queue_bytes, room=room,
-        )  # fmt: skip
+            spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue, room=room
+        )
         self._spec, self._policy, self._replicas = spec, policy, replicas
         self._look, self._on_ended = look, on_ended
         self.durations = Durations(self.queue, replicas, curves, policy.slots)
@@ -89,7 +88,7 @@ class Dispatcher:
     def configure(self, policy: Policy) -> None:
         self._policy, settings = policy, policy.settings
         self.limits.settings, self.durations.at_once = settings, policy.slots
-        self.queue.configure(max_queue=settings.max_queue, max_bytes=settings.max_queue_bytes)
+        self.queue.configure(max_queue=settings.max_queue)
         self.limit_batch()
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:

@@ -15,6 +15,10 @@ from .invocation import Invocation
 from .replica import Replica
 from .replicas import Replicas
 
+# An async handler is cancelled at its limit, and closes files and connections in this time. A longer time would only delay the
+# worker that replaces the worker of a stuck call.
+CANCEL_GRACE_S = 5.0
+
 
 class TimeLimits:
     """The time limits of the invocations of one revision, in the queue and at its workers."""
@@ -85,13 +89,13 @@ class TimeLimits:
         stuck.
 
         A handler call may outlive its caller and the caller's deadline. It is stuck if it takes longer than the
-        function allows plus `cancel_grace_s`. If other callers of its batch still wait, their limits apply first.
+        function allows plus `CANCEL_GRACE_S`. If other callers of its batch still wait, their limits apply first.
         """
         settings, started_s = self.settings, replica.outstanding.started_s(invocation)
         most_s = settings.execution_timeout_s or max(settings.timeout_s, invocation.execution_s or 0.0)
         # The time of an open connection counts from its last message.
         began_s = now_s if started_s is None else max(started_s, invocation.active_s)
-        stuck_s = began_s + most_s + settings.cancel_grace_s
+        stuck_s = began_s + most_s + CANCEL_GRACE_S
         if now_s < stuck_s - EARLY_S:
             self.deadlines.set(invocation, stuck_s, now_s)
         elif not replica.calls.awaited(invocation):

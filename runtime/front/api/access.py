@@ -22,7 +22,6 @@ from ..http.routes import Route
 
 # A JSON string needs up to six bytes for one byte of a secret's value. The rest of the body gets 1024 bytes.
 MAX_BODY_BYTES = 6 * MAX_VALUE_BYTES + 1024
-BODY_TIMEOUT_S = 30.0
 
 
 class SecretValue(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -84,7 +83,7 @@ class AccessControl:
         ]
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
-        new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
+        new = parse_new_key(await read_body(request, MAX_BODY_BYTES, remedy=""))
         check_engine(new, self.engine)
         check_issuer(new)
         open_before = not self.keyring.exists
@@ -110,7 +109,7 @@ class AccessControl:
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
-        body = await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy="")
+        body = await read_body(request, MAX_BODY_BYTES, remedy="")
         sent = validate(SecretValue, load_json(body), 'Send {"value": "…"}, UTF-8.')
         replaced = await asyncio.to_thread(self.secrets.set, function, key, sent.value)
         self.rollouts.renew(function)

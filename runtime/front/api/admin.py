@@ -31,7 +31,7 @@ ALL_MEMORY = Flag("memory", "Measure the memory of all processes.")
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
 PUBLIC_SETTINGS = frozenset({
     "aliases", "attempts", "concurrency", "execution_timeout_s", "hold_s", "hosts", "idempotent", "max_body_bytes", "max_jobs",
-    "max_jobs_bytes", "max_queue", "max_queue_bytes", "scale", "timeout_s", "ttl_s",
+    "max_queue", "scale", "timeout_s", "ttl_s",
 })  # fmt: skip
 """The settings that all callers with the scope `read` see."""
 # The fields of a status that they see, besides a part of `settings` and of `desired`. A new field is private.

@@ -62,7 +62,6 @@ class Backend:
     functions: Functions
     jobs: Jobs
     max_body_bytes: int
-    body_timeout_s: float
     state: Path
     """The gateway's state folder."""
     origins: Origins
@@ -110,7 +109,7 @@ class Backend:
         limit = self.body_limit(revision)
         limit = limit if most is None else min(limit, most)
         remedy = self.too_large_remedy(limit, revision)
-        body = await read_body(request, limit, self.body_timeout_s, remedy=remedy)
+        body = await read_body(request, limit, remedy=remedy)
         return self.functions.get(name), body
 
     async def submit(

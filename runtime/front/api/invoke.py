@@ -111,7 +111,7 @@ class Invoker:
         try:
             most = self.most(revision)
             remedy = self._backend.too_large_remedy(most, revision)
-            body = await read_body(request, most, self._backend.body_timeout_s, remedy=remedy)
+            body = await read_body(request, most, remedy=remedy)
             caller = caller_of(request)
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotflameError as error:

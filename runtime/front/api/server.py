@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ....errors import GatewayError
 from ..http.chain import Chain
-from ..http.connection import ClientConnection
+from ..http.connection import HEADER_TIMEOUT_S, ClientConnection
 from ..http.host_names import HostNames
 from ..http.incoming_bodies import INCOMING
 from ..http.large_answers import ANSWERS
@@ -34,12 +34,12 @@ class HttpServer:
 
     def listen(
         self, accept: Callable[[ConnectionPlace], asyncio.Protocol], socks: Sequence[socket.socket], connections: OpenConnections,
-        tasks: asyncio.TaskGroup, tls: ssl.SSLContext | None, header_timeout_s: float,
+        tasks: asyncio.TaskGroup, tls: ssl.SSLContext | None,
     ) -> list[Acceptor]:  # fmt: skip
         """Accept connections on `socks`, with TLS on all sockets but the control socket, which is a unix socket."""
         for sock in socks:
             context = None if sock.family == socket.AF_UNIX else tls
-            self._acceptors.append(Acceptor(sock, connections, tasks, accept, context, header_timeout_s))
+            self._acceptors.append(Acceptor(sock, connections, tasks, accept, context, HEADER_TIMEOUT_S))
         return self._acceptors
 
     def send_away(self) -> None:
@@ -65,7 +65,7 @@ class HttpServer:
 
 @contextlib.asynccontextmanager
 async def http_server(
-    socks: Sequence[socket.socket], routes: Sequence[Route], plain: PlainCalls, header_timeout_s: float,
+    socks: Sequence[socket.socket], routes: Sequence[Route], plain: PlainCalls,
     connections: OpenConnections, tasks: asyncio.TaskGroup, tls: ssl.SSLContext | None = None, hosts: HostNames | None = None,
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
@@ -86,9 +86,9 @@ async def http_server(
     def accept(place: ConnectionPlace) -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
-        return PlainConnection(runner.server, plain, header_timeout_s=header_timeout_s, place=place)
+        return PlainConnection(runner.server, plain, place=place)
 
-    acceptors = http.listen(accept, socks, connections, tasks, tls, header_timeout_s)
+    acceptors = http.listen(accept, socks, connections, tasks, tls)
     try:
         yield http
     finally:

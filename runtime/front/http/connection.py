@@ -19,6 +19,9 @@ from .unparsed_data import UnparsedData
 
 BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
+# A header has at most 64 KiB, which slow lines carry in a second. A longer time would help only callers who hold connections. A TLS
+# handshake has this time, too.
+HEADER_TIMEOUT_S = 10.0
 KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
 """The limits of what is thrown away of a body that is not read."""
@@ -30,7 +33,6 @@ class ClientConnection(web.RequestHandler):
 
     __slots__ = (
         "_header",
-        "_header_timeout_s",
         "_header_timer",
         "_lost",
         "_place",
@@ -41,15 +43,14 @@ class ClientConnection(web.RequestHandler):
     )
 
     def __init__(
-        self, server: web.Server, *, header_timeout_s: float, place: ConnectionPlace, keepalive_s: float = KEEPALIVE_S
-    ) -> None:  # fmt: skip
+        self, server: web.Server, *, place: ConnectionPlace, keepalive_s: float = KEEPALIVE_S
+    ) -> None:
         super().__init__(
             server, loop=asyncio.get_running_loop(), keepalive_timeout=keepalive_s,
             # `content_coding` unpacks bodies where they are read, and `discard_unread_body` discards the others.
             auto_decompress=False, lingering_time=0.0,
             access_log=None,  # type: ignore[arg-type]
         )  # fmt: skip
-        self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._header, self._place = HeaderLimit(), place
         self._request: web.Request | None = None
@@ -231,7 +232,7 @@ class ClientConnection(web.RequestHandler):
         """Close the connection if no header arrives in time."""
         if self._header_timer is None:
             loop = asyncio.get_running_loop()
-            self._header_timer = loop.call_later(self._header_timeout_s, self.force_close)
+            self._header_timer = loop.call_later(HEADER_TIMEOUT_S, self.force_close)
 
 
 async def discard_unread_body(request: web.Request, response: web.StreamResponse) -> None:

@@ -38,7 +38,7 @@ from ...ground.access.keys import ANYBODY, Caller, Scope
 from ..listening.open_connections import OpenConnections
 from .cross_origin import CrossOrigin
 from .incoming_bodies import INCOMING
-from .requests import BODY, GATEWAY_REMEDY, Headers, read_sent
+from .requests import BODY, BODY_TIMEOUT_S, GATEWAY_REMEDY, Headers, read_sent
 from .responses import MAX_ON_LOOP_BYTES
 from .routes import Route, scopes_by_route
 from .unverified_bodies import PlaceLost, UnverifiedBodies
@@ -97,15 +97,15 @@ class Guard:
 
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
-        cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, max_body_bytes: int, body_timeout_s: float,
+        cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, max_body_bytes: int,
         names: Callable[[], Iterable[str]] = tuple, check_owner: Callable[[Caller, str], None] = lambda _caller, _function: None, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
         no key exists.
 
         While requests need no key, their caller is `anybody`. This caller may use the routes (method and path) in
-        `open_to_anybody`, whatever scope these routes require. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
-        requests, which the guard reads. `names` returns the names of all functions. `check_owner(caller, function)` raises
+        `open_to_anybody`, whatever scope these routes require. `max_body_bytes` limits the bodies of signed requests,
+        which the guard reads. `names` returns the names of all functions. `check_owner(caller, function)` raises
         Forbidden if the caller may not change the function.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
@@ -114,7 +114,7 @@ class Guard:
         }
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_route(routes)
-        self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
+        self._max_body_bytes = max_body_bytes
         self._unverified, self._connections = UnverifiedBodies(), connections
         self._issuers: Issuers | None = None
         self._local, self._required = local, required
@@ -301,9 +301,7 @@ class Guard:
     async def _verify(self, request: web.Request, held: Held, signature: Signature) -> None:
         """Read the body, and raise Unauthorized unless the key has signed the request."""
         async with self._reading(request, held.key.id):
-            body = request[BODY] = await read_sent(
-                request, self._max_body_bytes, self._body_timeout_s, remedy=GATEWAY_REMEDY
-            )
+            body = request[BODY] = await read_sent(request, self._max_body_bytes, remedy=GATEWAY_REMEDY)
             covered = SignedRequest(request.method, request.raw_path, request.headers, body)
             if len(body) > MAX_ON_LOOP_BYTES:
                 work = partial(verify, held.key.signing_digest, signature, covered)
@@ -325,7 +323,7 @@ class Guard:
 
         try:
             client = self._connections.client_of(request.headers, request.transport)
-            async with self._unverified.place(key_id, client, received, self._body_timeout_s):
+            async with self._unverified.place(key_id, client, received, BODY_TIMEOUT_S):
                 yield
         except PlaceLost:
             message = "The gateway is verifying as many signed requests as it may at a time."

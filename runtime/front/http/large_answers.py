@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ....errors import Overloaded
 from ...ground.access.fair_share import SharedRoom
-from .requests import caller_of
+from .requests import BODY_TIMEOUT_S, caller_of
 from .sliced_body import SLICE_BYTES, SlicedBody, write_slices
 
 MAX_BYTES = 1 << 30
@@ -24,7 +24,7 @@ RETRY_S = 1.0
 class LargeAnswers:
     """The large answers that are being sent."""
 
-    def __init__(self, timeout_s: float, most: int = MAX_BYTES) -> None:
+    def __init__(self, timeout_s: float = BODY_TIMEOUT_S, most: int = MAX_BYTES) -> None:
         """A slice may take `timeout_s`. All answers together may have `most` unread bytes."""
         self.timeout_s = timeout_s
         self.room = SharedRoom(most)

@@ -64,6 +64,8 @@ GATEWAY_REMEDY = (
     "Put the data where the function can fetch it and send its address, or raise PILOTFLAME_MAX_BODY_BYTES of the gateway and"
     " max_body_bytes in pilotflame.toml."
 )
+# A body of 20 MiB, the default of max_body_bytes, needs 6 Mbit/s to arrive in this time. Callers that send for longer hold memory.
+BODY_TIMEOUT_S = 30.0
 STORED_REMEDY = "Put the data where the function can fetch it and send its address, or call and wait: a job's body is stored."
 TRACESTATE = re.compile(r"[\x20-\x7e]{0,512}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -88,7 +90,7 @@ def owner_of(request: web.Request) -> str:
 
 
 async def read_body(
-    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+    request: web.Request, limit: int, timeout_s: float | None = None, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
     """Return the unpacked body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes, packed
     or unpacked, and the errors of `read_sent` and `unpack`.
@@ -115,13 +117,14 @@ def coding_of(headers: Headers) -> str:
 
 
 async def read_sent(
-    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+    request: web.Request, limit: int, timeout_s: float | None = None, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
     """Return the body as it was sent. Raises InputTooLarge, with `remedy`, as soon as it exceeds `limit` bytes.
 
-    Raises InputTimeout if the body takes longer than `timeout_s`, BadInput if the body ends early or is malformed, and
+    Raises InputTimeout if the body takes longer than `timeout_s`, by default `BODY_TIMEOUT_S`, BadInput if the body ends early or is malformed, and
     Overloaded if too many bytes of unfinished bodies have arrived (`IncomingBodies`).
     """
+    timeout_s = BODY_TIMEOUT_S if timeout_s is None else timeout_s
     read: bytes | None = request.get(BODY)
     if (request.content_length or 0) > limit or len(read or b"") > limit:
         raise too_large(limit, remedy)

@@ -87,11 +87,9 @@ class PlainConnection(ClientConnection):
         "_answered", "_behind", "_closing", "_head", "_idle_since_s", "_idle_timer", "_passed", "_pending", "_plain",
     )  # fmt: skip
 
-    def __init__(
-        self, server: web.Server, calls: CallTaker, *, header_timeout_s: float, place: ConnectionPlace
-    ) -> None:  # fmt: skip
+    def __init__(self, server: web.Server, calls: CallTaker, *, place: ConnectionPlace) -> None:
         # aiohttp does not know plain calls. So `_check_idle` closes idle connections.
-        super().__init__(server, header_timeout_s=header_timeout_s, place=place, keepalive_s=NEVER_S)
+        super().__init__(server, place=place, keepalive_s=NEVER_S)
         self._plain = calls
         self._head: CallHead | None = None
         self._pending: RunningCall | None = None

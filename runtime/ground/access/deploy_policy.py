@@ -27,7 +27,7 @@ Pattern = Annotated[str, Field(min_length=1, max_length=1024)]
 Patterns = Annotated[tuple[Pattern, ...], Strict(False), BeforeValidator(split_text), Field(max_length=100)]
 Networks = Annotated[tuple[Network, ...], Strict(False), BeforeValidator(split_text)]
 # The most that a function whose code is not trusted may set. The temporary files of a container are in its memory.
-MAX_PIDS, MAX_TMP_MB = 4096, 4096
+MAX_TMP_MB = 4096
 _STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\?#;]|$)")
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
@@ -100,11 +100,11 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
             yield f"image.name is {image!r}; allowed: {_listed(self.images)}"
         if image is not None and (network := resources.network or "none") not in self.networks:
             yield f"resources.network is {network!r}; allowed: {_listed(self.networks)}"
-        contained = {"pids": MAX_PIDS, "tmp_mb": MAX_TMP_MB} if self.kind == "container" else {}
+        contained = {"tmp_mb": MAX_TMP_MB} if self.kind == "container" else {}
         limits = {"gpus": self.gpus, "memory_mb": self.memory_mb, "cpus": self.cpus, **contained}
         for name, most in limits.items():
             used = getattr(resources, name)
-            # A container has limits of `pids` and `tmp_mb` also if they are not set.
+            # A container has a limit of `tmp_mb` also if it is not set.
             unset = used is None and name not in contained
             if most is not None and (unset or (used or 0) > most):
                 shown = "not set, which means all" if unset else used

@@ -193,7 +193,7 @@ class Account:
 
     @property
     def scarce(self) -> bool:
-        """True if at least the share `warn_at` of the budget is used."""
+        """True if at least the share `WARN_AT` of the budget is used."""
         return self.state is not BudgetState.WITHIN
 
     @property

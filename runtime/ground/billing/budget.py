@@ -15,6 +15,8 @@ from .usage import DAY_S
 
 # A limit counts as reached if less than this share of the limit is left, because sums of fractions are rounded.
 TOLERANCE = 1e-9
+# At this share of a limit, the log warns. Metrics have the share itself, for a warning at another share.
+WARN_AT = 0.8
 # A timer may fire a little early. Then it is set again, for at least this time.
 LEAST_WAIT_S = 0.005
 
@@ -24,7 +26,7 @@ class BudgetState(enum.StrEnum):
 
     WITHIN = "within"
     WARNED = "warned"
-    """At least the share `warn_at` is used."""
+    """At least the share `WARN_AT` is used."""
     EXHAUSTED = "exhausted"
     """All of the budget is used: no worker is started until the end of the day."""
 
@@ -35,7 +37,6 @@ class BudgetSpec:
 
     money_per_day: float | None = None
     seconds_per_day: float | None = None
-    warn_at: float = 0.8
 
 
 class Spending(NamedTuple):
@@ -68,8 +69,8 @@ def decide_budget(spec: BudgetSpec, spent: Spending, rate: Spending, day_left_s:
     share = max((_share(used, limit) for limit, used, _ in limits), default=0.0)
     if share >= 1.0 - TOLERANCE:
         return BudgetDecision(BudgetState.EXHAUSTED, share, max(LEAST_WAIT_S, day_left_s))
-    state, next_share = BudgetState.WITHIN, spec.warn_at
-    if share >= spec.warn_at * (1.0 - TOLERANCE):
+    state, next_share = BudgetState.WITHIN, WARN_AT
+    if share >= WARN_AT * (1.0 - TOLERANCE):
         state, next_share = BudgetState.WARNED, 1.0
     waits = [(next_share * limit - used) / per_s for limit, used, per_s in limits if per_s > 0]
     again_in_s = min([day_left_s, *waits]) if limits and (waits or share) else None

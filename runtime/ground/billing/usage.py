@@ -87,6 +87,11 @@ FIGURES = tuple(field.name for field in fields(Usage))
 figures = operator.attrgetter(*FIGURES)
 """Returns the figures of a Usage, in the order of FIGURES."""
 
+DISK_SHARE = 0.01
+"""The price of a gigabyte of disk, as a share of the price of memory. It is about the share at which clouds rent both. Only usage shows
+it: no decision weighs the disk.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:

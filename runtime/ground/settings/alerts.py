@@ -6,8 +6,6 @@ from typing import Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from .validation import PositiveSeconds, Seconds
-
 
 class Alerts(BaseModel, frozen=True, extra="forbid", strict=True):
     """The conditions whose beginning and end the gateway reports to a webhook. Without a URL, it reports none."""
@@ -28,13 +26,8 @@ class Alerts(BaseModel, frozen=True, extra="forbid", strict=True):
         0.1,
         gt=0,
         le=1,
-        description="The share of calls that fail with a status of 500 or above, from which on there is an alert.",
+        description="The share of at least 20 calls in 300 s that fail with a status of 500 or above, from which on there is an alert.",
     )
-    window_s: PositiveSeconds = Field(300.0, description="Seconds over which the share of errors is taken.")
-    min_calls: int = Field(
-        20, ge=1, le=1_000_000, description="Calls in the window before there is an alert of errors."
-    )
-    pause_s: Seconds = Field(300.0, description="Seconds between two alerts of the same condition, at least.")
 
     @model_validator(mode="after")
     def _to_somewhere(self) -> Self:

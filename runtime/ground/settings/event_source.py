@@ -31,13 +31,13 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
     """The extra of pilotflame that installs that package."""
     longest_s: ClassVar[float] = 43_200
     """How long a message may be in progress."""
+    # Long enough for a restart of what the handler calls, and short beside the visibility timeout. Later failures wait up to 900 s.
+    backoff_s: ClassVar[int] = 5
+    """Seconds before the message of a failed job is delivered again. Each failure doubles this time."""
 
     type: str = Field(description="The kind of message bus.")
     concurrency: int | None = Field(
         None, ge=1, le=10_000, description="Messages in progress; by default as many as all workers can run."
-    )
-    backoff_s: int = Field(
-        5, ge=0, le=900, description="Seconds before a failed job's message is retried; doubled up to 900."
     )
 
     @property

@@ -111,33 +111,25 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Seconds without a request before a worker is parked: its weights give the memory of their devices"
         " back, and the next request brings them back; by default never.",
     )
-    price_waiting_s: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="What a second is worth for which one caller of this function waits for a worker, in money; by"
-        " default what the gateway's price_waiting_s says.",
-    )
     slow_share: float | None = Field(
         None,
         gt=0,
         lt=1,
         description="The share of requests that may wait for the start of a worker, as 0.01; the price of waiting then"
-        " follows from it.",
+        " follows from it. By default, the gateway's price_waiting_s holds.",
     )
     rest: Literal["zygote", "local"] = Field(
-        "zygote", description="What is kept at zero: a zygote (imports and skeleton), or only the files."
+        "zygote",
+        description="Kept at zero: a zygote (imports and skeleton) and one forked child, or only the files.",
     )
-    standby: bool = Field(True, description="Keep one forked child waiting beside the zygote.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         for key, value in (("min", self.min), ("buffer", self.buffer)):
             if value > self.max:
                 raise ValueError(f"scale.{key} is {value}, more than scale.max, which is {self.max}")
-        for other in ("price_waiting_s", "idle_timeout_s"):
-            if self.slow_share is not None and getattr(self, other) is not None:
-                raise ValueError(f"scale.slow_share and scale.{other} exclude each other")
+        if self.slow_share is not None and self.idle_timeout_s is not None:
+            raise ValueError("scale.slow_share and scale.idle_timeout_s exclude each other")
         return self
 
 
@@ -290,7 +282,6 @@ class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
     seconds_per_day: float | None = Field(
         None, gt=0, le=1e9, description="Seconds of workers a day; then no worker starts until the next day."
     )
-    warn_at: float = Field(0.8, gt=0, le=1, description="The used share of a limit at which the log warns.")
 
 
 class ResponseCaching(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -366,12 +357,9 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     timeout_s: PositiveSeconds = Field(600.0, description="Seconds one invocation may take.")
     execution_timeout_s: PositiveSeconds | None = Field(
-        None, description="Seconds one call of the handler may take; then its caller gets an error."
-    )
-    cancel_grace_s: Seconds = Field(
-        5.0,
-        description="Seconds a call of the handler may go on after execution_timeout_s, or after timeout_s if that is"
-        " not set; then its worker is replaced.",
+        None,
+        description="Seconds one call of the handler may take; then its caller gets an error. If the call goes on for 5 s, its"
+        " worker is replaced.",
     )
     hold_s: Seconds = Field(60.0, description="Seconds a request waits for a worker to be ready.")
     build_timeout_s: PositiveSeconds = Field(
@@ -380,9 +368,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
-    max_queue_bytes: int = Field(512 * _MIB, ge=1, description="Most bytes of waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
-    max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")

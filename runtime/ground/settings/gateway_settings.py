@@ -146,11 +146,6 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Networks of proxies in front, whose Forwarded, X-Forwarded-Proto, -Host and -For say the address that links"
         " in responses begin with, and the client's; by default none.",
     )
-    min_free_bytes: int = Field(
-        64 * _MIB,
-        ge=0,
-        description="With less free space for the state folder, /readyz answers 503, disk_full, and deploys and uploads are refused; 0: never.",
-    )
     max_stored_bytes: int | None = Field(
         None,
         ge=1,
@@ -232,10 +227,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         0.0108,
         ge=0,
         allow_inf_nan=False,
-        description="Money for a GB of memory held for an hour; weighed against waiting.",
-    )
-    price_disk_gb_hour: float = Field(
-        0.000108, ge=0, allow_inf_nan=False, description="Money for a GB of disk held for an hour."
+        description="Money for a GB of memory held for an hour; weighed against waiting. A GB of disk costs a hundredth of it.",
     )
     price_device_hour: float = Field(
         2.88, ge=0, allow_inf_nan=False, description="Money for a whole GPU held for an hour."
@@ -259,22 +251,16 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Whether plugins also answer without the base of their paths, as /predictions beside /cog/predictions."
         " By default only for a function that is served alone (serve FOLDER, images).",
     )
-    learn_upstreams: bool = Field(
-        True,
-        description="Whether workers start ahead of calls that were learned to follow another function's.",
-    )
     # The gateway can send a worker at most MAX_PAYLOAD_BYTES at once (link/frames.py).
     max_body_bytes: int = Field(
         20 * _MIB, ge=1, le=255 * _MIB, description="Largest request body of any function."
     )
-    body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least important messages that the gateway prints and stores."
     )
     log_format: Literal["text", "json"] = Field("text", description="How the gateway prints messages.")
     log_keep_s: PositiveSeconds = Field(14 * 86400.0, description="Seconds for which logs are kept on disk.")
     access_log: bool = Field(False, description="Whether each request is logged.")
-    header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
     @field_validator(
         "webhook_networks",

@@ -9,15 +9,16 @@ from pydantic import BaseModel, Field, model_validator
 # The memory that is set aside for the context of a process on a GPU, which stays when a worker is parked. An allowance: no GPU was measured.
 CONTEXT_MB = 512
 
+# The most processes and threads of a function in a container, or in a cgroup. It ends a fork bomb. Workers on machines with many cores
+# have hundreds of threads.
+PIDS = 4096
+
 
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
     """The most that all workers of a function on one node may use together."""
 
     memory_mb: int | None = Field(None, ge=16, le=16 << 20, description="Memory in MiB.")
     cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")
-    pids: int | None = Field(
-        None, ge=16, le=1 << 22, description="Processes and threads at most; 1024 in a container by default."
-    )
     tmp_mb: int | None = Field(
         None, ge=1, le=1 << 20, description="Temporary files in MiB; 1024 in a container by default."
     )

@@ -14,6 +14,8 @@ from pathlib import Path
 from ....errors import GatewayError
 
 LOG = logging.getLogger(__name__)
+# This space is for jobs, logs and records: deploys and uploads are refused. It is twice the size of a full log.
+MIN_FREE_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
@@ -95,14 +97,12 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def is_disk_full(folder: Path, min_free_bytes: int) -> bool:
-    """Return True if the disk of `folder` has less than `min_free_bytes` free, or no free inodes. If `min_free_bytes`
-    is 0, the disk never counts as full.
-    """
+def is_disk_full(folder: Path) -> bool:
+    """Return True if the disk of `folder` has less than `MIN_FREE_BYTES` free, or no free inodes."""
     found = os.statvfs(folder)
     # Some file systems, such as btrfs, count no inodes.
     no_inodes = found.f_files > 0 and found.f_favail == 0
-    return min_free_bytes > 0 and (no_inodes or found.f_bavail * found.f_frsize < min_free_bytes)
+    return no_inodes or found.f_bavail * found.f_frsize < MIN_FREE_BYTES
 
 
 def _lock(descriptor: int, path: Path) -> None:

@@ -21,6 +21,7 @@ from ....errors import SettingsError
 from ....foreign_json import first_errors
 from ....snapshot.format.signature import SIGNER
 from .event_source import EventSource, source_kinds
+from .removed import REMOVED
 
 MAX_TOML_BYTES = 64 << 10
 MOST_PROBLEMS = 20
@@ -203,6 +204,8 @@ def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dic
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return a sentence which says that `key` is not a setting, and suggests the most similar of the `known` keys."""
     names, key = list(known), key[:MAX_KEY_CHARS]
+    if key.removeprefix(ENV_PREFIX).lower() in REMOVED:
+        return f"{key} no longer exists; remove it. A fixed value has replaced it."
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     last = key.rpartition(".")[2]
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, names, n=1)

@@ -52,7 +52,7 @@ class Disk:
     def check(self) -> None:
         """Raise StorageFull if the disk is full, so that no caller uses the space that is kept for jobs and records. Blocks."""
         if self.look():
-            message = "The gateway's disk has less free space than min_free_bytes."
+            message = "The disk of the gateway's state folder is full."
             raise StorageFull(message, remedy="Ask its operator to make room, then try again.")
 
     def wrote(self, failed: bool) -> None:

@@ -14,6 +14,10 @@ from typing import ClassVar, NamedTuple, Self
 
 from ...ground.settings.alerts import Alerts
 
+# Between two messages of a condition, all calls of the first message leave the window.
+PAUSE_S = WINDOW_S = 300.0
+# With fewer calls, two failed calls would be a tenth, which is the default of `error_share`.
+MIN_CALLS = 20
 SLICES = 10
 """The number of parts of the window of the share of errors. Calls leave the window one part at a time."""
 
@@ -86,11 +90,11 @@ class ErrorShare(Condition):
     """Holds while too many calls of the last `window_s` seconds have failed."""
 
     name = "error_share"
-    begins = "of at least `min_calls` calls in `window_s`, the share `error_share` has failed"
+    begins = f"of at least {MIN_CALLS} calls in {WINDOW_S:g} s, the share `error_share` has failed"
     ends = "the share is lower, or the window has no calls left"
     limit: float = 0.1
-    window_s: float = 300.0
-    min_calls: int = 20
+    window_s: float = WINDOW_S
+    min_calls: int = MIN_CALLS
     quiet_until_s: float = 0.0
     """Until this time, a window without calls does not end the condition, because a restart has emptied the window."""
     calls: int = 0
@@ -99,10 +103,8 @@ class ErrorShare(Condition):
 
     @classmethod
     def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self:
-        return cls(
-            settings.pause_s, begun, limit=settings.error_share, window_s=settings.window_s,
-            min_calls=settings.min_calls, quiet_until_s=now_s + settings.window_s,
-        )  # fmt: skip
+        share, quiet_until_s = settings.error_share, now_s + WINDOW_S
+        return cls(PAUSE_S, begun, limit=share, min_calls=MIN_CALLS, quiet_until_s=quiet_until_s)
 
     def observe(self, now_s: float, call: CountedCall) -> None:
         self.note(now_s, failed=call.failed)
@@ -165,7 +167,7 @@ class SlowColdStart(Condition):
     def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self | None:
         if (limit_ms := settings.cold_start_ms) is None:
             return None
-        return cls(settings.pause_s, begun, limit_ms=limit_ms)
+        return cls(PAUSE_S, begun, limit_ms=limit_ms)
 
     def observe(self, now_s: float, call: CountedCall) -> None:
         if call.cold_start_ms is not None:

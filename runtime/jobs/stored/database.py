@@ -167,7 +167,9 @@ class Database:
         first = 1 + sum(not script for script in self._scripts)
         if 0 < version < first:
             fault = f"{self.path} has version {version}; this pilotflame reads versions from {first} on."
-            raise JobStoreFailed(fault, remedy="Move it away, and start again: a new file begins without jobs.")
+            raise JobStoreFailed(
+                fault, remedy="Move it away, and start again: a new file begins without jobs."
+            )
         for number, script in enumerate(self._scripts[version:], version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
         if version > len(self._scripts):

@@ -18,6 +18,8 @@ from ...ground.telemetry.invocation_end import Source
 if TYPE_CHECKING:
     from ...ground.settings.function_settings import FunctionSettings
 
+# The most bytes of inputs in the queue of a function: with an input of 1 MiB each, 4,096 jobs. max_stored_bytes limits the disk.
+MAX_QUEUED_BYTES = 4 << 30
 LOW_PRIORITY = 1
 BATCH_PRIORITY = 2
 """Priorities: jobs with a smaller number run first. The default is 0."""
@@ -96,7 +98,7 @@ class NewJob:
     def for_function(cls, settings: FunctionSettings, body: bytes, **fields: Any) -> NewJob:
         """Return a job with the function's configured limits. `fields` sets and overrides fields."""
         limits = {"execution_timeout_s": settings.timeout_s, "ttl_s": settings.ttl_s}
-        queue = {"max_queued": settings.max_jobs, "max_queued_bytes": settings.max_jobs_bytes}
+        queue = {"max_queued": settings.max_jobs, "max_queued_bytes": MAX_QUEUED_BYTES}
         configured: dict[str, Any] = {**limits, **queue, "max_attempts": settings.attempts}
         return cls(settings.name, body, **configured | fields)
 

@@ -104,24 +104,26 @@ def _check_room(transaction: Transaction, new: NewJob) -> None:
     if most_bytes is not None and all_jobs.in_queue and all_jobs.queued_bytes + len(new.input) > most_bytes:
         raise QueueFull(
             f"The queue of {new.function!r} has no room for {len(new.input)} bytes; the limit is {most_bytes}.",
-            remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotflame.toml.",
+            remedy="Try again later, or raise scale.max in pilotflame.toml.",
         )
     if not new.owner:
         return
     own = queries.counts(transaction.connection, new.function, new.owner)
     if new.max_queued is not None and share_used(own.in_queue, new.max_queued - all_jobs.in_queue):
-        raise _share_used(new, f"{own.in_queue} jobs", "max_jobs")
+        raise _share_used(new, f"{own.in_queue} jobs", "max_jobs or scale.max")
     if (
         most_bytes is not None
         and own.in_queue
         and share_used(own.queued_bytes, most_bytes - all_jobs.queued_bytes)
     ):
-        raise _share_used(new, f"{own.queued_bytes} bytes", "max_jobs_bytes")
+        raise _share_used(new, f"{own.queued_bytes} bytes", "scale.max")
 
 
-def _share_used(new: NewJob, held: str, limit: str) -> QueueFull:
-    message = f"The queue of {new.function!r} has your {held}. The rest of {limit} is kept for other callers."
-    return QueueFull(message, remedy=f"Try again later, or raise {limit} or scale.max in pilotflame.toml.")
+def _share_used(new: NewJob, held: str, settings: str) -> QueueFull:
+    message = (
+        f"The queue of {new.function!r} has your {held}. The rest of its room is kept for other callers."
+    )
+    return QueueFull(message, remedy=f"Try again later, or raise {settings} in pilotflame.toml.")
 
 
 def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:

@@ -89,7 +89,7 @@ class Live:
     def open_account(self) -> None:
         """Give the function's account the budget of this revision, which is live now."""
         budget = self.record.settings.budget
-        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
+        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day)
         self.function.account.open(spec, self.record.deployed_by)
 
     def budget(self) -> BudgetUse | None:
@@ -252,8 +252,6 @@ def _tell_warning(progress: Progress, line: LogLine) -> None:
 def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
     """Return the rungs that the owner of a revision allows, and the prices of holding and of waiting."""
     scale = record.settings.scale
-    if scale.price_waiting_s is not None:
-        prices = prices._replace(waiting_s=scale.price_waiting_s)
     held = {RungName.ZYGOTE: scale.rest == "zygote", RungName.RESIDENT: bool(record.settings.snapshot_urls)}
     rungs = tuple(rung for rung in PLANNED if held.get(rung, True))
     planned = scale.idle_timeout_s is None and not scale.min

@@ -104,11 +104,9 @@ class Prewarming:
     function.
     """
 
-    def __init__(
-        self, functions: Functions, clock: Callable[[], float] = time.time, *, learned: bool = True
-    ) -> None:
-        """`clock` returns the Unix seconds. Unless `learned`, only the upstream functions in the settings count."""
-        self._functions, self._clock, self._learned = functions, clock, learned
+    def __init__(self, functions: Functions, clock: Callable[[], float] = time.time) -> None:
+        """`clock` returns the Unix seconds."""
+        self._functions, self._clock = functions, clock
         self._loop = asyncio.get_running_loop()
         self._alarms = Alarms()
         self._timer: asyncio.TimerHandle | None = None
@@ -208,7 +206,7 @@ class Prewarming:
         upstreams = self._upstreams[owner]
         upstreams.note(name, called_s)
         declared = self._declared.get(name, ())
-        for follower, delays in upstreams.followers(name) if self._learned else ():
+        for follower, delays in upstreams.followers(name):
             if follower not in declared and (live := self._find(follower)) is not None:
                 ladder = live.function.ladder
                 cost, interval_s = ladder.climb_cost(), upstreams.interval_s(follower)

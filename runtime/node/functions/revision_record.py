@@ -13,6 +13,7 @@ from ....errors import LauncherError
 from ...calls.link.handler_facts import checked
 from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
+from ...ground.settings.removed import REMOVED, without_removed
 
 
 class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
@@ -49,6 +50,15 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     warnings: tuple[str, ...] = ()
     deployed_by: str = Field("", description="The id of the API key that deployed it.")
     deployer: str = Field("", description="The name of that key; the key may be revoked later.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_removed(cls, stored: Any) -> Any:
+        """Remove the settings of an earlier release that no longer exist."""
+        if not isinstance(stored, dict) or not isinstance(settings := stored.get("settings"), dict):
+            return stored
+        origins = {key: one for key, one in stored.get("setting_origins", {}).items() if key not in REMOVED}
+        return {**stored, "settings": without_removed(settings), "setting_origins": origins}
 
 
 class RevisionRecord(RevisionFields):

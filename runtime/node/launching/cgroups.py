@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....errors import LauncherError
-from ...ground.settings.resources import Resources
+from ...ground.settings.resources import PIDS, Resources
 
 # The setting that each controller of the kernel enforces.
-CONTROLLERS = {"memory": "memory_mb", "pids": "pids", "cpu": "cpus"}
+CONTROLLERS = {"memory": "memory_mb", "cpu": "cpus"}
+# If it is there, each group has it. Its limit is PIDS.
+COUNTER = "pids"
 # In version 2, the gateway moves itself into this group, below its own group.
 GATEWAY_GROUP = "pilotflame-gateway"
 MOST_MOVES = 10
@@ -98,7 +100,7 @@ def make_cgroup(name: str, limits: Resources) -> Cgroup | None:
     wanted = {name for name, setting in CONTROLLERS.items() if getattr(limits, setting) is not None}
     if not wanted:
         return None
-    controllers = [one for one in find_controllers() if one.name in wanted]
+    controllers = [one for one in find_controllers() if one.name in wanted or one.name == COUNTER]
     if missing := wanted - {one.name for one in controllers}:
         settings = " and ".join(sorted(f"resources.{CONTROLLERS[name]}" for name in missing))
         message = f"{settings} cannot be held on this machine: the gateway may not make cgroups there."
@@ -106,7 +108,7 @@ def make_cgroup(name: str, limits: Resources) -> Cgroup | None:
     group = Cgroup(name, controllers)
     try:
         for folder in {one.folder for one in controllers if one.unified}:
-            _delegate(folder, wanted)
+            _delegate(folder, {one.name for one in controllers if one.folder == folder})
         group.make(controllers, limits)
     except OSError as error:
         group.remove()
@@ -148,7 +150,7 @@ def _usable(folder: Path, names: str, *, unified: bool) -> Iterator[Controller]:
     needed = folder / "cgroup.subtree_control" if unified else folder
     if os.access(folder, os.W_OK) and os.access(needed, os.W_OK):
         for name in names.replace(",", " ").split():
-            if name in CONTROLLERS:
+            if name in CONTROLLERS or name == COUNTER:
                 yield Controller(name, folder, unified)
 
 
@@ -183,8 +185,8 @@ def _limit_files(controller: Controller, limits: Resources) -> dict[str, str]:
         if controller.unified:
             return {"memory.max": value, "memory.swap.max": "0"}
         return {"memory.limit_in_bytes": value, "memory.memsw.limit_in_bytes": value}
-    if controller.name == "pids":
-        return {"pids.max": str(limits.pids)}
+    if controller.name == COUNTER:
+        return {"pids.max": str(PIDS)}
     quota = str(max(1000, int((limits.cpus or 0) * CPU_PERIOD_US)))
     if controller.unified:
         return {"cpu.max": f"{quota} {CPU_PERIOD_US}"}

@@ -21,6 +21,7 @@ from ....snapshot.caching.mounted import KeptFolders
 from ....snapshot.caching.node import DEFAULT_BUDGETS, Budgets, keep_folders
 from ....snapshot.format.manifest import Manifest
 from ...calls.link.worker_spec import REQUEST_VARIABLE, Weights, WorkerSpec
+from ...ground.settings.resources import PIDS
 from ...ground.telemetry.logs import Log, LogChannel
 from ..scaling.placement import Gpu, candidates, need_of
 from .container import Container, ContainerBase, ContainerChild
@@ -46,8 +47,8 @@ LAST_START_TIMEOUT_S = 5.0
 SMALL_TMPFS = dict.fromkeys(("/run", "/var/tmp"), "rw,nosuid,nodev,noexec,size=1m")  # noqa: S108
 COMMAND = ("python", "-m", "pilotflame.zygote", "base")
 OPEN_FILES = 4096
-# The limits of a container if its function does not set them.
-PIDS, TMP_MB = 1024, 1024
+# The limit of a container if its function does not set it.
+TMP_MB = 1024
 # The file with the largest number of processes and threads that this machine can have.
 PID_MAX = Path("/proc/sys/kernel/pid_max")
 # The only folder of a container that can be written to.
@@ -231,7 +232,7 @@ class ContainerLauncher:
         host: dict[str, Any] = {
             "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec), *map(_mount, weights)],
             "NetworkMode": limits.network or "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids or PIDS,
+            "SecurityOpt": ["no-new-privileges"], "PidsLimit": PIDS,
             "Tmpfs": {TMP: f"rw,nosuid,nodev,size={(limits.tmp_mb or TMP_MB) * _MIB}", **SMALL_TMPFS}, "Ulimits": list(_limits()),
         }  # fmt: skip
         if devices:

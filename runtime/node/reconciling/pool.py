@@ -63,9 +63,7 @@ class Pool:
         self._rung = RungClock(time.monotonic())
         stays, revision = scale.rest == "zygote", spec.revision.partition("-")[0]
         names = (f"{spec.function}-{revision}-{number}" for number in numbers)
-        self.standby = Standby(
-            gpus, claimant, names, logs, tasks, self._note_rung, wanted=stays and scale.standby
-        )
+        self.standby = Standby(gpus, claimant, names, logs, tasks, self._note_rung, wanted=stays)
         self.zygote = ZygoteSupervisor(
             spec, launcher, logs, tasks, secrets, names, self.standby, self._note_rung, events.on_zygote, stays=stays
         )  # fmt: skip

@@ -13,7 +13,7 @@ from ...calls.serving.input_stream import InputStream
 from ...calls.serving.invocation import Invocation, Stream
 from ...calls.serving.revision import Revision
 from ...front.http.event_stream import LAST_EVENT_S
-from ...front.http.requests import continue_body, too_large
+from ...front.http.requests import BODY_TIMEOUT_S, continue_body, too_large
 from ...front.http.responses import error_reply, invocation_headers
 from .app_response import AppResponse
 from .messages import ResponsePiece, decode_response, parts
@@ -23,12 +23,11 @@ class HttpExchange:
     """One request and its response."""
 
     def __init__(
-        self, request: web.Request, revision: Revision, invocation: Invocation, stream: Stream,
-        most: int, body_timeout_s: float,
-    ) -> None:  # fmt: skip
-        """`most` limits the bytes of the body. Each part of it must arrive within `body_timeout_s`."""
+        self, request: web.Request, revision: Revision, invocation: Invocation, stream: Stream, most: int
+    ) -> None:
+        """`most` limits the bytes of the body. Each part of it must arrive within `BODY_TIMEOUT_S`."""
         self._request, self._revision, self._invocation = request, revision, invocation
-        self._stream, self._most, self._body_timeout_s = stream, most, body_timeout_s
+        self._stream, self._most = stream, most
         self._read = ReadPieces()
         self.response = AppResponse(request, invocation)
 
@@ -107,7 +106,7 @@ class HttpExchange:
                 await continue_body(self._request)
                 await self._send_parts(body)
         except TimeoutError:
-            late = f"A part of the body took longer than {self._body_timeout_s:.0f} s."
+            late = f"A part of the body took longer than {BODY_TIMEOUT_S:.0f} s."
             self._fail(InputTimeout(late, remedy="Send less."))
         except web.RequestPayloadError as error:
             self._fail(BadInput(f"The body broke off or is malformed: {error}."))
@@ -117,7 +116,7 @@ class HttpExchange:
     async def _send_parts(self, body: InputStream) -> None:
         content, size = self._request.content, 0
         while True:
-            async with asyncio.timeout(self._body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 read = await content.readany()
             if not read:
                 break

@@ -98,8 +98,7 @@ class AsgiApi(ApiPlugin):
             return await WebSocketExchange(
                 request, revision, invocation, stream, most, self.backend.endless
             ).run()
-        wait_s = self.backend.body_timeout_s
-        response = await HttpExchange(request, revision, invocation, stream, most, wait_s).run()
+        response = await HttpExchange(request, revision, invocation, stream, most).run()
         if "text/html" in request.headers.get(hdrs.ACCEPT, "") and name not in self._named:
             self._name_host(live, request, response)
         return response
@@ -148,7 +147,7 @@ class AsgiApi(ApiPlugin):
             return b"", True
         if request.content.is_eof() and request.content.total_bytes > SMALL_BYTES:
             return b"", True
-        return await read_sent(request, most, self.backend.body_timeout_s), False
+        return await read_sent(request, most), False
 
     def _submit(
         self, live: Live, request: web.Request, received_s: float, request_id: str, body: bytes, *, follows: bool

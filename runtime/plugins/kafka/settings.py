@@ -55,19 +55,10 @@ class KafkaSource(EventSource, frozen=True, extra="forbid", strict=True):
     max_deliveries: int = Field(
         5, ge=1, le=1000, description="How often a message is run before it is a dead letter."
     )
-    backoff_s: int = Field(
-        5, ge=1, le=900, description="Seconds before a failed job's message is retried; doubled up to 900."
-    )
     tls: bool = Field(False, description="Whether connections to brokers are encrypted.")
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
         "PLAIN",
         description="How the function's secrets KAFKA_USERNAME and KAFKA_PASSWORD are sent, if it has them.",
-    )
-    session_s: int = Field(
-        10,
-        ge=6,
-        le=300,
-        description="Seconds after which the group gives the partitions of a dead member to others.",
     )
 
     @property

@@ -28,6 +28,9 @@ FIRST_POLL_S = 1.0
 SLICE_S = 0.5
 """After this time, a poll looks whether the topic is being closed."""
 MAX_POLL_S = 300.0
+# After this time without a heartbeat, the group gives the partitions of a member to others. Brokers accept 6 s or more, and a pause of
+# the network or of this machine for some seconds must not move partitions.
+SESSION_S = 10
 
 
 class KafkaTopic:
@@ -208,7 +211,7 @@ class KafkaTopic:
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "partition.assignment.strategy": "cooperative-sticky",
-            "session.timeout.ms": self._source.session_s * 1000,
+            "session.timeout.ms": SESSION_S * 1000,
             "max.poll.interval.ms": int(MAX_POLL_S * 1000),
             "socket.timeout.ms": int(REQUEST_S * 1000),
             "error_cb": self._on_error,

@@ -36,6 +36,7 @@ from ...front.http.guard import Admitted
 from ...front.http.incoming_bodies import INCOMING
 from ...front.http.large_answers import MAX_BYTES
 from ...front.http.parsed_bodies import PARSED_BODIES
+from ...front.http.requests import BODY_TIMEOUT_S
 from ...front.http.responses import MAX_ON_LOOP_BYTES, retry_headers
 from ...front.listening.sockets import bind
 from ...front.listening.tls import Certificate
@@ -214,9 +215,9 @@ class GrpcServer(grpc.GenericRpcHandler):
         """Answer a call with one message."""
         try:
             try:
-                sent = await _next(call, self._backend.body_timeout_s)
+                sent = await _next(call, BODY_TIMEOUT_S)
             except TimeoutError:
-                message = f"No message came within {self._backend.body_timeout_s:.0f} s."
+                message = f"No message came within {BODY_TIMEOUT_S:.0f} s."
                 raise InputTimeout(message) from None
             if sent is grpc.aio.EOF:
                 raise BadInput("The call has no message.")
@@ -270,7 +271,7 @@ class GrpcServer(grpc.GenericRpcHandler):
         async def write(response: Any, **fields: Any) -> None:
             # A caller that does not read lets nothing be written, and then the function's stream stops too.
             streamed = message("ModelStreamInferResponse", infer_response=response, **fields)
-            await call.responses.write(streamed, self._backend.body_timeout_s)
+            await call.responses.write(streamed, BODY_TIMEOUT_S)
 
         try:
             try:

@@ -129,7 +129,7 @@ class OipApi(ApiPlugin):
         try:
             most = self.backend.body_limit(call.model.live.revision)
             remedy = self.backend.too_large_remedy(most, call.model.live.revision)
-            body = await read_body(request, most, self.backend.body_timeout_s, remedy=remedy)
+            body = await read_body(request, most, remedy=remedy)
             asked = await self._read(request, body, call.model)
             revision, invocation = call.submit(
                 asked, request.headers, request_id, received_s, caller_of(request)
@@ -173,7 +173,7 @@ class OipApi(ApiPlugin):
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
         """Return the object in a body; {} without a body."""
-        body = await read_body(request, _MAX_INDEX_BYTES, self.backend.body_timeout_s)
+        body = await read_body(request, _MAX_INDEX_BYTES)
         found = load_json(body) if body else {}
         if not isinstance(found, dict):
             raise BadInput("The body is no JSON object.")

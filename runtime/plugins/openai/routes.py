@@ -207,7 +207,7 @@ class OpenAiApi(ApiPlugin):
 
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
         """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""
-        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+        body = await read_body(request, self.backend.max_body_bytes)
         name = request.match_info.get("function", "")
         if not name and b'"model"' not in body:
             name = self._only_model(request)

@@ -128,7 +128,7 @@ async def read_prediction(
 
     Raises InputInvalid, with `remedy`, if the body is no PredictionRequest. Raises the errors of `requests.read_body`.
     """
-    body = await read_body(request, most, backend.body_timeout_s, remedy=backend.too_large_remedy(most))
+    body = await read_body(request, most, remedy=backend.too_large_remedy(most))
     wanted = await parsed(
         request,
         body or b"{}",

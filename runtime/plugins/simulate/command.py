@@ -28,7 +28,7 @@ from ...calls.batching.simulator import (
 )
 from ...command.client import display, options
 from ...command.client.trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
-from ...ground.billing.usage import GB, HOUR_S
+from ...ground.billing.usage import DISK_SHARE, GB, HOUR_S
 from ...node.scaling.idle_distribution import SharedPrior
 from ...node.scaling.idle_period import QUIET_S
 from ...node.scaling.ladder import Ladder, Rung
@@ -85,7 +85,6 @@ class SimulateOptions:
     time_column: str
     function_column: str
     price_memory: float | None
-    price_disk: float | None
     price_device: float | None
     price_waiting: float | None
     url: str
@@ -117,7 +116,7 @@ class SimulateOptions:
             return gateway.get(name) if option is None else option
 
         return options.gateway_settings(
-            price_memory_gb_hour=price(self.price_memory, "memory_gb_hour"), price_disk_gb_hour=self.price_disk,
+            price_memory_gb_hour=price(self.price_memory, "memory_gb_hour"),
             price_device_hour=price(self.price_device, "device_hour"),
             price_waiting_s=price(self.price_waiting, "waiting_s"),
         )  # fmt: skip
@@ -158,7 +157,6 @@ class SimulateOptions:
 @click.option("--time-column", default=TIME_COLUMN, metavar="NAME", help="The column or field with the time of a call.")  # fmt: skip
 @click.option("--function-column", default=FUNCTION_COLUMN, metavar="NAME", help="The column or field with the function's name.")  # fmt: skip
 @click.option("--price-memory", type=PRICE, help="Money for a GB of memory for an hour.  [default: the gateway's, else PILOTFLAME_PRICE_*]")  # fmt: skip
-@click.option("--price-disk", type=PRICE, help="Money for a GB of disk for an hour.")
 @click.option("--price-device", type=PRICE, help="Money for a whole GPU for an hour.")
 @click.option("--price-waiting", type=PRICE, help="What a second of one caller's waiting is worth.")
 @options.gateway_address
@@ -406,9 +404,8 @@ def _read_rung(text: str, prices: GatewaySettings) -> tuple[str, Rung]:
 
 def _price(term: str, prices: GatewaySettings) -> float:
     """Return the cost of holding a term of HOLD, such as "16disk", for a second. Raise ValueError."""
-    for unit, per_hour in (
-        ("disk", prices.price_disk_gb_hour), ("gpu", prices.price_device_hour), ("", prices.price_memory_gb_hour),
-    ):  # fmt: skip
+    memory = prices.price_memory_gb_hour
+    for unit, per_hour in (("disk", memory * DISK_SHARE), ("gpu", prices.price_device_hour), ("", memory)):
         if term.endswith(unit):
             return float(term.removesuffix(unit)) * per_hour / HOUR_S
     raise ValueError(term)

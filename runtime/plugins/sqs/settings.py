@@ -60,12 +60,12 @@ class SqsSource(EventSource, frozen=True, extra="forbid", strict=True):
     package: ClassVar = "boto3"
     extra: ClassVar = "s3"
     longest_s: ClassVar = MAX_VISIBILITY_S
+    # It is renewed while a job runs. After the death of a gateway, its messages wait for the rest of it.
+    visibility_s: ClassVar[int] = 60
+    """The visibility timeout of a received message."""
 
     type: Literal["sqs"] = Field(description="The kind of message bus.")
     queue: Annotated[str, checked(_queue_problem)] = Field(description="The queue's URL.")
-    visibility_s: int = Field(
-        60, ge=1, le=MAX_VISIBILITY_S, description="Visibility timeout, renewed while the message's job runs."
-    )
     result: Annotated[str | None, checked(_result_problem)] = Field(
         None, description="Where results go: sqs://queue-name, a queue's URL, or s3://bucket/prefix."
     )

@@ -103,7 +103,7 @@ class TgiApi(ApiPlugin):
 
     async def _asked(self, request: web.Request) -> GenerateRequest:
         """Return the body of a request. Raise BadInput, which names the field."""
-        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+        body = await read_body(request, self.backend.max_body_bytes)
         return await parsed(
             request, body, lambda body: validate(GenerateRequest, supported(load_json(body)), REMEDY)
         )

@@ -115,7 +115,7 @@ export class UsageView {
     const set = Object.values(prices).some((price) => price > 0);
     setText(this.prices, set
       ? `Prices an hour${currency && ` in ${currency}`}: ${prices.memory_gb_hour} for a GB of memory, ${prices.disk_gb_hour} for a GB of disk, ${prices.device_hour} for a device. "Always on" is what one worker that never stops had cost.`
-      : "No prices are set: price_memory_gb_hour, price_disk_gb_hour and price_device_hour of the gateway.");
+      : "No prices are set: price_memory_gb_hour and price_device_hour of the gateway.");
   }
 
   update() {}

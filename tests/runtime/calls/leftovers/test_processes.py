@@ -52,10 +52,15 @@ def running(file: Path) -> list[int]:
     return [pid for pid in started(file) if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("where", [AT_IMPORT, IN_SETUP, DAEMON], ids=["import", "setup", "daemon"])
-async def test_helpers_end_at_zero_and_at_delete(gateway, where: str, tmp_path: Path):
+# A standby imports the handler, too, and keeps what the import starts.
+@pytest.mark.parametrize(
+    ("where", "rest"),
+    [(AT_IMPORT, "local"), (IN_SETUP, "zygote"), (DAEMON, "zygote")],
+    ids=["import", "setup", "daemon"],
+)
+async def test_helpers_end_at_zero_and_at_delete(gateway, where: str, rest: str, tmp_path: Path):
     file = tmp_path / "started"
-    settings = {"scale.idle_timeout_s": 0, "scale.standby": False, "env.STARTED": str(file)}
+    settings = {"scale.idle_timeout_s": 0, "scale.rest": rest, "env.STARTED": str(file)}
     function = await gateway.deploy(STARTS + where + HANDLER, settings, check=False)
     worker = await function.answer()
     await gone(worker)
@@ -71,7 +76,7 @@ async def test_helpers_end_at_zero_and_at_delete(gateway, where: str, tmp_path: 
 
 async def test_a_helper_of_a_worker_that_lives_stays_when_another_worker_ends(gateway, tmp_path: Path):
     file = tmp_path / "started"
-    settings = {"scale.min": 2, "scale.max": 2, "scale.standby": False, "env.STARTED": str(file)}
+    settings = {"scale.min": 2, "scale.max": 2, "env.STARTED": str(file)}
     function = await gateway.deploy(STARTS + DAEMON + HANDLER, settings, check=False)
     await function.client.post(f"/v2/{function.name}/warmup")
     await function.settled(ready=2)

@@ -224,7 +224,7 @@ async def test_the_folder_of_a_worker_that_was_killed_is_removed_whatever_is_in_
 
 
 async def test_the_folder_of_a_worker_is_removed_at_its_end(deploy: Any) -> None:
-    function = await deploy(FILES, {"scale.idle_timeout_s": 0.05, "scale.standby": False})
+    function = await deploy(FILES, {"scale.idle_timeout_s": 0.05})
     found = await function.answer({"do": "where"})
     await function.answer({"do": "write", "with": ["outputs/one", "text"]})
     await gone(found["pid"])

@@ -18,7 +18,7 @@ from pilotflame.runtime.calls.batching.outstanding import BatchEnd, Outstanding
 from pilotflame.runtime.calls.batching.queue import MAX_WAITING_BYTES
 from pilotflame.runtime.calls.link.child import EndCause
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
-from pilotflame.runtime.calls.serving import replica
+from pilotflame.runtime.calls.serving import replica, time_limits
 from pilotflame.runtime.calls.serving.dispatcher import MAX_ATTEMPTS, Dispatcher, Policy
 from pilotflame.runtime.calls.serving.equal_calls import EqualCalls
 from pilotflame.runtime.calls.serving.invocation import Invocation, Output
@@ -347,7 +347,10 @@ def handler(events):
     assert (await function.answer("after"))[0] == "after"
 
 
-async def test_beside_a_stuck_invocation_others_finish_and_behind_it_they_run_elsewhere(deploy, gate: Gate):
+async def test_beside_a_stuck_invocation_others_finish_and_behind_it_they_run_elsewhere(
+    deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.1)
     source = """
 import gate, os, threading
 def handler(event):
@@ -358,8 +361,7 @@ def handler(event):
         gate.wait("neighbour")
     return os.getpid()
 """
-    limits = {"execution_timeout_s": 2.0, "cancel_grace_s": 0.1}
-    function = await deploy(source, {**ONE, "concurrency": 2, **limits}, gate=gate)
+    function = await deploy(source, {**ONE, "concurrency": 2, "execution_timeout_s": 2.0}, gate=gate)
     pid = await function.answer("before")
     stuck = asyncio.create_task(function.call("stuck"))
     await gate.next("stuck")
@@ -606,7 +608,7 @@ def handler(event):
     time.sleep(event)
     return os.getpid()
 """
-    function = await deploy(source, {**ONE, "concurrency": 64, "cancel_grace_s": 0.2})
+    function = await deploy(source, {**ONE, "concurrency": 64})
     pid = await function.answer(0)
     calls = [asyncio.create_task(function.answer(call_s)) for _ in range(50)]
     await function.settled(ready=1, in_flight=50)
@@ -619,10 +621,11 @@ def handler(event):
 
 async def test_a_callers_deadline_ends_no_other_call(deploy, monkeypatch):
     monkeypatch.setattr(replica, "EXIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.2)
     await _beside_a_short_deadline(deploy, 3.0, 1.0)
 
 
 @pytest.mark.slow
 async def test_a_callers_deadline_ends_no_call_of_40_seconds(deploy):
-    """Longer than the grace and the time for an exit, as they are by default, together."""
+    """Longer than the grace and the time for an exit together."""
     await _beside_a_short_deadline(deploy, 40.0, 1.0)

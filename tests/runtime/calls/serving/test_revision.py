@@ -12,6 +12,7 @@ import weakref
 import pytest
 from live import Gate, failure, gone, until
 from pilotflame.errors import RevisionRetired
+from pilotflame.runtime.calls.serving import time_limits
 from pilotflame.runtime.calls.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -403,9 +404,12 @@ async def test_a_crash_is_logged_with_its_stack_which_no_job_gets(deploy):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_a_stuck_worker_leaves_the_stack_of_its_thread(deploy, gate: Gate, kind: str):
+async def test_a_stuck_worker_leaves_the_stack_of_its_thread(
+    deploy, gate: Gate, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.2)
     source = f"import gate\n{kind} handler(event):\n    gate.wait('stuck')\n"
-    settings = {"execution_timeout_s": 0.2, "cancel_grace_s": 0.2, "env.GATE": str(gate.path)}
+    settings = {"execution_timeout_s": 0.2, "env.GATE": str(gate.path)}
     function = await deploy(source, settings)
     job = (await function.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).json()
     assert job["status"] == "TIMED_OUT"

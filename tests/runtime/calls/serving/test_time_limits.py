@@ -30,13 +30,14 @@ from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 from pilotflame.runtime.calls.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.calls.serving.replica import Replica, ReplicaState
 from pilotflame.runtime.calls.serving.replicas import ReplicaList
+from pilotflame.runtime.calls.serving.time_limits import CANCEL_GRACE_S as GRACE_S
 from pilotflame.runtime.ground.access.fair_share import SharedRoom
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
 from pilotflame.runtime.ground.telemetry.timeline import Activation, WorkerTiming
 from simulated_time import run_simulated
 
-LIMIT_S, GRACE_S = 10.0, 2.0
+LIMIT_S = 10.0
 # By how much a timer may be early or late.
 TOLERANCE_S = 0.01
 
@@ -231,7 +232,7 @@ class Run:
 
 async def run(plans: list[Plan], slots: int, ahead: int, max_batch: int, limit_s: float | None) -> Run:
     started_s = time.monotonic()
-    limits = {"timeout_s": LIMIT_S, "execution_timeout_s": limit_s, "cancel_grace_s": GRACE_S}
+    limits = {"timeout_s": LIMIT_S, "execution_timeout_s": limit_s}
     named = {f"i{number}": plan for number, plan in enumerate(plans)}
     settings = FunctionSettings(name="f", **limits)  # type: ignore[arg-type]
     policy = Policy(settings, ScaleSpec(concurrency=slots * max_batch), max_batch=max_batch)

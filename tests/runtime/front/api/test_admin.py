@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live import TRUSTED, Gate, Gateway, failure, gateway_here
+from pilotflame.runtime.ground.settings import state_dir
 from pilotflame.runtime.jobs.stored.jobs import DATABASE_FILE
 from pilotflame.runtime.node.packaging.code import pack
 
@@ -373,9 +374,9 @@ async def test_unknown_functions_are_not_counted(client):
     assert "made-up" not in (await client.get("/metrics")).text
 
 
-async def test_a_full_disk_is_not_ready(state):
-    disk = shutil.disk_usage(state.parent)
-    async with gateway_here(state, min_free_bytes=disk.total + 1) as gateway:
+async def test_a_full_disk_is_not_ready(state, monkeypatch):
+    monkeypatch.setattr(state_dir, "MIN_FREE_BYTES", shutil.disk_usage(state.parent).total + 1)
+    async with gateway_here(state) as gateway:
         response = await gateway.client.get("/readyz")
         assert (response.status_code, response.json()) == (503, {"status": "disk_full"})
         assert "retry-after" in response.headers
@@ -386,7 +387,7 @@ async def test_a_full_disk_is_not_ready(state):
             await gateway.client.post("/replicate/v1/files", files=form),
         ]
         assert [response.status_code for response in refused] == [507, 507]
-        assert all("min_free_bytes" in response.text for response in refused)
+        assert all("is full" in response.text for response in refused)
 
 
 async def test_the_metrics_tell_free_space_and_a_jobs_database_that_fails(state):

@@ -368,8 +368,9 @@ async def test_a_body_that_breaks_off(gateway: Gateway, deploy, encoding: str):
     assert await calls(function) == ["called 'after'"]
 
 
-async def test_every_route_with_a_body_has_a_time_limit(state):
-    async with gateway_here(state, body_timeout_s=0.05) as gateway:
+async def test_every_route_with_a_body_has_a_time_limit(state, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pilotflame.runtime.front.http.requests.BODY_TIMEOUT_S", 0.05)
+    async with gateway_here(state) as gateway:
         function = await gateway.deploy(ECHO)
         name = function.name
         paths = (
@@ -388,9 +389,10 @@ async def test_every_route_with_a_body_has_a_time_limit(state):
 
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
-async def test_slow_headers_do_not_hold_connections(state, asked: int):
+async def test_slow_headers_do_not_hold_connections(state, asked: int, monkeypatch: pytest.MonkeyPatch):
     """200 connections send a byte of a header now and then; others are served meanwhile."""
-    async with gateway_here(state, header_timeout_s=0.3) as gateway:
+    monkeypatch.setattr("pilotflame.runtime.front.http.connection.HEADER_TIMEOUT_S", 0.3)
+    async with gateway_here(state) as gateway:
         function = await gateway.deploy(ECHO)
 
         async def opened() -> Wire:
@@ -465,9 +467,12 @@ async def test_requests_behind_a_running_one_wait_at_their_client(state, gate: G
             await sent
 
 
-async def test_a_kept_connection_may_be_idle_for_longer_than_a_header(state, gate: Gate):
+async def test_a_kept_connection_may_be_idle_for_longer_than_a_header(
+    state, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
     """The limit is for headers, neither for the time between requests nor for the time that a request takes."""
-    async with gateway_here(state, header_timeout_s=0.05) as gateway:
+    monkeypatch.setattr("pilotflame.runtime.front.http.connection.HEADER_TIMEOUT_S", 0.05)
+    async with gateway_here(state) as gateway:
         function = await gateway.deploy(
             "import gate\ndef handler(event):\n    gate.wait()\n    return event", gate=gate
         )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from live import LIMIT_S, WAITS_ASYNC, Function, Gate, Gateway, events, failure, gateway_here, gone, until
+from pilotflame.runtime.calls.serving import time_limits
 from pilotflame.runtime.calls.serving.invocation import Invocation
 from pilotflame.runtime.calls.serving.revision import Revision
 from pilotflame.runtime.ground.telemetry.timeline import parse_server_timing
@@ -248,8 +249,9 @@ async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncC
     assert exec_ in told
 
 
-async def test_a_body_that_arrives_too_slowly_is_refused(state):
-    async with gateway_here(state, body_timeout_s=0.05) as gateway:
+async def test_a_body_that_arrives_too_slowly_is_refused(state, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pilotflame.runtime.front.http.requests.BODY_TIMEOUT_S", 0.05)
+    async with gateway_here(state) as gateway:
         function = await gateway.deploy(ECHO)
         head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n12345"
         status, body = await raw(gateway, head)
@@ -257,8 +259,9 @@ async def test_a_body_that_arrives_too_slowly_is_refused(state):
 
 
 @pytest.mark.parametrize("sent", ["", "POST /invoke/f HTTP/1.1\r\nHos"], ids=["nothing", "half-a-header"])
-async def test_a_silent_connection_is_closed(state, sent: str):
-    async with gateway_here(state, header_timeout_s=0.05) as gateway:
+async def test_a_silent_connection_is_closed(state, sent: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pilotflame.runtime.front.http.connection.HEADER_TIMEOUT_S", 0.05)
+    async with gateway_here(state) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         writer.write(sent.encode())
         async with asyncio.timeout(LIMIT_S):
@@ -331,12 +334,14 @@ async def test_cold_then_warm_and_the_phases_sum(deploy):
 # -- time
 
 
-async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate):
+async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(
+    deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.0)
     source = (
         "import gate, os\ndef handler(event):\n    if event:\n        gate.wait()\n    return os.getpid()"
     )
-    limits = {"timeout_s": 0.5, "cancel_grace_s": 0.0}
-    function = await deploy(source, {"scale.max": 1, **limits}, gate=gate)
+    function = await deploy(source, {"scale.max": 1, "timeout_s": 0.5}, gate=gate)
     before = await function.answer(0)
     error = await function.error(1, X_Request_Timeout="0.05")
     assert (error["status"], error["type"]) == (504, "deadline_exceeded")
@@ -417,11 +422,9 @@ async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
     assert await function.answer(3) == 3
 
 
-@pytest.mark.parametrize("limit", ["max_queue", "max_queue_bytes"])
-async def test_a_full_queue_refuses(deploy, gate: Gate, limit: str):
+async def test_a_full_queue_refuses(deploy, gate: Gate):
     source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
-    # The bodies of two invocations: "1" and "2".
-    function = await deploy(source, {"scale.max": 1, limit: 2}, gate=gate)
+    function = await deploy(source, {"scale.max": 1, "max_queue": 2}, gate=gate)
     running = asyncio.create_task(function.answer(0))
     await gate.next()
     waiting = [asyncio.create_task(function.answer(n)) for n in (1, 2)]
@@ -429,7 +432,7 @@ async def test_a_full_queue_refuses(deploy, gate: Gate, limit: str):
     response = await function.call(3)
     error = failure(response)
     assert (error["status"], error["type"]) == (429, "queue_full")
-    assert limit in error["remedy"]
+    assert "max_queue" in error["remedy"]
     assert int(response.headers["retry-after"]) >= 1
     gate.open()
     assert await asyncio.gather(running, *waiting) == [0, 1, 2]

@@ -20,7 +20,8 @@ async def test_unfinished_bodies_of_one_caller_leave_room_for_others(
     monkeypatch.setattr(
         "pilotflame.runtime.front.http.incoming_bodies.IncomingBodies.__init__.__defaults__", (4 << 20,)
     )
-    async with gateway_here(state, body_timeout_s=2.0, drain_s=1.0) as gateway, gateway.at_home() as home:
+    monkeypatch.setattr("pilotflame.runtime.front.http.requests.BODY_TIMEOUT_S", 2.0)
+    async with gateway_here(state, drain_s=1.0) as gateway, gateway.at_home() as home:
         await gateway.deploy("def handler(event):\n    return len(event)\n", name="f")
         keys = [
             (await home.post("/v1/keys", json={"name": name})).json()["key"] for name in ("greedy", "other")

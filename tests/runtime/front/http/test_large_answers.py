@@ -26,7 +26,8 @@ BOTH_PATHS = pytest.mark.parametrize(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def impatient(state: Path):
-    async with gateway_here(state, body_timeout_s=0.3) as gateway:
+    async with gateway_here(state) as gateway:
+        room_of(gateway).timeout_s = 0.3
         yield gateway
 
 

@@ -59,7 +59,7 @@ async def listening() -> AsyncIterator[int]:
     def connected() -> ClientConnection:
         place = places.enter(unused, "127.0.0.1")
         assert place is not None
-        return ClientConnection(server, header_timeout_s=LIMIT_S, place=place)
+        return ClientConnection(server, place=place)
 
     unused = socket.socket()
     listener = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", 0)

@@ -18,6 +18,7 @@ import trustme
 from live import LIMIT_S, Gateway, gateway_here, gateway_process
 from multidict import CIMultiDict
 from pilotflame.errors import Overloaded
+from pilotflame.runtime.front.api import server
 from pilotflame.runtime.front.listening.open_connections import MAX_LOOKS, ConnectionPlace, OpenConnections
 from pilotflame.runtime.front.listening.origins import Origins
 from pilotflame.runtime.startup import front
@@ -241,6 +242,8 @@ async def test_handshakes_that_do_not_end_lock_nobody_out(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front, "most_connections", lambda: 32)
+    # Otherwise, the handshakes would end after this time.
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 2 * LIMIT_S)
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
@@ -250,8 +253,7 @@ async def test_handshakes_that_do_not_end_lock_nobody_out(
     trust = ssl.create_default_context()
     authority.configure_trust(trust)
     async with (
-        # The handshakes would end after `header_timeout_s`.
-        gateway_here(state, tls_cert=chain, tls_key=key, header_timeout_s=2 * LIMIT_S) as gateway,
+        gateway_here(state, tls_cert=chain, tls_key=key) as gateway,
         idle_connections(gateway, b"\x16\x03\x01", 100) as idle,
         httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S, verify=trust) as fresh,
     ):

@@ -74,9 +74,8 @@ def test_what_the_owner_has_not_listed_is_refused(
     assert faults(DeployPolicy(**allowing), settings, **outside) == ""
 
 
-def test_processes_and_temporary_files_of_untrusted_code_have_limits() -> None:
-    settings = contained(resources={"pids": 1 << 20, "tmp_mb": 1 << 20})
-    assert "resources.pids is 1048576; allowed: at most 4096" in faults(DeployPolicy(), settings)
+def test_temporary_files_of_untrusted_code_have_a_limit() -> None:
+    settings = contained(resources={"tmp_mb": 1 << 20})
     assert "resources.tmp_mb is 1048576; allowed: at most 4096" in faults(DeployPolicy(), settings)
     assert faults(TRUSTING, settings) == ""
 

@@ -124,7 +124,7 @@ async def test_what_was_used_before_the_first_measurement_is_priced_then(clock: 
 async def test_a_new_day_begins_with_the_whole_budget_also_if_the_timer_is_late(clock: Clock):
     account, workers = Account("f", Prices()), Workers(clock, 1)
     account.attach(workers)
-    account.open(BudgetSpec(seconds_per_day=60, warn_at=0.5), "key")
+    account.open(BudgetSpec(seconds_per_day=60), "key")
     clock.at += 61
     account.check()
     assert (account.state, workers.told) == (BudgetState.EXHAUSTED, [True])

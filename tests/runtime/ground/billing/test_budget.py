@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pilotflame.runtime.ground.billing.budget import (
     DAY_S,
     LEAST_WAIT_S,
+    WARN_AT,
     BudgetSpec,
     BudgetState,
     Spending,
@@ -18,7 +19,7 @@ from pilotflame.runtime.ground.billing.budget import (
 
 AMOUNTS = st.floats(0, 1e6)
 LIMITS = st.none() | st.floats(1e-3, 1e6)
-SPECS = st.builds(BudgetSpec, LIMITS, LIMITS, st.floats(0.01, 1.0))
+SPECS = st.builds(BudgetSpec, LIMITS, LIMITS)
 SPENDINGS = st.builds(Spending, AMOUNTS, AMOUNTS)
 LEFT = st.floats(0, DAY_S)
 ORDER = list(BudgetState)
@@ -39,8 +40,8 @@ def test_it_is_exhausted_exactly_when_a_limit_is_reached(
         assert state is BudgetState.EXHAUSTED
     elif all(used < limit * (1 - 1e-6) for limit, used in limits):
         assert state is not BudgetState.EXHAUSTED
-        warned = any(used >= limit * spec.warn_at for limit, used in limits)
-        near = any(math.isclose(used, limit * spec.warn_at, rel_tol=1e-6) for limit, used in limits)
+        warned = any(used >= limit * WARN_AT for limit, used in limits)
+        near = any(math.isclose(used, limit * WARN_AT, rel_tol=1e-6) for limit, used in limits)
         assert near or (state is BudgetState.WARNED) == warned
 
 

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from live import TRUSTED, Function, Gate, Gateway, failure, gateway_here, short_folder, until
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.billing import budget
 from pilotflame.runtime.ground.billing.budget import BudgetSpec
 from pilotflame.runtime.ground.billing.ledger import Ledger
 from pilotflame.runtime.ground.billing.usage import Prices, Usage
@@ -382,10 +383,11 @@ async def test_what_cannot_be_written_is_written_later(tmp_path):
 # -- budgets
 
 
-async def test_at_the_cap_the_running_call_ends_and_others_get_the_reason(gateway, deploy, gate: Gate):
-    function = await deploy(
-        WAITS, {"budget.seconds_per_day": 0.8, "budget.warn_at": 0.1, "scale.max": 1}, gate=gate
-    )
+async def test_at_the_cap_the_running_call_ends_and_others_get_the_reason(
+    gateway, deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(budget, "WARN_AT", 0.1)
+    function = await deploy(WAITS, {"budget.seconds_per_day": 0.8, "scale.max": 1}, gate=gate)
     running = asyncio.create_task(function.answer("runs"))
     waiting = asyncio.create_task(function.error("waits", x_priority="3"))
     await gate.next("runs")

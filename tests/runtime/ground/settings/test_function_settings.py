@@ -45,7 +45,7 @@ def test_without_a_file_there_are_defaults_and_the_folders_name(tmp_path: Path) 
     folder.mkdir()
     settings = read_settings(folder)
     assert settings == FunctionSettings(name="my-sentiment-function")
-    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=None, rest="zygote", standby=True)
+    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=None, rest="zygote")
 
 
 def test_the_file_is_read(tmp_path: Path) -> None:
@@ -111,6 +111,7 @@ def test_settings_are_frozen() -> None:
         ("timout_s = 5", "timout_s is not a setting; did you mean timeout_s?"),
         ("max_workers = 5", "max_workers is not a setting"),
         ("qqq = 5", "qqq is not a setting; there are name, handler"),
+        ("cors.max_age_s = 60", "cors.max_age_s no longer exists; remove it. A fixed value has replaced it."),
         ('scale.max = "8"', "scale.max is '8'; it should be a valid integer."),
         ("scale.max = 0", "scale.max is 0; it should be greater than or equal to 1."),
         # JSON holds no such number, so it would break the list of all functions.
@@ -120,6 +121,10 @@ def test_settings_are_frozen() -> None:
         ('scale.rest = "off"', "scale.rest is 'off'; it should be 'zygote' or 'local'."),
         ("scale.min = 5", "scale.min is 5, more than scale.max, which is 4."),
         ("scale.buffer = 5", "scale.buffer is 5, more than scale.max, which is 4."),
+        (
+            "[scale]\nslow_share = 0.01\nidle_timeout_s = 1",
+            "scale.slow_share and scale.idle_timeout_s exclude each other",
+        ),
         ("scale = 3", "scale is 3; it should be a table."),
         (
             "alerts.error_share = 0.5",
@@ -205,7 +210,6 @@ def test_overrides_win_and_are_parsed_by_type(tmp_path: Path) -> None:
         folder,
         overrides={
             "scale.max": "8",
-            "scale.standby": "false",
             "idempotent": True,
             "threads": "",
             "snapshot": None,
@@ -213,7 +217,7 @@ def test_overrides_win_and_are_parsed_by_type(tmp_path: Path) -> None:
             "env.B": "8",
         },
     )
-    assert (settings.scale.max, settings.scale.min, settings.scale.standby) == (8, 1, False)
+    assert (settings.scale.max, settings.scale.min) == (8, 1)
     assert (settings.idempotent, settings.threads, settings.snapshot) == (True, None, "w")
     assert settings.hold_s == 1.5
     assert settings.env == {"A": "a", "B": "8"}
@@ -226,8 +230,8 @@ def test_an_override_that_cannot_be_parsed_is_reported(tmp_path: Path) -> None:
 
 
 def test_what_a_process_cannot_be_held_at_is_refused(tmp_path: Path) -> None:
-    limits = '[resources]\nmemory_mb = 64\ncpus = 0.5\npids = 32\ntmp_mb = 4\nfiles = "private"\n'
-    assert read_settings(folder_with(tmp_path, limits)).resources.pids == 32
+    limits = '[resources]\nmemory_mb = 64\ncpus = 0.5\ntmp_mb = 4\nfiles = "private"\n'
+    assert read_settings(folder_with(tmp_path, limits)).resources.tmp_mb == 4
     (tmp_path / "other").mkdir()
     text = problem(tmp_path / "other", '[resources]\nnetwork = "none"')
     assert "resources.network is 'none', but image.name is not set" in text
@@ -361,7 +365,6 @@ _valid = st.builds(
     hold_s=_seconds,
     max_queue=st.integers(1, 1000),
     max_jobs=st.integers(1, 10**6),
-    max_jobs_bytes=st.integers(1, 2**40),
     max_body_bytes=st.integers(1, 2**40),
     env=st.dictionaries(
         st.from_regex(r"[A-OQ-Z_][A-Z0-9_]{0,9}", fullmatch=True),
@@ -374,8 +377,6 @@ _valid = st.builds(
             type=st.just("sqs"),
             queue=st.just("https://sqs.eu-west-1.amazonaws.com/1/orders"),
             concurrency=st.none() | st.integers(1, 100),
-            visibility_s=st.integers(1, 600),
-            backoff_s=st.integers(0, 900),
             result=st.sampled_from([None, "s3://bucket/prefix", "sqs://answers"]),
         ),
         max_size=2,
@@ -395,7 +396,6 @@ _valid = st.builds(
         Resources,
         memory_mb=st.none() | st.integers(16, 4096),
         cpus=st.none() | st.floats(min_value=0.01, max_value=64),
-        pids=st.none() | st.integers(16, 4096),
         tmp_mb=st.none() | st.integers(1, 4096),
         files=st.sampled_from(["shared", "private"]),
     ),
@@ -405,9 +405,7 @@ _valid = st.builds(
         max=st.integers(8, 64),
         buffer=st.integers(0, 8),
         idle_timeout_s=st.none() | _seconds,
-        price_waiting_s=st.none() | st.floats(0, 1e9),
         rest=st.sampled_from(["zygote", "local"]),
-        standby=st.booleans(),
     ),
     aliases=st.lists(st.sampled_from(["prod", "1a", "_"])).map(tuple),
     cors=st.builds(

@@ -47,6 +47,14 @@ def test_a_typo_in_the_environment_is_reported() -> None:
     assert read_gateway_settings({"PILOTFLAME_URL": "x"}, other_variables=("PILOTFLAME_URL",)).port == 8600
 
 
+def test_a_setting_that_no_longer_exists_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="PILOTFLAME_LOG_MAX_BYTES no longer exists; remove it"):
+        read_gateway_settings({"PILOTFLAME_LOG_MAX_BYTES": "100000"})
+    (tmp_path / "gateway.toml").write_text("log_max_bytes = 100000")
+    with pytest.raises(SettingsError, match="log_max_bytes no longer exists; remove it"):
+        read_gateway_settings({}, config=tmp_path / "gateway.toml")
+
+
 def test_a_bad_value_in_the_environment_is_reported() -> None:
     with pytest.raises(SettingsError, match="port is '99999'; it should be less than or equal to 65535"):
         read_gateway_settings({"PILOTFLAME_PORT": "99999"})

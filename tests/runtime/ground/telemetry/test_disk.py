@@ -23,7 +23,7 @@ async def test_a_full_disk_is_logged_once_and_its_end_by_the_next_write(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = False
-    monkeypatch.setattr(startup_state, "is_disk_full", lambda _folder, _least: full)
+    monkeypatch.setattr(startup_state, "is_disk_full", lambda _folder: full)
     monkeypatch.setattr(disk_module, "PAUSE_S", 0.0)
     async with gateway_here(state) as gateway:
         assert (await gateway.client.get("/readyz")).status_code == 200

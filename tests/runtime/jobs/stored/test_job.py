@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.jobs.stored.job import (
+    MAX_QUEUED_BYTES,
     TRANSITIONS,
     JobCounts,
     JobState,
@@ -43,12 +44,10 @@ def test_every_state_can_be_reached_from_the_queue() -> None:
 
 
 def test_a_new_job_has_the_limits_of_its_function() -> None:
-    settings = FunctionSettings(
-        name="tone", timeout_s=7.0, ttl_s=70.0, attempts=2, max_jobs=5, max_jobs_bytes=50
-    )
+    settings = FunctionSettings(name="tone", timeout_s=7.0, ttl_s=70.0, attempts=2, max_jobs=5)
     job = NewJob.for_function(settings, b"1", owner="key-1", ttl_s=8.0)
     assert job == NewJob(
-        "tone", b"1", 7.0, 8.0, owner="key-1", max_attempts=2, max_queued=5, max_queued_bytes=50
+        "tone", b"1", 7.0, 8.0, owner="key-1", max_attempts=2, max_queued=5, max_queued_bytes=MAX_QUEUED_BYTES
     )
 
 

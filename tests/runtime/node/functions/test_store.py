@@ -1,5 +1,6 @@
 """The store after crashes: a child kills itself at each system call in turn."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,9 +17,10 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import BadInput, SettingsError, UnknownFunction, UnknownRevision
-from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
+from pilotflame.runtime.ground.settings.function_settings import Cors, FunctionSettings
 from pilotflame.runtime.node.functions.revision_record import RevisionFields, RevisionRecord, StoredSnapshot
 from pilotflame.runtime.node.functions.store import Retention, Store
+from pilotflame.runtime.plugins.sqs.settings import SqsSource
 
 
 def fields(name: str = "tone", **more: Any) -> RevisionFields:
@@ -235,6 +237,29 @@ def test_a_promoted_revision_is_found_again(store: Store, tmp_path: Path, report
     assert revisions(again, "tone") == [record]
     assert (again.code(record) / "handler.py").read_text() == "x"
     assert staged(tmp_path) == []
+    assert reports == []
+
+
+def test_a_revision_keeps_its_other_settings_when_a_setting_no_longer_exists(
+    store: Store, tmp_path: Path, reports: Reports
+) -> None:
+    origins = {"cors.origins": "pilotflame.toml", "env.max_age_s": "pilotflame.toml"}
+    source = SqsSource(type="sqs", queue="https://sqs.eu-west-1.amazonaws.com/1/orders")
+    settings = FunctionSettings(
+        name="tone", cors=Cors(origins=("*",)), env={"max_age_s": "5"}, source=(source,)
+    )
+    record = placed(store, fields(settings=settings, setting_origins=origins))
+    store.promote(record)
+    path = store.code(record).parent / "revision.json"
+    stored = json.loads(path.read_text())
+    stored["settings"]["cancel_grace_s"] = 5.0
+    stored["settings"]["cors"]["max_age_s"] = 60
+    stored["settings"]["source"][0]["visibility_s"] = 60
+    stored["setting_origins"]["cors.max_age_s"] = "pilotflame.toml"
+    path.write_text(json.dumps(stored))
+    again = Store(tmp_path, reports)
+    again.start()
+    assert again.functions() == {"tone": record}
     assert reports == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import LauncherError
-from pilotflame.runtime.ground.settings.resources import Resources
+from pilotflame.runtime.ground.settings.resources import PIDS, Resources
 from pilotflame.runtime.node.launching import cgroups
 from pilotflame.runtime.node.launching.cgroups import Cgroup, Controller, find_controllers
 
@@ -84,13 +84,13 @@ def test_a_group_of_version_2_is_made_beside_the_gateways(
     own = unified(tmp_path / "v2" / "system.slice" / "pilotflame.service")
     found = find_controllers(proc(tmp_path, *SYSTEMD))
     monkeypatch.setattr(cgroups, "find_controllers", lambda: found)
-    group = cgroups.make_cgroup("one", Resources(memory_mb=64, pids=32, cpus=0.5))
+    group = cgroups.make_cgroup("one", Resources(memory_mb=64, cpus=0.5))
     assert group is not None
     # Processes are in leaves only.
     assert (own / cgroups.GATEWAY_GROUP / "cgroup.procs").read_text() == "12"
     assert (own / "cgroup.subtree_control").read_text() == "+cpu +memory +pids"
     written = {path.name: path.read_text() for path in (own / "one").iterdir()}
-    assert written == {"memory.max": str(64 << 20), "pids.max": "32", "cpu.max": "50000 100000"}
+    assert written == {"memory.max": str(64 << 20), "pids.max": str(PIDS), "cpu.max": "50000 100000"}
     assert group.joins == (own / "one" / "cgroup.procs",)
     assert group.memory_kills == own / "one" / "memory.events"
 
@@ -100,10 +100,10 @@ def test_no_process_is_moved_out_of_the_root_of_the_tree(
 ) -> None:
     root = unified(tmp_path / "v2")
     (root / "cgroup.type").unlink()
-    found = [Controller("pids", root, unified=True)]
+    found = [Controller("memory", root, unified=True)]
     monkeypatch.setattr(cgroups, "find_controllers", lambda: found)
-    assert cgroups.make_cgroup("one", Resources(pids=32)) is not None
-    assert (root / "cgroup.subtree_control").read_text() == "+pids"
+    assert cgroups.make_cgroup("one", Resources(memory_mb=64)) is not None
+    assert (root / "cgroup.subtree_control").read_text() == "+memory"
     assert not (root / cgroups.GATEWAY_GROUP).exists()
 
 
@@ -112,9 +112,9 @@ def test_no_group_is_made_without_a_limit() -> None:
 
 
 def test_a_group_that_the_kernel_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pids").write_text("a file")
-    refused = [Controller("pids", tmp_path / "pids", unified=False)]
+    (tmp_path / "memory").write_text("a file")
+    refused = [Controller("memory", tmp_path / "memory", unified=False)]
     monkeypatch.setattr(cgroups, "find_controllers", lambda: refused)
     with pytest.raises(LauncherError, match="The cgroup one cannot be made: Not a directory"):
-        cgroups.make_cgroup("one", Resources(pids=32))
+        cgroups.make_cgroup("one", Resources(memory_mb=64))
     Cgroup("one", refused).remove()

@@ -241,7 +241,7 @@ async def test_a_dead_zygote_takes_its_container_along(gateway: Gateway, image: 
 async def test_the_limit_of_processes_is_the_containers_and_not_the_users(
     gateway: Gateway, image: str
 ) -> None:
-    function = await deployed(gateway, image, **{"resources.pids": 64})
+    function = await deployed(gateway, image)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     for limit in (await function.answer({"do": "limits"}))["nproc"]:
         assert limit == min(hard, int(Path("/proc/sys/kernel/pid_max").read_text()))

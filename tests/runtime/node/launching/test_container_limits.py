@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 from containers import made_image, require_podman, running_engine
 from live import Function, Gateway, failure, gateway_here, short_folder, until
-from pilotflame.runtime.node.launching import container
+from pilotflame.runtime.calls.serving import time_limits
+from pilotflame.runtime.node.launching import container, container_launcher
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -44,13 +45,14 @@ def where():
 def end():
     os._exit(1)
 """
-LIMITS = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 8}
+LIMITS = {"resources.memory_mb": 160, "resources.tmp_mb": 8}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
     require_podman()
-    with short_folder() as folder, running_engine(folder) as engine:
+    with short_folder() as folder, running_engine(folder) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container_launcher, "PIDS", 64)
         async with gateway_here(folder / "state", engine=engine.url) as found:
             yield found
 
@@ -183,10 +185,10 @@ async def test_a_stuck_worker_whose_zygote_kills_nothing(
     gateway: Gateway, image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(container, "KILLED_BY_ZYGOTE_S", 0.5)
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.2)
     fixed = {
         "image.name": image,
         "execution_timeout_s": 0.3,
-        "cancel_grace_s": 0.2,
         "scale.max": 1,
         "timeout_s": 15,
     }

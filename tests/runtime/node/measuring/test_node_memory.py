@@ -112,7 +112,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def test_among_many_functions_only_what_changed_is_measured(state, measured) -> None:
-    async with gateway_here(state, learn_upstreams=False) as gateway:
+    async with gateway_here(state) as gateway:
         handler = "def handler(event):\n    return event"
         # One process is less than a tenth of the processes of eight functions.
         many = [
@@ -150,7 +150,7 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
 
 
 async def test_the_meter_keeps_no_ended_revision_in_memory(state, measured) -> None:
-    async with gateway_here(state, learn_upstreams=False) as gateway:
+    async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event", name="f")
         await function.settled(standby=True)
         meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
@@ -166,7 +166,7 @@ async def test_the_meter_keeps_no_ended_revision_in_memory(state, measured) -> N
 
 
 async def test_shares_are_measured_again_when_many_processes_have_come(state, measured) -> None:
-    async with gateway_here(state, learn_upstreams=False) as gateway:
+    async with gateway_here(state) as gateway:
         handler = "def handler(event):\n    return event"
         few = await gateway.deploy(handler, name="few")
         await few.settled(standby=True)

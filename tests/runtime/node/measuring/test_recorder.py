@@ -80,7 +80,7 @@ async def test_only_functions_with_news_are_asked_and_written(state: Path, monke
     monkeypatch.setattr(
         recorder, "_take", lambda history, now_s: taken.append(history) or take(history, now_s)
     )
-    async with gateway_here(state, learn_upstreams=False) as gateway:
+    async with gateway_here(state) as gateway:
         functions = gateway.server.functions
         beside = Recorder(state / "beside", functions.all)
         functions.events.processes.append(beside.note_change)

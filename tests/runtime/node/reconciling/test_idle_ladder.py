@@ -90,17 +90,18 @@ async def test_an_idle_function_steps_down_rung_by_rung(gateway, deploy):
     assert figures.wakes_s["local"][-1] > figures.wakes_s["zygote"][-1]
 
 
-async def test_a_function_whose_callers_may_not_wait_stays_ready(gateway, deploy):
-    function = await deploy(PID, {"scale.price_waiting_s": 1.0})
-    pid = await function.answer()
-    status = await idle(gateway, function, "ready")
-    assert status["next_rung"] == "zygote"
-    assert await function.answer() == pid
-    ladder = history_of(gateway, function).ladder
-    await idle(gateway, function, "ready")
-    # A gap that is longer than the quiet is an idle time; the time before the first call is not.
-    assert len(ladder.past.history.idles) == 1
-    assert 0.5 < ladder.past.history.idles[0] < 20
+async def test_a_function_whose_callers_may_not_wait_stays_ready(state: Path):
+    async with gateway_here(state, **IMPATIENT) as gateway:
+        function = await gateway.deploy(PID)
+        pid = await function.answer()
+        status = await idle(gateway, function, "ready")
+        assert status["next_rung"] == "zygote"
+        assert await function.answer() == pid
+        ladder = history_of(gateway, function).ladder
+        await idle(gateway, function, "ready")
+        # A gap that is longer than the quiet is an idle time; the time before the first call is not.
+        assert len(ladder.past.history.idles) == 1
+        assert 0.5 < ladder.past.history.idles[0] < 20
 
 
 async def test_slow_requests_beyond_their_share_raise_the_price_of_waiting(gateway, deploy):
@@ -134,13 +135,6 @@ async def test_a_caller_whose_time_is_up_before_a_worker_starts_was_a_slow_one(g
     down = await decided(gateway, function, "step_down")
     assert down.figures["slow_share"] == 1.0
     assert history_of(gateway, function).ladder.measured.slow_share.price(1.0) > 1.9
-
-
-@pytest.mark.parametrize("other", ["price_waiting_s", "idle_timeout_s"])
-async def test_a_share_and_what_says_the_same_in_another_way_exclude_each_other(gateway, other: str):
-    response = await gateway.send(PID, {"scale.slow_share": 0.01, f"scale.{other}": 1})
-    assert response.status_code == 422
-    assert f"scale.slow_share and scale.{other} exclude each other" in response.text
 
 
 async def test_a_fixed_timeout_and_a_minimum_are_kept(gateway, deploy):

@@ -66,7 +66,7 @@ async def test_weights_leave_the_device_and_come_back(gateway, deploy, weights, 
 async def test_a_cold_start_tells_how_long_the_copy_ran(deploy, weights, where: str):
     folder, right = weights
     source = ON_DEVICE.replace("def build", f"def {where}")
-    function = await deploy(source, STAYS | {"snapshot": str(folder), "scale.standby": False}, check=False)
+    function = await deploy(source, STAYS | {"snapshot": str(folder)}, check=False)
     cold, warm = await function.call(1), await function.call(2)
     assert warm.json()[1] == right(2)
     timing = parse_server_timing(cold.headers["server-timing"])
@@ -195,17 +195,19 @@ async def test_it_ends_after_the_idle_timeout_that_counts_from_the_last_call(dep
     await function.settled(parked=0)
 
 
-async def test_to_the_keep_alive_policy_it_is_an_idle_worker(deploy):
+async def test_to_the_keep_alive_policy_it_is_an_idle_worker(state: Path):
     # At a high price of waiting the policy keeps the worker; at a price of 0 it ends the worker.
-    kept = await deploy(PLAIN, {"scale.park_after_s": 0, "scale.price_waiting_s": 1e9})
-    worker, _ = await kept.answer(1)
-    status = await kept.settled(parked=1, rung="parked")
-    assert status["next_rung"] != "ready"
-    assert await kept.answer(2) == [worker, 2]
-    given_up = await deploy(PLAIN, {"scale.park_after_s": 0, "scale.price_waiting_s": 0})
-    worker, _ = await given_up.answer(1)
-    await gone(worker)
-    await given_up.settled(parked=0)
+    async with gateway_here(state, price_waiting_s=1e9) as gateway:
+        kept = await gateway.deploy(PLAIN, {"scale.park_after_s": 0})
+        worker, _ = await kept.answer(1)
+        status = await kept.settled(parked=1, rung="parked")
+        assert status["next_rung"] != "ready"
+        assert await kept.answer(2) == [worker, 2]
+    async with gateway_here(state, price_waiting_s=0) as gateway:
+        given_up = gateway.function(kept.name)
+        worker, _ = await given_up.answer(1)
+        await gone(worker)
+        await given_up.settled(parked=0)
 
 
 async def test_what_the_owner_keeps_is_not_parked(gateway, deploy):

@@ -35,15 +35,6 @@ async def test_a_standby_killed_at_the_moment_it_is_needed(deploy):
     assert worker != standby
 
 
-async def test_without_a_standby(deploy):
-    function = await deploy(PID, {"scale.standby": False, "scale.idle_timeout_s": 0})
-    first, _ = await function.answer()
-    await gone(first)
-    await function.settled(standby=False, zygote=True)
-    second, _ = await function.answer()
-    assert second != first
-
-
 async def test_without_a_kept_zygote_no_process_is_left_at_zero(deploy):
     function = await deploy(PID, {"scale.rest": "local", "scale.idle_timeout_s": 0})
     for _ in range(2):

@@ -25,6 +25,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
+from pilotflame.runtime.front.http import guard, requests
 from pilotflame.runtime.front.http.unverified_bodies import UnverifiedBodies
 from pilotflame.runtime.plugins.aws_lambda.failures import aws_error
 
@@ -559,11 +560,18 @@ async def answer_to(gateway: Gateway, sent: bytes) -> tuple[int, dict[str, Any]]
     }
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies may take 0.3 s."""
+    monkeypatch.setattr(requests, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def keyed() -> AsyncIterator[Gateway]:
-    """A gateway with keys and the function `mine`, which waits 0.3 s for bodies."""
+    """A gateway with keys and the function `mine`."""
     with short_folder() as folder:
-        async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
+        async with gateway_here(folder / "state", auth="always", drain_s=1.0) as gateway:
             async with gateway.at_home() as home:
                 admin = (
                     await home.post("/v1/keys", json={"name": "k", "aws": True, "scopes": ["admin"]})
@@ -590,6 +598,7 @@ async def test_refusals_do_not_tell_which_keys_exist(keyed: Gateway):
     assert answers[1:] == answers[:1] * 2
 
 
+@pytest.mark.usefixtures("soon")
 async def test_the_quota_counts_before_the_body_is_read(keyed: Gateway):
     key = await signing_key(keyed, concurrency=5, rate_per_s=0.001, burst=1)
     # A request with a false signature in the key's name does not use the key's quota.
@@ -599,6 +608,7 @@ async def test_the_quota_counts_before_the_body_is_read(keyed: Gateway):
     assert (await answer_to(keyed, signed_head(keyed, *key, length=50_000)))[0] == 429
 
 
+@pytest.mark.usefixtures("soon")
 async def test_unverified_requests_take_nothing_of_the_quota_of_the_key_that_they_name(keyed: Gateway):
     key = await signing_key(keyed, concurrency=1, rate_per_s=0.001, burst=1)
     unfinished = signed_head(keyed, key[0], "0" * 64, length=50_000)
@@ -609,10 +619,11 @@ async def test_unverified_requests_take_nothing_of_the_quota_of_the_key_that_the
     assert {status for status, _ in await asyncio.gather(*stuck)} == {408}
 
 
+@pytest.mark.usefixtures("soon")
 async def test_few_large_bodies_are_read_before_they_are_verified(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(UnverifiedBodies.__init__, "__defaults__", (1, 1))
     with short_folder() as folder:
-        async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
+        async with gateway_here(folder / "state", auth="always", drain_s=1.0) as gateway:
             async with gateway.at_home() as home:
                 made = (await home.post("/v1/keys", json={"name": "k", "aws": True})).json()
             stuck = signed_head(gateway, made["id"], "0" * 64, length=1_000_000)

@@ -13,12 +13,19 @@ from kafka_cluster import Cluster, cluster
 from live import Gate, Gateway, gateway_here, short_folder, until
 from pilotflame.errors import BusFailed
 from pilotflame.runtime.jobs.events.message_queue import Identity, Message
+from pilotflame.runtime.plugins.kafka import topic as kafka_topic
 from pilotflame.runtime.plugins.kafka.settings import KafkaSource
 from pilotflame.runtime.plugins.kafka.topic import KafkaTopic, open_topic
 from pilotflame.snapshot.sources.access import Access
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Open = Callable[..., KafkaTopic]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that is gone is soon replaced."""
+    monkeypatch.setattr(kafka_topic, "SESSION_S", 6)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,7 @@ async def opened(kafka: Cluster) -> AsyncIterator[Open]:
     found: list[KafkaTopic] = []
 
     def open_one(topic: str, **settings: Any) -> KafkaTopic:
-        source = KafkaSource(type="kafka", brokers=tuple(kafka.brokers), topic=topic, group=topic, session_s=6, **settings)  # fmt: skip
+        source = KafkaSource(type="kafka", brokers=tuple(kafka.brokers), topic=topic, group=topic, **settings)
         found.append(open_topic(source, Identity())[0])
         return found[-1]
 
@@ -167,14 +174,13 @@ async def test_a_job_that_takes_too_long_blocks_its_key_only_while_it_runs(
     kafka: Cluster, deploy: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KafkaSource, "longest_s", 0.2)
+    monkeypatch.setattr(KafkaSource, "backoff_s", 1)
     kafka.write("long", ['"long"', '"next"'], ["k", "k"])
     source = {
         "type": "kafka",
         "brokers": kafka.brokers,
         "topic": "long",
         "group": "f",
-        "session_s": 6,
-        "backoff_s": 1,
     }
     function = await deploy(WAITS, {"source": [source], "scale.max": 1}, gate=gate)
     arrival = await gate.next("long")
@@ -191,7 +197,7 @@ async def test_a_functions_answers_go_to_another_topic(
     kafka.write("orders", [json.dumps(one) for one in events], ["a", "b"])
     source = {
         "type": "kafka", "brokers": kafka.brokers, "topic": "orders", "group": "f", "result": "answers", "dead_letters": "failed",
-        "max_deliveries": 1, "session_s": 6,
+        "max_deliveries": 1,
     }  # fmt: skip
     function = await deploy(ANSWERS, {"source": [source], "scale.max": 2}, gate=gate)
     answers = await asyncio.to_thread(kafka.read, "answers", 7)

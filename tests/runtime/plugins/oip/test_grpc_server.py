@@ -219,11 +219,11 @@ async def test_a_refused_caller_sends_no_message() -> None:
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_calls_that_send_nothing_stop_no_other_key() -> None:
+async def test_calls_that_send_nothing_stop_no_other_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "BODY_TIMEOUT_S", 1.0)
     with short_folder() as folder:
         address = f"127.0.0.1:{free_port()}"
-        settings: dict[str, Any] = {"plugin_ports": (f"oip={address}",), "body_timeout_s": 1.0}
-        async with gateway_here(folder / "state", **settings) as gateway:
+        async with gateway_here(folder / "state", plugin_ports=(f"oip={address}",)) as gateway:
             await gateway.deploy(PASSING, name="passing")
             silent, other = [(("authorization", f"Bearer {await key(gateway)}"),) for _ in range(2)]
             async with grpc.aio.insecure_channel(address) as channel:
@@ -319,10 +319,10 @@ async def test_responses_that_are_not_read_end_and_count_until_the_caller_reads_
 ) -> None:  # fmt: skip
     # Beside a response of 4 MiB, 12 MiB are too many for the same owner, but not for another owner.
     monkeypatch.setattr(grpc_server, "MAX_BYTES", 35 << 19)
+    monkeypatch.setattr(grpc_server, "BODY_TIMEOUT_S", body_timeout_s)
     with short_folder() as folder:
         address = f"127.0.0.1:{free_port()}"
-        settings: dict[str, Any] = {"plugin_ports": (f"oip={address}",), "body_timeout_s": body_timeout_s}
-        async with gateway_here(folder / "state", **settings) as gateway:
+        async with gateway_here(folder / "state", plugin_ports=(f"oip={address}",)) as gateway:
             await gateway.deploy(ENDLESS, {"concurrency": 4, "timeout_s": timeout_s}, name="endless")
             await gateway.deploy(PASSING, name="passing")
             lazy, other = [(("authorization", f"Bearer {await key(gateway)}"),) for _ in range(2)]

@@ -39,8 +39,9 @@ def test_a_queue_of_another_host_is_its_own_endpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("visibility_s = 0", "source.0.visibility_s is 0; it should be greater than or equal to 1"),
-        ('visibility = "x"', "did you mean source.visibility_s"),
+        ("concurrency = 0", "source.0.concurrency is 0; it should be greater than or equal to 1"),
+        ('results = "x"', "did you mean source.result"),
+        ("visibility_s = 60", "source.visibility_s no longer exists; remove it"),
         ('result = "ftp://x"', "source.result"),
         ('result = "sqs://a/b"', "source.result"),
         ('endpoint_url = "http://user:hush@host"', "it must not have a user"),
