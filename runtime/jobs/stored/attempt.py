@@ -162,11 +162,6 @@ class JobAttempt:
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
         self.reports = JobReports(job, self.invocation, store, tasks)
 
-    @property
-    def orphaned(self) -> bool:
-        """True once the job's function was deleted. Then the job may not run on another function of this name."""
-        return self._log_channel.ended
-
     def cancel(self, error: PilotflameError | None = None) -> None:
         """Cancel the invocation, which fails with `error` if there is one. This does not change the job in the store."""
         self._revision.cancel(self.invocation, error)
@@ -243,8 +238,8 @@ class JobAttempt:
             self.reports.begin(self._fence)
         else:
             await self._store.admit(new)
-        if self.orphaned:
-            # `Jobs.forget` may have run before.
+        if self._log_channel.ended:
+            # The function was deleted, and `Jobs.forget` may have run before.
             await self._finish(JobOutcome(JobState.CANCELLED))
         self.stored.set_result(self.job)
 
@@ -337,11 +332,10 @@ class JobAttempt:
             return JobOutcome(JobState.CANCELLED, error=wire)
         if isinstance(error, DeadlineExceeded):
             return JobOutcome(JobState.TIMED_OUT, error=wire, logs=self.reports.lines)
-        if (
-            isinstance(error, (RevisionRetired, GatewayError, WorkerDied, CallEnded))
-            or not self.invocation.worker
-        ):
-            return JobOutcome(JobState.CANCELLED, error=wire) if self.orphaned else None
+        again = isinstance(error, (RevisionRetired, GatewayError, WorkerDied, CallEnded))
+        if again or not self.invocation.worker:
+            # A job of a deleted function may not run on the next function of its name.
+            return JobOutcome(JobState.CANCELLED, error=wire) if self._log_channel.ended else None
         return JobOutcome(JobState.FAILED, error=wire, logs=self.reports.lines)
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:

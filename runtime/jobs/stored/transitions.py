@@ -275,8 +275,7 @@ def purge(transaction: Transaction, function: str, last: int, *, owner: str, run
     if rows or not running:
         return len(rows)
     ended = f"function = ? AND {owned} state IN ('FAILED', 'TIMED_OUT') AND number <= ? AND allowed > 0"
-    some = f"SELECT number FROM jobs WHERE {ended} LIMIT ?"  # noqa: S608
-    forbid = f"UPDATE jobs SET allowed = 0 WHERE number IN ({some})"  # noqa: S608
+    forbid = f"UPDATE jobs SET allowed = 0 WHERE number IN (SELECT number FROM jobs WHERE {ended} LIMIT ?)"  # noqa: S608
     return transaction.connection.execute(forbid, (*values, last, PURGE_SLICE)).rowcount
 
 
