@@ -376,7 +376,7 @@ PARSED = {
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
-    "handlers.adapter", "runtime.plugins.asgi.event_call", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
+    "handlers.adapter", "handlers.language_model.answer_form", "runtime.plugins.asgi.event_call", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",

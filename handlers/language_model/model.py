@@ -21,6 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ..answer_text import MOST_BYTES, TextStream, token_text
 from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
@@ -38,7 +39,6 @@ from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
 from .prompts import Prompts, most_new_tokens
 from .sampling import Sampler
-from .text import MOST_BYTES, TextStream, token_text
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters

@@ -56,9 +56,8 @@ def openai_error_reply(error: PilotflameError, request_id: str) -> Response:
 
 def unrouted_reply(error: PilotflameError, request_id: str) -> Response:
     """Return the response for a path that no route has: OpenAI's form, with the fields of our own."""
-    reply = error_reply(error, request_id)
-    found = orjson.loads(reply.body)["error"]
-    return reply._replace(body=orjson.dumps({"error": found | {"param": None, "code": error.code}}))
+    found = {**error.to_wire(), "request_id": request_id, "param": None, "code": error.code}
+    return error_reply(error, request_id)._replace(body=orjson.dumps({"error": found}))
 
 
 ERRORS: dict[str, Any] = {"error_format": openai_error_reply, "error_type": OpenAiError}

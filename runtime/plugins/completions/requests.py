@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ....errors import BadInput
 from ....handlers.language_model.contract import (
@@ -163,16 +163,19 @@ class ResponseFormat(Options):
         least = 0 if self.type in ("text", "json_object") else 1
         if not least <= len(given) <= (self.type != "text"):
             raise ValueError("one of json_schema, schema and value goes with each type but text")
-        if self.type in ("json", "regex") or self.value is not None:
-            GrammarType.model_validate({"type": self.type, "value": self.value})
+        try:
+            _ = self.output
+        except ValidationError:
+            raise ValueError("the value is no pattern or schema of this type") from None
         return self
 
     @property
     def output(self) -> OutputFormat | None:
         if self.type == "text":
             return None
-        if self.value is not None:
-            return GrammarType.model_validate({"type": self.type, "value": self.value}).output
+        if self.type in ("json", "regex") or self.value is not None:
+            asked: dict[str, Any] = {"type": self.type, "value": self.value}
+            return GrammarType(**asked).output
         schema = self.json_schema.json_schema if self.json_schema is not None else self.plain_schema
         return OutputFormat(json_schema=ANY_OBJECT if schema is None else schema)
 

@@ -123,7 +123,7 @@ class ResponseRequest(Sampling):
         }  # fmt: skip
         if self.tools:
             tools = [
-                Tool.model_validate({"function": tool.model_dump(exclude={"type"}, exclude_none=True)})
+                Tool(function=ToolFunction(**tool.model_dump(exclude={"type"}, exclude_none=True)))
                 for tool in self.tools
             ]
             choice: Any = self.tool_choice

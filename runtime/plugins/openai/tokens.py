@@ -30,13 +30,13 @@ class DetokenizedText(TypedDict):
     prompt: str
 
 
-class _Request(BaseModel):
+class _TokenRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(_TokenRequest):
     """The body of `POST /tokenize`: a prompt, or messages."""
 
     prompt: str | None = None
@@ -66,7 +66,7 @@ class TokenizeRequest(_Request):
         }
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(_TokenRequest):
     """The body of `POST /detokenize`."""
 
     tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)

@@ -57,6 +57,8 @@ class GeneratedText:
             for number, token in enumerate(_tokens_of(delta), before + 1)
         ]
         if delta.finish_reason is not None:
+            # InferenceClient yields the text of each token, also of the model's own end.
+            events[-1]["token"] = {**events[-1]["token"], "text": delta.text}
             events[-1]["generated_text"] = self._full_text
             if self.asked.parameters.details:
                 events[-1]["details"] = {**self._end(), "input_length": self._prompt_tokens}

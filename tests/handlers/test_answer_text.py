@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.handlers.language_model.text import MOST_HELD, TextStream, token_text
+from pilotflame.handlers.answer_text import MOST_HELD, TextStream, token_text
 
 TEXTS = st.text(alphabet="abcé€😀 \n", max_size=40)
 STOPS = st.lists(st.text(alphabet="abcé€", min_size=1, max_size=4), max_size=3)
