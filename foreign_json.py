@@ -10,8 +10,12 @@ which take 1 s and 400 MB. Here, the validation of each list, set and dict ends 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from .errors import InputTooLarge
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 MAX_MARKS = 2_000_000
 WEIGHTS = {",": 1, "[": 2, "{": 2, ":": 4}
 """How much each mark counts: about the time to make what it stands for, in tenths of a microsecond."""
+# The beginning of a number that may be an integer of more than 64 bits.
+_LONG = re.compile(rb"(?:^|[\s\[:,])-?[0-9]{19}")
 _SHORT = MAX_MARKS // max(WEIGHTS.values())
 REMEDY = (
     "Send numbers as application/x-npy or safetensors, and long texts as text/plain, or send less at a time."
@@ -52,6 +58,29 @@ def check_json(text: bytes | str) -> None:
     """Raise InputTooLarge if a JSON text of a caller has too many values."""
     if why := excess(text):
         raise InputTooLarge(f"The JSON has {why}.", remedy=REMEDY)
+
+
+def loads(text: bytes | str) -> Any:
+    """Return the value of a JSON text, with integers of any size. Raises orjson.JSONDecodeError."""
+    value = orjson.loads(text)
+    encoded = text.encode() if isinstance(text, str) else text
+    # orjson returns a float for an integer that needs more than 64 bits.
+    if not isinstance(value, (dict, list, float)) or not _LONG.search(encoded):
+        return value
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise orjson.JSONDecodeError(f"a number is too long, or nested too deeply: {error}", "", 0) from None
+
+
+def dumps(value: Any) -> bytes:
+    """Return a result of `loads` as a JSON text. Raises orjson.JSONEncodeError if it is nested too deeply."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        if "64-bit" not in str(error):
+            raise
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def failing_fast(adapter: TypeAdapter[Any]) -> SchemaValidator:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import JsonSchemaMode
 
 from ..errors import BadInput, InputInvalid, OutputInvalid, UnsupportedMedia
-from ..foreign_json import check_json, failing_fast, first_errors
+from ..foreign_json import check_json, failing_fast, first_errors, loads
 from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from .contract import NOTHING
@@ -79,7 +79,7 @@ class InputCodec(_Codec):
             event = _decode_other(body, kind, content_type)
             return event if self._validator is None else _validated(self._validator.validate_python, event)
         check_json(body)
-        return _validated(self._validator.validate_json if self._validator else orjson.loads, body or b"null")
+        return _validated(self._validator.validate_json if self._validator else loads, body or b"null")
 
 
 class OutputCodec(_Codec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import InputTooLarge
-from pilotflame.foreign_json import MAX_MARKS, MOST_ERRORS, check_json, excess, failing_fast, first_errors
+from pilotflame.foreign_json import (
+    MAX_MARKS,
+    MOST_ERRORS,
+    check_json,
+    dumps,
+    excess,
+    failing_fast,
+    first_errors,
+    loads,
+)
 from pydantic import BaseModel, ConfigDict, Discriminator, TypeAdapter, ValidationError
 
 
@@ -54,6 +64,45 @@ def test_the_limit_is_reached_exactly() -> None:
     fits = repeated(b"1", MAX_MARKS - 1)
     assert excess(fits) == ""
     assert excess(b"[" + fits)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+    | st.integers(min_value=1 << 62, max_value=1 << 66) | st.integers(min_value=-(1 << 66), max_value=-(1 << 62)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+def typed(value: Any) -> str:
+    """Return a text that tells 1 from 1.0, and 0.0 from -0.0."""
+    return repr(value)
+
+
+@given(VALUES, st.sampled_from([None, 1]), st.booleans())
+def test_a_text_has_the_values_that_pythons_json_reads(value: Any, indent: int | None, plain: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=plain)
+    assert typed(loads(text)) == typed(loads(text.encode())) == typed(json.loads(text)) == typed(value)
+    assert typed(json.loads(dumps(value))) == typed(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["NaN", '{"a": [Infinity]}', "[-Infinity]", "1e999", '"\\ud800"', '["\\udc00\\ud800"]', "9" * 5000, "[" * 995 + "9" * 30 + "]" * 995],
+    ids=["nan", "infinity", "-infinity", "large float", "half a pair", "swapped pair", "long integer", "deep"],
+)  # fmt: skip
+def test_a_text_that_cannot_be_passed_on_is_refused(text: str) -> None:
+    for form in (text, text.encode()):
+        with pytest.raises(orjson.JSONDecodeError):
+            loads(form)
+
+
+def test_a_value_that_is_nested_too_deeply_is_not_written() -> None:
+    value: Any = 1 << 70
+    for _ in range(2000):
+        value = [value]
+    with pytest.raises(orjson.JSONEncodeError):
+        dumps(value)
 
 
 class Item(BaseModel):

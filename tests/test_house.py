@@ -177,6 +177,8 @@ PRIVATE_NAMES = {
     "_seed_seq": "BitGenerator.seed_seq is missing before numpy 1.25",
     # transformers: the table of models; its public names import a model's module
     "_model_mapping": "the public names of an AutoModel import the module of a model",
+    "_keep_in_fp32_modules": "no public name says which weights stay in float32",
+    "_keep_in_fp32_modules_strict": "as _keep_in_fp32_modules",
     # botocore
     "_manager": "no setting names the class of its connections, by which addresses are checked",
     # tensorizer
@@ -376,7 +378,7 @@ PARSED = {
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
-    "handlers.adapter", "handlers.language_model.answer_form", "runtime.plugins.asgi.event_call", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
+    "handlers.adapter", "handlers.language_model.answer_form", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",

@@ -113,19 +113,14 @@ def stored_dtype(manifest: Manifest) -> torch.dtype:
     return next((_DTYPES[dtype] for _, dtype in first if dtype in _DTYPES), torch.float32)
 
 
-def conversion_note(manifest: Manifest, dtype: torch.dtype | None) -> str:
+def conversion_note(manifest: Manifest, dtype: torch.dtype) -> str:
     """Return a sentence for the deployer if most weights must be converted to the type of config.json; else ""."""
-    wanted = dtype or torch.float32
-    other = [entry for entry in manifest.tensors if _DTYPES.get(entry.dtype, wanted) != wanted]
-    if 2 * sum(entry.size_bytes for entry in other) <= sum(entry.size_bytes for entry in manifest.tensors):
-        return ""
-    return (
-        f"config.json says {wanted}, and most weights have another type. The first worker converts them, and the copy stays in "
-        "memory without a worker. `pilotflame snapshot convert --dtype` converts them once."
-    )
+    other = sum(entry.size_bytes for entry in manifest.tensors if _DTYPES.get(entry.dtype, dtype) != dtype)
+    text = f"Most weights do not have config.json's {dtype}. A copy stays in memory: use `pilotflame snapshot convert --dtype`."
+    return text if 2 * other > sum(entry.size_bytes for entry in manifest.tensors) else ""
 
 
-def keep_float32(module: nn.Module, dtype: torch.dtype | None) -> None:
+def keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
     """Give those weights the type float32 that transformers keeps in it. Call it while they have no bytes."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:

@@ -38,23 +38,16 @@ MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_SPACES = b" \t\r\n"
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
-_FETCH = (
-    "Open its address in a browser: you may have to log in, or the address of the file itself is another."
-)
+_FETCH = "Open its address in a browser: you may have to log in, or it is not the address of the file."
 # What files begin with that have the name of a safetensors file, what they are, and the remedy.
 _OTHERS = (
-    (rb"version https?://git-", "a pointer of Git LFS, without the weights",
-     "Run `git lfs pull` in the clone, or fetch the file itself (on the hub: /resolve/ in place of /raw/)."),
+    (rb"version https?://git-", "a pointer of Git LFS", "Run `git lfs pull`, or fetch the file itself (hub: /resolve/, not /raw/)."),
     (rb"(?i)\s*<(!doctype|!--|html|head|body|\?xml)", "a page of HTML or XML", _FETCH),
     (rb'\s*\{\s*"[\w-]+"\s*:', "a text of JSON", _FETCH),
     (rb"\x1f\x8b\x08", "compressed with gzip", "Unpack it with gunzip."),
-    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "Unpack it with unzstd."),
     (rb"PK\x03\x04", "a zip file, as torch.save writes", "Run `pilotflame snapshot convert`, or unpack it."),
-    (rb"GGUF", "a file of GGUF", "Save the weights with the safetensors library."),
 )  # fmt: skip
-_BEGINNING_BYTES = 64
 
 
 class TensorHeader(NamedTuple):
@@ -100,7 +93,7 @@ def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> He
     try:
         return _read_header(source, name, room or HeaderRoom())
     except HeaderError as error:
-        beginning = read_all(source, name, _BEGINNING_BYTES)
+        beginning = read_all(source, name, 64)
         for pattern, kind, remedy in _OTHERS:
             if re.match(pattern, beginning):
                 raise HeaderError(f"{name} is {kind}, and no safetensors file.", remedy=remedy) from error
@@ -125,9 +118,8 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
-    metadata = entries.pop(_METADATA, None)
     # The safetensors library reads null as no metadata.
-    metadata = {} if metadata is None else metadata
+    metadata = {} if (given := entries.pop(_METADATA, None)) is None else given
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(file, f"its {_METADATA} is not an object of strings")
     if len(entries) > MAX_TENSORS:
@@ -161,7 +153,7 @@ def bulk_fault(text: bytes) -> str | None:
 
 
 def _entries(text: bytes, file: str) -> dict[str, Any]:
-    if not text.lstrip(_SPACES).startswith(b"{"):
+    if not text.lstrip().startswith(b"{"):
         _refuse(file, "its header does not start with '{'")
     if fault := bulk_fault(text):
         _refuse(file, f"its header is not that of a tensor file: {fault}")

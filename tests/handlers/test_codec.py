@@ -75,6 +75,12 @@ def test_what_is_not_json_is_bad_json_whatever_the_annotation(annotation: Any, b
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("annotation", [None, object, dict[str, list[int]], dict[str, Any]])
+def test_whole_numbers_are_never_rounded(annotation: Any) -> None:
+    event = {"ids": [1 << 64, -(1 << 63) - 1, 12345678901234567890123]}
+    assert InputCodec(annotation).decode(json.dumps(event).encode()) == event
+
+
 def test_deep_nesting_is_refused_not_crashed_on() -> None:
     deep = b"[" * 100_000 + b"]" * 100_000
     for annotation in (None, list[Any]):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 
 from ....errors import BadInput, InputTimeout, InputTooLarge, OutputInvalid, PilotflameError
-from ....foreign_json import check_json, excess, failing_fast, first_errors
+from ....foreign_json import check_json, dumps, excess, failing_fast, first_errors, loads
 from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ....handlers.caller import NORMAL
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
@@ -202,7 +202,7 @@ def load_json(body: bytes | str) -> Any:
     """
     check_json(body)
     try:
-        return orjson.loads(body) if body else None
+        return loads(body) if body else None
     except orjson.JSONDecodeError as error:
         raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON.") from None
 
@@ -212,7 +212,7 @@ def load_output(payload: bytes) -> Any:
     if why := excess(payload):
         raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")
     try:
-        return orjson.loads(payload)
+        return loads(payload)
     except orjson.JSONDecodeError as error:
         raise OutputInvalid(f"The output is not JSON: {error}.", remedy="Return JSON.") from None
 
@@ -233,7 +233,7 @@ def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M
 def dump_json(value: Any) -> bytes:
     """Return a result of `load_json` as bytes. Raises BadInput if it is nested too deeply for orjson."""
     try:
-        return orjson.dumps(value)
+        return dumps(value)
     except orjson.JSONEncodeError as error:
         raise BadInput(f"The body cannot be stored: {error}.", remedy="Nest it less deeply.") from None
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -356,12 +357,17 @@ class Consumer:
 
 
 def _job_input(body: bytes) -> bytes:
-    """Return the body unchanged if it is JSON, else encoded as a JSON string."""
+    """Return the body unchanged if it is JSON, also with values that only Python reads, else encoded as a JSON string."""
     try:
         # The worker refuses a message with too many values.
         _ = excess(body) or orjson.loads(body)
     except orjson.JSONDecodeError:
-        return orjson.dumps(body.decode("utf-8", "replace"))
+        try:
+            json.loads(body.decode())
+        except RecursionError:
+            pass
+        except ValueError:
+            return orjson.dumps(body.decode("utf-8", "replace"))
     return body
 
 

@@ -11,7 +11,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from ....errors import BadInput, HandlerFailed
-from ....foreign_json import failing_fast
+from ....foreign_json import failing_fast, loads
 from ....handlers.codec import JSON_TYPE, input_error
 from ....handlers.failure import cut
 from .http_call import App, Message, as_bytes
@@ -89,7 +89,7 @@ class EventCall:
         kind = self._content_type.partition(";")[0].strip().lower()
         if kind == JSON_TYPE or kind.endswith("+json"):
             try:
-                return orjson.loads(body) if body else None
+                return loads(body) if body else None
             except orjson.JSONDecodeError as error:
                 raise HandlerFailed(
                     f"The app's response has the type {kind}, but is not JSON: {error}."

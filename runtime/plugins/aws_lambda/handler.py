@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from ....errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
+from ....errors import HandlerFailed, HandlerSignatureError, OutputInvalid
 from ....handlers.adapter import LenientOutput
 from ....handlers.codec import InputCodec, OutputCodec
 from ....handlers.contract import NOTHING, Context
@@ -32,8 +31,6 @@ SQS = "aws:sqs"
 DEFAULT_REGION = "us-east-1"
 # The remaining time that an invocation without a deadline reports. It is the longest timeout that Lambda allows.
 _MAX_REMAINING_MS = 900_000
-# A run of at least 19 digits. orjson reads all shorter integers exactly.
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _LEAST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 _CLIENT = ("installation_id", "app_title", "app_version_name", "app_version_code", "app_package_name")
 
@@ -64,16 +61,7 @@ class ObjectInput(InputCodec):
     """Accepts any JSON, with integers of any size. An empty body is decoded as an empty object."""
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
-        event = super().decode(body, content_type) if body else {}
-        # orjson returns a float for an integer that needs more than 64 bits.
-        if not isinstance(event, (dict, list, float)) or not _LONG_NUMBER.search(body):
-            return event
-        try:
-            return json.loads(body)
-        except RecursionError:
-            return event
-        except ValueError as error:
-            raise BadInput(f"The body holds a number that is too long: {error}.") from None
+        return super().decode(body, content_type) if body else {}
 
 
 class ExactOutput(LenientOutput):

@@ -15,6 +15,7 @@ from multidict import istr
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ....errors import BadInput, EventInvalid, InputTooLarge, UnsupportedMedia
+from ....foreign_json import dumps
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...front.http.requests import Headers, load_json, media_type_of, problems
 
@@ -198,7 +199,7 @@ def _normalize(data: bytes, where: str) -> bytes:
 
 def _dump(data: Any, where: str) -> bytes:
     try:
-        return orjson.dumps(data)
+        return dumps(data)
     # orjson can parse data that is nested too deeply for it to write.
     except orjson.JSONEncodeError as error:
         remedy = "Nest it less deeply."

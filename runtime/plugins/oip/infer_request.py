@@ -15,6 +15,7 @@ from multidict import CIMultiDict, istr
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ....errors import BadInput
+from ....foreign_json import dumps
 from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.tensors import DATATYPES
 from ...calls.serving.response_cache import MAX_INPUT_BYTES
@@ -154,7 +155,7 @@ class InferRequest:
         """
         if len(self.body) > MAX_INPUT_BYTES:
             return self
-        header = orjson.dumps({"inputs": inputs})
+        header = dumps({"inputs": inputs})
         return replace(
             self, body=header + self.body[header_bytes:], content_type=f"{TENSORS_TYPE};header={len(header)}"
         )

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import orjson
 
 from ....errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
-from ....foreign_json import check_json
+from ....foreign_json import check_json, loads
 from ....handlers.adapter import LenientOutput, awaited
 from ....handlers.codec import FORM_TYPE, JSON_TYPE, InputCodec
 from ....handlers.contract import NOTHING, BatchSpec, Context
@@ -145,7 +145,7 @@ def _url_encoded(body: bytes) -> dict[str, Any]:
     """Return the fields of a form, or its body if it is JSON, because `curl -d` sends JSON with the type of a form."""
     check_json(body)
     try:
-        return {"body": orjson.loads(body)}
+        return {"body": loads(body)}
     except orjson.JSONDecodeError:
         pass
     try:

@@ -119,7 +119,7 @@ async def test_workers_share_what_was_converted(tmp_path: Path) -> None:
         function = await gateway.deploy(HANDLER, given, name="llm")
         # A spawned worker would have a copy of its own.
         [warning] = function.described["warnings"]
-        assert warning.startswith("config.json says torch.float32, and most weights have another type")
+        assert warning.startswith("Most weights do not have config.json's torch.float32.")
         await function.settled(ready=2)
         pids = await function.pids("worker")
         assert [copies_kb(pid) for pid in pids] == [0, 0]

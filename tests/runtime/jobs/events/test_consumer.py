@@ -117,6 +117,30 @@ async def test_a_body_that_is_not_json_is_text(deploy, gate: Gate, queue) -> Non
     await until(mine.empty, "the message is deleted")
 
 
+async def test_json_of_python_is_no_text_and_no_rounded_number(deploy, gate: Gate, queue) -> None:
+    """A handler gets the value that json.loads reads, or its job fails by name."""
+    dead = queue()
+    mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 1}))
+    handler = "from gate import wait\n\ndef handler(event: object) -> None:\n    wait(str(event))\n"
+    function = await deploy(handler, source(mine), gate=gate, check=False)
+    gate.open()
+    await mine.send("123456789012345678901")
+    await gate.next("123456789012345678901")
+    wrong = ['{"x": NaN}', "[-Infinity]", '{"x": "\\ud800"}']
+    for body in wrong:
+        await mine.send(body)
+
+    async def aside() -> bool:
+        return sorted(dead.bodies) == sorted(wrong)
+
+    await until(aside, "the messages are in the dead-letter queue")
+    jobs = (await function.client.get(f"/v1/functions/{function.name}/jobs")).json()["jobs"]
+    errors = [job["error"]["message"] for job in jobs if job["status"] == "FAILED"]
+    assert len(errors) == len(wrong)
+    assert all("The body is not JSON" in error for error in errors)
+    assert len(gate.arrived) == 1
+
+
 async def test_messages_in_flight_are_limited(deploy, gate: Gate, queue) -> None:
     mine = queue()
     await deploy(

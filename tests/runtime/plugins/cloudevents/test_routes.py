@@ -244,3 +244,37 @@ async def test_the_handshake(deploy, path: str):
         assert refused.status_code == 400
     unknown = await function.client.options(path.format("none"), headers={"WebHook-Request-Origin": "x"})
     assert failure(unknown)["status"] == 404
+
+
+async def sent(function: Function, way: str, text: str) -> httpx.Response:
+    """Send a JSON text as the event of a function."""
+    named = {"type": "a", "source": "/tests", "id": way}
+    paths = {"invoke": function.path, "jobs": f"/v1/functions/{function.name}/jobs?wait_s=60"}
+    path = paths.get(way, f"/v2/{function.name}/run")
+    headers, body = {"Content-Type": "application/json"}, f'{{"input":{text}}}'
+    if way in ("invoke", "binary"):
+        body = text
+    if way == "binary":
+        headers |= {"ce-specversion": "1.0", **{f"ce-{name}": value for name, value in named.items()}}
+    if way == "structured":
+        body = f'{json.dumps({"specversion": "1.0", **named})[:-1]},"data":{text}}}'
+        headers["Content-Type"] = STRUCTURED
+    return await function.client.post(path, content=body, headers=headers)
+
+
+@pytest.mark.parametrize("way", ["invoke", "jobs", "run", "binary", "structured"])
+async def test_a_value_arrives_as_pythons_json_reads_it_or_is_refused(deploy, way: str):
+    function = await deploy("def handler(event):\n    return repr(event)\n")
+    text = '{"ids": [123456789012345678901, -9223372036854775809, 18446744073709551615, 1.5, -0.0, "\\ud83d\\ude00"]}'
+    response = await sent(function, way, text)
+    assert response.status_code in (200, 202), response.text
+    answer = response.json()
+    if way == "jobs":
+        answer = answer["output"]
+    elif way != "invoke":
+        answer = await output(function, answer["id"])
+    assert answer == repr(json.loads(text))
+    for wrong in ("NaN", '{"a": [-Infinity]}', "1e999", '"\\ud800"', "9" * 5000):
+        error = failure(await sent(function, way, wrong))
+        assert error["status"] == 400, wrong
+        assert "not JSON" in error["message"], wrong
