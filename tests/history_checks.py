@@ -16,7 +16,7 @@ from pilotflame.runtime.node.reconciling.revision_workers import RevisionWorkers
 from pilotflame.runtime.node.scaling.allocation import PATIENCE_S
 from pilotflame.runtime.node.scaling.idle_period import QUIET_S
 from pilotflame.runtime.node.scaling.load import CHECKS, MIN_RECHECK_S
-from pilotflame.runtime.node.scaling.placement import GpuNeed, Holding, place
+from pilotflame.runtime.node.scaling.placement import GpuNeed, MemoryByGpu, place
 from pilotflame.runtime.node.scaling.revision_state import Phase
 from simulated_node import SimulatedNode
 from simulated_time import LATE_S
@@ -59,7 +59,7 @@ class Checks:
         # By revision, how many workers have died while they started, and their deaths are not counted yet.
         self._dead_starts = Counter[str]()
         # The GPU memory of each process that was activated, by pid.
-        self._full = dict[int, Holding]()
+        self._full = dict[int, MemoryByGpu]()
         self._draining_since_s = dict[Replica, float]()
         self._waiting_since_s = dict[str, float]()
         # For each waiting revision, by key: the other revisions that have wanted workers meanwhile.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SnapshotError
-from ...snapshot.restoring.device.copy_event import Event
+from ...snapshot.restoring.device.copy_event import CopyEvent
 from ...snapshot.restoring.device.device import Device
 from ...snapshot.restoring.device.pinned_shards import map_shared
 
@@ -92,7 +92,7 @@ class DeviceTests:
 
     def test_an_event_precedes_what_its_thread_submits(self, device: Device) -> None:
         source, target = host_bytes(device, 3), device.empty(SIZE_BYTES)
-        event: Event = device.copy(source, target)
+        event: CopyEvent = device.copy(source, target)
         event.precede()
         assert torch.equal((target + 1).cpu(), source + 1)
 

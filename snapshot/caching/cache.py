@@ -22,7 +22,7 @@ from ..fetching.fetch import FetchStats
 from ..fetching.ranges import Chunks
 from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
-from ..sources.source import Progress, Source
+from ..sources.source import ReportProgress, Source
 from .flock import Hold
 from .pull import Pull
 from .related import Related
@@ -148,7 +148,7 @@ class Cache:
         manifest: Manifest,
         source: Source,
         *,
-        progress: Progress | None = None,
+        progress: ReportProgress | None = None,
         tee: bool = True,
         reuse: bool = True,
         assets: Path | None = None,

@@ -20,7 +20,7 @@ from ..format.layout import some
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Composing, Progress, Source, Writable, WrittenWhole
+from ..sources.source import ByteCounter, Composing, ReportProgress, Source, Writable, WrittenWhole
 from .stock import Stock
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
@@ -50,7 +50,7 @@ def push(
     force: bool = False,
     verified: bool = False,
     base: Source | None = None,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, the signature if there is one, then the manifest.
 
@@ -108,7 +108,12 @@ def push(
 
 
 def _push_whole(
-    folder: Path, manifest: Manifest, destination: WrittenWhole, *, force: bool, progress: Progress | None
+    folder: Path,
+    manifest: Manifest,
+    destination: WrittenWhole,
+    *,
+    force: bool,
+    progress: ReportProgress | None,
 ) -> Pushed:
     """Write a destination whose files change all at once. Readers see the old files or the new files."""
     destination.begin_writing()
@@ -201,7 +206,7 @@ def _send(
     files: list[Shard | Asset],
     destination: Writable,
     stock: Stock,
-    progress: Progress | None,
+    progress: ReportProgress | None,
 ) -> int:
     """Store the files at the destination. Return how many of their bytes the store copied from other objects."""
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)

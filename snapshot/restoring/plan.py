@@ -75,7 +75,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """All steps of a restore. They set the weights of the object `module`, not of copies of it."""
 
     module: nn.Module
@@ -122,7 +122,7 @@ def make_plan(
     cast: bool = False,
     slices: Slices | None = None,
     device: str = CPU,
-) -> Plan:
+) -> RestorePlan:
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
     Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory and time at each
@@ -134,7 +134,7 @@ def make_plan(
 
 def make_plans(
     module: nn.Module, supplies: dict[str, Supply], *, cast: bool = False, device: str = CPU
-) -> dict[str, Plan]:
+) -> dict[str, RestorePlan]:
     """Return the plans that together restore `module` from several snapshots, by the snapshots' names.
 
     Each tensor of the module must be in exactly one snapshot. If several snapshots have a tensor, a snapshot whose
@@ -167,7 +167,7 @@ def make_plans(
     return {name: _for_device(plan, device, computed) for name, plan in plans.items()}
 
 
-def _for_device(plan: Plan, device: str, computed: Iterable[_Held]) -> Plan:
+def _for_device(plan: RestorePlan, device: str, computed: Iterable[_Held]) -> RestorePlan:
     wanted = [Wanted(step.name, step.shard, step.place, step.tensor.dtype) for step in plan.steps]
     layout = SlabLayout(plan.manifest, wanted)
     moved = tuple((held.tensor, tuple(held.slots)) for held in computed)
@@ -243,10 +243,10 @@ class _Planner:
             names = [one for path in inner for name in held.names for one in inner_names(name, path)]
         return [name for name in (self.prefix + name for name in names) if name in self._stored]
 
-    def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> Plan:
+    def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> RestorePlan:
         """Return the plan for the added tensors. `replaced` are all tensors of the module."""
         steps = sorted(self._steps, key=lambda step: (step.shard, step.place.begin_bytes))
-        return Plan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
+        return RestorePlan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
 
     def mismatches(self) -> Mismatches:
         """Return what does not fit. Call it after all tensors of the module were added."""
@@ -365,7 +365,7 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def restore(plan: Plan, mapping: Mapping) -> None:
+def restore(plan: RestorePlan, mapping: Mapping) -> None:
     """Set the weights of `plan.module` from `mapping`. Writing to them changes no file and no other process.
 
     Raises SnapshotMismatch if the plan was made for another manifest.
@@ -388,7 +388,12 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 
 
 def upload(
-    plan: Plan, mapping: Mapping, device: Device, *, parks: bool = True, pinned: PinnedShards | None = None
+    plan: RestorePlan,
+    mapping: Mapping,
+    device: Device,
+    *,
+    parks: bool = True,
+    pinned: PinnedShards | None = None,
 ) -> DeviceUpload:
     """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
@@ -404,7 +409,7 @@ def upload(
     return made
 
 
-def blank(plan: Plan, device: Device | None = None, *, parks: bool = True) -> None:
+def blank(plan: RestorePlan, device: Device | None = None, *, parks: bool = True) -> None:
     """Set the weights of `plan.module` to zeros, for a rehearsal. On the host they take no memory.
 
     All weights are views of one region that is never written. On the host, the kernel maps its one page of zeros to all
@@ -431,7 +436,7 @@ def blank(plan: Plan, device: Device | None = None, *, parks: bool = True) -> No
         _rebuild(plan)
 
 
-def _view_in(plan: Plan, region: torch.Tensor, offsets: Sequence[int]) -> None:
+def _view_in(plan: RestorePlan, region: torch.Tensor, offsets: Sequence[int]) -> None:
     """Set the weights of `plan.module` to views of `region`, which is on a device, each at its offset."""
     storage, device = region.untyped_storage(), region.device
     with torch.no_grad():
@@ -450,12 +455,12 @@ def _view_in(plan: Plan, region: torch.Tensor, offsets: Sequence[int]) -> None:
         _rebuild(plan)
 
 
-def _check_manifest(plan: Plan, mapping: Mapping) -> None:
+def _check_manifest(plan: RestorePlan, mapping: Mapping) -> None:
     if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
         raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
 
 
-def _rebuild(plan: Plan) -> None:
+def _rebuild(plan: RestorePlan) -> None:
     """Make the tensors that consist of inner tensors. The inner tensors must have their bytes."""
     for whole in plan.wholes:
         _set(whole.slots, rebuild(whole.tensor, whole.inner))

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from ....errors import BudgetExhausted
 from .budget import LEAST_WAIT_S, BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
-from .usage import HOUR_S, Holding, Prices, Usage, priced
+from .usage import HOUR_S, Footprint, Prices, Usage, priced
 
 # The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
 LONGEST_TIMER_S = 3600.0
@@ -23,7 +23,7 @@ class StoredUsage(NamedTuple):
 
     today: Usage = Usage()
     forgiven: Spending = Spending()
-    holding: Holding = Holding()
+    holding: Footprint = Footprint()
 
 
 NOTHING = StoredUsage()
@@ -167,7 +167,7 @@ class Account:
         self.total, self.today = self.total + used, self.today + used
         self.unwritten.add(self.owner, used)
 
-    def measured(self, holding: Holding) -> None:
+    def measured(self, holding: Footprint) -> None:
         """Use `holding`, which was measured now, as what the function holds.
 
         The worker time of today that came before the first measurement of a worker gets a new price, from the measured

@@ -98,7 +98,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Footprint:
     """How much a function holds on this node, at the last measurement."""
 
     worker_gb: float = 0.0
@@ -113,7 +113,7 @@ class Holding:
     """Memory of zygote and standby beside workers, which share pages with them."""
 
 
-def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
+def priced(used: Usage, holding: Footprint, prices: Prices) -> Usage:
     """Return the usage `used` with its memory, disk, devices and cost, computed from `holding`."""
     # If only one of the two figures was measured, it is used for both.
     beside_gb, alone_gb = holding.beside_gb or holding.rest_gb, holding.rest_gb or holding.beside_gb

@@ -22,7 +22,7 @@ from ..reconciling.function import Function
 from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.measured_ladder import PLANNED, LadderSpec
 from ..scaling.rung_figures import HoldingPrices
-from .progress import Progress
+from .progress import DeployProgress
 from .revision_record import RevisionRecord
 from .status import (
     BudgetUse,
@@ -108,7 +108,7 @@ class Live:
         """Record how much memory the zygote and the standby hold. `status` shows it."""
         self._rest_mb = held_mb
 
-    async def prove(self, *, check: bool, progress: Progress, ready: int = 0) -> None:
+    async def prove(self, *, check: bool, progress: DeployProgress, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
         With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. These workers stay
@@ -243,7 +243,7 @@ def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:
     )  # fmt: skip
 
 
-def _tell_warning(progress: Progress, line: LogLine) -> None:
+def _tell_warning(progress: DeployProgress, line: LogLine) -> None:
     """Pass on the gateway's warnings while the deploy waits for an import or a build."""
     if (line.source, line.level) == ("gateway", "warning"):
         progress.note(line.text)

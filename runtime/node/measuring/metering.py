@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from ...ground.billing.ledger import Ledger
-from ...ground.billing.usage import GB, Holding, Usage
+from ...ground.billing.usage import GB, Footprint, Usage
 from ..functions.live import Live
 from ..functions.registry import Functions
 from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, NodeMemory
@@ -60,7 +60,7 @@ class Metering:
     async def tell(self, found: NodeMemory) -> float:
         """Tell the accounts of a measurement. No further measurement is needed, so return infinity."""
         for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
-            self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
+            self._ledger.account(name).measured(Footprint(rest_gb=held_bytes / GB))
         for live in self._functions.all():
             memory = found.functions.get(live.record.function, NO_MEMORY)
             told = self._told.get(live.record.function)
@@ -83,12 +83,12 @@ class Metering:
         account.measured(_holding(account.holding, memory, disk_gb, live.devices))
 
 
-def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:
+def _holding(before: Footprint, memory: FunctionMemory, disk_gb: float, devices: float) -> Footprint:
     """Return the memory, disk and devices that a function holds. Figures that cannot be measured at present keep their
     last values.
     """
     workers, rest_gb = memory.workers, memory.rest_bytes / GB
-    return Holding(
+    return Footprint(
         worker_gb=memory.workers_bytes / workers / GB if workers else before.worker_gb,
         rest_gb=rest_gb if rest_gb and not workers else before.rest_gb,
         disk_gb=disk_gb,

@@ -17,7 +17,7 @@ from ...ground.telemetry.timeline import StartCause
 from ..launching.launcher import WorkerSource
 from ..scaling.claims import Grant
 from ..scaling.load import BUFFER, CALLS
-from ..scaling.placement import Holding
+from ..scaling.placement import MemoryByGpu
 from ..scaling.revision_state import Phase
 from ..scaling.seen import Seen
 from ..scaling.table import Aim, AtRest, Rank, Row
@@ -33,7 +33,7 @@ class CarryOut:
 
     # -- a row
 
-    def row(self, row: Row, seen: Seen, places: Sequence[Holding | None]) -> bool:
+    def row(self, row: Row, seen: Seen, places: Sequence[MemoryByGpu | None]) -> bool:
         """Start, wake, stop and park workers until the revision has the number of workers that the row names.
 
         `places` are the planned holdings of workers that start and need GPUs. Return True if workers woke, stop or park: then the revision has a new row.
@@ -74,7 +74,7 @@ class CarryOut:
             if rest.weights is RungName.LOCAL and self._one.pool.weights.resident_bytes:
                 self._one.pool.weights.drop()
 
-    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None]) -> None:
+    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[MemoryByGpu | None]) -> None:
         """Start workers for the proposals of a row."""
         one, number = self._one, 0
         for proposal, count in row.causes(seen, workers):

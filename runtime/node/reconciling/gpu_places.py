@@ -20,7 +20,7 @@ from ...ground.telemetry.metrics import Reading
 from ..launching.gpu_driver import GpuDriver
 from ..scaling.claims import NodeProcess, ProcessState
 from ..scaling.gpu_ledger import Booking, GpuLedger
-from ..scaling.placement import Gpu, GpuNeed, Holding, candidates
+from ..scaling.placement import Gpu, GpuNeed, MemoryByGpu, candidates
 from .gpu_hardware import GpuHardware
 
 
@@ -47,7 +47,7 @@ class GpuPlace(Booking):
     """The worker that has the place; None until the process is activated."""
     given: bool = False
     """True if the worker parks, or has parked, to make room for another worker."""
-    parked: Holding = field(init=False)
+    parked: MemoryByGpu = field(init=False)
     """The holding of the parked worker: as measured after it last parked, or else an allowance for its context."""
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class GpuPlaces:
 
     # -- the places
 
-    def plan(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> list[Holding] | None:
+    def plan(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> list[MemoryByGpu] | None:
         """Plan `missing` more workers of a revision: first parked workers wake, then others start.
 
         Return the holdings of the workers that start; an empty list if the revision needs no GPU, and None if there is no
@@ -130,7 +130,7 @@ class GpuPlaces:
         waking = [self.of(replica) for replica in parked[::-1][:missing]]
         return self._ledger.plan(one.gpu_need, missing - len(parked), waking, own)
 
-    def take(self, one: GpuClaimant, at: Holding, standby: Child | None = None) -> GpuPlace:
+    def take(self, one: GpuClaimant, at: MemoryByGpu, standby: Child | None = None) -> GpuPlace:
         """Book a place for a worker that is about to start, at a planned holding, and return the place.
 
         If the worker was a standby with a place, that place becomes the worker's place.
@@ -144,7 +144,7 @@ class GpuPlaces:
         self._ledger.add(taken)
         return taken
 
-    def note_rehearsed(self, held: GpuPlace, kept: Holding) -> None:
+    def note_rehearsed(self, held: GpuPlace, kept: MemoryByGpu) -> None:
         """Book the memory that a standby holds after its rehearsal."""
         if held.standby:
             self._ledger.note_held(held, kept)
@@ -157,7 +157,7 @@ class GpuPlaces:
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
         return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
 
-    def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
+    def note_parked(self, replica: Replica, freed_bytes: int, kept: MemoryByGpu) -> None:
         """Learn that a worker has parked, and how much memory it keeps.
 
         A worker without a snapshot, from which weights could be brought back, frees nothing and keeps all its memory.

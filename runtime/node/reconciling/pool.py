@@ -19,7 +19,7 @@ from ...ground.telemetry.rung_name import RungName
 from ...ground.telemetry.timeline import Activation, StartCause
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
-from ..scaling.placement import Holding
+from ..scaling.placement import MemoryByGpu
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .held_weights import HeldWeights
 from .standby import Standby
@@ -123,7 +123,7 @@ class Pool:
 
     # -- starting
 
-    def start(self, count: int, cause: StartCause, signal: str, places: Sequence[Holding | None]) -> None:
+    def start(self, count: int, cause: StartCause, signal: str, places: Sequence[MemoryByGpu | None]) -> None:
         """Start `count` workers. The standby becomes the first worker, and the others are forked.
 
         `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. `places` are the

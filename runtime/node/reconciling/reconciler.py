@@ -21,7 +21,7 @@ from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.metrics import Reading
 from ..scaling.allocation import allocate
 from ..scaling.claims import Allocation, Grant, Limits, RevisionClaim
-from ..scaling.placement import Holding
+from ..scaling.placement import MemoryByGpu
 from ..scaling.seen import Seen
 from ..scaling.table import AtRest, Row
 from .gpu_places import GpuClaimant, GpuPlaces
@@ -63,7 +63,7 @@ class Observations(Protocol):
 class Steps(Protocol):
     """The steps of one revision (carry_out.py)."""
 
-    def row(self, row: Row, seen: Seen, places: Sequence[Holding]) -> bool:
+    def row(self, row: Row, seen: Seen, places: Sequence[MemoryByGpu]) -> bool:
         """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row.
 
         `places` are the planned holdings of workers that start and need GPUs.
@@ -207,7 +207,7 @@ class SharedLimits:
         short = self._short.get(one)
         return short.reached if short is not None else None
 
-    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[Holding] | None:
+    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[MemoryByGpu] | None:
         """Return the planned holdings of `missing` more workers of a revision, or None: then the next allocation decides.
 
         Workers without GPUs have no holdings.
@@ -219,7 +219,7 @@ class SharedLimits:
             self._note_short(one, None)
         return plan
 
-    def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[Holding] | None:
+    def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[MemoryByGpu] | None:
         """Return the planned holdings if there is room for `missing` more workers of a revision that are awake.
 
         The workers that other revisions wait for count as if they were there.

@@ -30,7 +30,7 @@ _CODE = struct.Struct("<H")
 _HEAD = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [^\r\n\0]*\r\n)*")
 _INVALID = "A header of the response is not valid in HTTP."
 _INVALID_REMEDY = "A name has letters, digits and -; a value has no line break and no NUL."
-Header = tuple[bytes, bytes]
+HeaderPair = tuple[bytes, bytes]
 
 
 class ResponsePiece(NamedTuple):
@@ -42,7 +42,7 @@ class ResponsePiece(NamedTuple):
     last: bool
 
 
-def encode_head(headers: Iterable[Header]) -> bytes:
+def encode_head(headers: Iterable[HeaderPair]) -> bytes:
     """Return headers as lines. Raise OutputInvalid if a name or a value cannot be in HTTP, or if there are too many."""
     lines = []
     for name, value in headers:
@@ -66,7 +66,7 @@ def check_head(head: bytes) -> None:
         raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
 
 
-def decode_head(head: bytes) -> list[Header]:
+def decode_head(head: bytes) -> list[HeaderPair]:
     """Return the headers of valid lines. The names have the case in which they were sent."""
     pairs = (line.partition(b": ") for line in head.split(b"\r\n") if line)
     return [(name, value) for name, _, value in pairs]
@@ -107,7 +107,7 @@ def encode_accept(subprotocol: str, head: bytes) -> bytes:
     return b"%c%b\n%b" % (ACCEPT, subprotocol.encode("latin-1"), head)
 
 
-def decode_accept(data: bytes) -> tuple[str, list[Header]]:
+def decode_accept(data: bytes) -> tuple[str, list[HeaderPair]]:
     """Return (subprotocol, headers) of a message ACCEPT without its kind. Raise OutputInvalid for invalid headers."""
     subprotocol, _, head = data.partition(b"\n")
     check_head(head)

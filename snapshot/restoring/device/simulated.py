@@ -32,7 +32,7 @@ from .simulated_memory import POISON, SimulatedBlock, SimulatedMemory
 from .simulated_stream import SimulatedStream
 
 if TYPE_CHECKING:
-    from .copy_event import Event
+    from .copy_event import CopyEvent
 
 STREAMS = 3
 DELAY_S = 0.002
@@ -135,9 +135,9 @@ class SimulatedDevice:
         self,
         source: Tensor,
         target: Tensor,
-        after: Sequence[Event] = (),
+        after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
-    ) -> Event:
+    ) -> CopyEvent:
         self.check()
         event, stream = SimulatedEvent(self), self._random.choice(self.streams)
         block, pin = self._block_of(target.untyped_storage()), self._pin_of(source)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from pilotflame.runtime.ground.billing.account import Account, StoredUsage
 from pilotflame.runtime.ground.billing.budget import BudgetSpec, BudgetState
-from pilotflame.runtime.ground.billing.usage import Holding, Prices, Usage
+from pilotflame.runtime.ground.billing.usage import Footprint, Prices, Usage
 
 pytestmark = pytest.mark.asyncio
 
@@ -111,10 +111,10 @@ async def test_what_was_used_before_the_first_measurement_is_priced_then(clock: 
     account.settle()
     assert account.today.cost == 0
     clock.at += 1800
-    account.measured(Holding(worker_gb=2.0))
+    account.measured(Footprint(worker_gb=2.0))
     assert account.today.cost == pytest.approx(2.0)
     clock.at += 3600
-    account.measured(Holding(worker_gb=4.0))
+    account.measured(Footprint(worker_gb=4.0))
     assert account.today.cost == pytest.approx(4.0)
     clock.at += 3600
     account.settle()
