@@ -355,7 +355,7 @@ TIMERS = {
     # Measures memory, and listens to the kernel's pressure again.
     "runtime/node/measuring/node_memory.py": 1,
     "runtime/node/measuring/memory_pressure.py": 1,
-    "runtime/node/measuring/rest.py": 2,
+    "runtime/node/measuring/idle_memory_limit.py": 2,
     # The wall clock of schedules, and the windows after calls of other functions.
     "runtime/node/functions/prewarming.py": 2,
     # Writes the load and the arrivals to the disk.
@@ -392,7 +392,7 @@ PARSED = {
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
-    "handlers.adapter", "runtime.plugins.asgi.event_call", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
+    "handlers.dialect_calls", "runtime.plugins.asgi.event_call", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",

@@ -15,10 +15,10 @@ import orjson
 
 from ....errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
 from ....foreign_json import check_json
-from ....handlers.adapter import LenientOutput, awaited
 from ....handlers.codec import FORM_TYPE, JSON_TYPE, InputCodec
 from ....handlers.contract import NOTHING, BatchSpec, Context
 from ....handlers.dialect import Entry
+from ....handlers.dialect_calls import LenientOutput, awaited
 from ....handlers.forms import MAX_FIELDS, FormField, FormParser, too_many_fields
 from ....handlers.handler import Handler, HandlerKind
 from ....handlers.loading import import_file

@@ -56,7 +56,7 @@ _GIVEN_UP = {
 
 
 @dataclass(frozen=True, slots=True)
-class RestStats:
+class IdleStats:
     """The memory that a function holds at rest, and the times of its last use and its deploy."""
 
     name: str
@@ -70,13 +70,13 @@ class RestStats:
     """The time at which the function's revision became live."""
 
 
-def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
+def never_used(stats: Iterable[IdleStats], now_s: float) -> list[str]:
     """Return the light functions whose zygotes should end, because no call came within UNUSED_S after the deploy."""
     unused = [one for one in stats if one.light and not one.used_s and now_s - one.since_s >= UNUSED_S]
     return [one.name for one in unused if one.idle and one.held_mb]
 
 
-def next_check_s(stats: Iterable[RestStats], now_s: float) -> float:
+def next_check_s(stats: Iterable[IdleStats], now_s: float) -> float:
     """Return the seconds until a light function may lose its zygote as unused; infinity if no function may."""
     waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
     # A function may be due but in use. Then check it again after RECHECK_S.
@@ -91,7 +91,7 @@ class EvictionCandidate(NamedTuple):
     step: StepDown
 
 
-class Rest:
+class IdleMemoryLimit:
     """Keeps the memory of functions at rest below the limit, at each measurement of the node."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Rest:
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
         # The last measurement of each function. Most of a thousand functions have not changed since the last check.
-        self._measured: dict[str, tuple[FunctionMemory, RestStats]] = {}
+        self._measured: dict[str, tuple[FunctionMemory, IdleStats]] = {}
         # The functions that were busy at the last check, or whose rung was not measured.
         self._unsettled = set[str]()
 
@@ -231,7 +231,7 @@ class Rest:
         return bool(chosen)
 
 
-def _noted(live: Live, memory: FunctionMemory) -> RestStats:
+def _noted(live: Live, memory: FunctionMemory) -> IdleStats:
     """Report the memory of a function's rungs to its ladder."""
     workers, rest_bytes, idle = live.workers, memory.rest_bytes, memory.idle
     ladder, resident_bytes = live.function.ladder, workers.holdings.resident_bytes
@@ -245,7 +245,7 @@ def _noted(live: Live, memory: FunctionMemory) -> RestStats:
         ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
     live.note_rest(rest_bytes / _MIB)
     light = live.builds_within(LIGHT_S)
-    return RestStats(
+    return IdleStats(
         live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.holdings.used_s, live.since_s
     )
 
