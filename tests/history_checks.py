@@ -171,7 +171,7 @@ class Checks:
                 f"{one.key}: {awake} awake and {len(replicas.parked)} parked are more than max, {most}"
             )
         proves = any(
-            each.phase is Phase.PROVING and (each is one or each.replicas.held)
+            each.phase is Phase.PROVING and (each is one or each.replicas.total)
             for each in self.node.members.values()
         )
         for name, limit, held in self._limits(one):
@@ -181,8 +181,8 @@ class Checks:
     def _limits(self, one: RevisionWorkers) -> list[tuple[str, int | None, int]]:
         members = list(self.node.members.values())
         return [
-            ("node", self.node.most, sum(each.replicas.held for each in members)),
-            (one.owner, self.node.owners.get(one.owner), sum(each.replicas.held for each in members if each.owner == one.owner)),
+            ("node", self.node.most, sum(each.replicas.total for each in members)),
+            (one.owner, self.node.owners.get(one.owner), sum(each.replicas.total for each in members if each.owner == one.owner)),
         ]  # fmt: skip
 
     def _check_gpus(self) -> None:

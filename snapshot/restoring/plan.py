@@ -94,7 +94,7 @@ class RestorePlan:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ModuleTensor:
     """One tensor object of the module, with all its names and slots. If `needed`, a snapshot must have the tensor."""
 
     tensor: torch.Tensor
@@ -143,23 +143,23 @@ def make_plans(
     check_name(device)
     rename = renaming_of(module)
     planners = {name: _Planner(supply, cast, rename) for name, supply in supplies.items()}
-    holdings = _holdings(module)
-    common, computed = Mismatches(), list[_Held]()
-    for held in holdings:
-        owners = _owners(held, planners)
+    entries = _module_tensors(module)
+    common, computed = Mismatches(), list[_ModuleTensor]()
+    for entry in entries:
+        owners = _owners(entry, planners)
         if len(owners) == 1:
-            planners[owners[0]].add(held)
+            planners[owners[0]].add(entry)
         elif owners:
-            common.twice.append((held.names[0], {name: planners[name].skip(held) for name in owners}))
+            common.twice.append((entry.names[0], {name: planners[name].skip(entry) for name in owners}))
         else:
-            _lacks(common, held, held.names[0])
-            computed.append(held)
+            _lacks(common, entry, entry.names[0])
+            computed.append(entry)
     found = {name: planner.mismatches() for name, planner in planners.items()}
     if common or any(found.values()):
-        wanted = [name for held in holdings for name in held.names]
+        wanted = [name for entry in entries for name in entry.names]
         stored = {name: planner.names() for name, planner in planners.items()}
         raise describe(common, found, type(module).__name__, stored, wanted)
-    replaced = tuple(held.tensor for held in holdings)
+    replaced = tuple(entry.tensor for entry in entries)
     plans = {name: planner.plan(module, replaced) for name, planner in planners.items()}
     if device == CPU:
         return plans
@@ -167,24 +167,24 @@ def make_plans(
     return {name: _for_device(plan, device, computed) for name, plan in plans.items()}
 
 
-def _for_device(plan: RestorePlan, device: str, computed: Iterable[_Held]) -> RestorePlan:
+def _for_device(plan: RestorePlan, device: str, computed: Iterable[_ModuleTensor]) -> RestorePlan:
     wanted = [Wanted(step.name, step.shard, step.place, step.tensor.dtype) for step in plan.steps]
     layout = SlabLayout(plan.manifest, wanted)
-    moved = tuple((held.tensor, tuple(held.slots)) for held in computed)
+    moved = tuple((entry.tensor, tuple(entry.slots)) for entry in computed)
     return replace(plan, device=device, layout=layout, computed=moved)
 
 
-def _owners(held: _Held, planners: dict[str, _Planner]) -> list[str]:
+def _owners(entry: _ModuleTensor, planners: dict[str, _Planner]) -> list[str]:
     """Return the names of the snapshots that supply a tensor of the module. More than one is an error.
 
     If the function has only one snapshot, return its name in any case, because it must have all tensors.
     """
     if len(planners) == 1:
         return list(planners)
-    owners = [name for name, planner in planners.items() if planner.has(held)]
+    owners = [name for name, planner in planners.items() if planner.has(entry)]
     if len(owners) < 2:
         return owners
-    return [name for name in owners if not planners[name].gives_way(held)] or owners
+    return [name for name in owners if not planners[name].gives_way(entry)] or owners
 
 
 class _Planner:
@@ -204,7 +204,7 @@ class _Planner:
         self._used: set[str] = set()
         self._steps: list[RestoreStep] = []
         self._wholes: list[Whole] = []
-        self.computed: list[_Held] = []
+        self.computed: list[_ModuleTensor] = []
         """Added tensors that the snapshot does not have. If the snapshot must have a tensor, it is in `_found` too."""
 
     def _add_names(self, rename: Callable[[str], str]) -> None:
@@ -219,28 +219,28 @@ class _Planner:
         """Return the names of all tensors of the snapshot."""
         return Names(named_entries(self._manifest), self.prefix)
 
-    def has(self, held: _Held) -> bool:
+    def has(self, entry: _ModuleTensor) -> bool:
         """Return True if the snapshot has the tensor, or at least one of its inner tensors."""
-        return bool(self._names_of(held))
+        return bool(self._names_of(entry))
 
-    def gives_way(self, held: _Held) -> bool:
+    def gives_way(self, entry: _ModuleTensor) -> bool:
         """Return True if `ignore` fits all names of the tensor here, so that another snapshot supplies the tensor."""
-        names = self._names_of(held)
+        names = self._names_of(entry)
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
-    def skip(self, held: _Held) -> str:
+    def skip(self, entry: _ModuleTensor) -> str:
         """Record that the module has the tensor, although this snapshot does not supply it. Return the tensor's name in
         this snapshot.
         """
-        names = [self._stored[name].name for name in self._names_of(held)]
+        names = [self._stored[name].name for name in self._names_of(entry)]
         self._used.update(names)
         return names[0]
 
-    def _names_of(self, held: _Held) -> list[str]:
-        inner = inner_tensors(held.tensor)
-        names = held.names
+    def _names_of(self, entry: _ModuleTensor) -> list[str]:
+        inner = inner_tensors(entry.tensor)
+        names = entry.names
         if inner is not None:
-            names = [one for path in inner for name in held.names for one in inner_names(name, path)]
+            names = [one for path in inner for name in entry.names for one in inner_names(name, path)]
         return [name for name in (self.prefix + name for name in names) if name in self._stored]
 
     def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> RestorePlan:
@@ -257,29 +257,29 @@ class _Planner:
         ]
         return self._found
 
-    def add(self, held: _Held) -> None:
+    def add(self, entry: _ModuleTensor) -> None:
         """Plan a tensor of the module that no other snapshot supplies."""
-        inner = inner_tensors(held.tensor)
+        inner = inner_tensors(entry.tensor)
         if inner is not None:
-            self._add_whole(held, inner)
-        elif (name := self._stored_name(held.names)) is not None:
-            self._add_step(name, held.tensor, tuple(held.slots))
+            self._add_whole(entry, inner)
+        elif (name := self._stored_name(entry.names)) is not None:
+            self._add_step(name, entry.tensor, tuple(entry.slots))
         else:
-            self.computed.append(held)
-            _lacks(self._found, held, held.names[0], self.prefix)
+            self.computed.append(entry)
+            _lacks(self._found, entry, entry.names[0], self.prefix)
 
-    def _add_whole(self, held: _Held, inner: dict[str, torch.Tensor]) -> None:
-        names = {path: [one for name in held.names for one in inner_names(name, path)] for path in inner}
+    def _add_whole(self, entry: _ModuleTensor, inner: dict[str, torch.Tensor]) -> None:
+        names = {path: [one for name in entry.names for one in inner_names(name, path)] for path in inner}
         stored = {path: self._stored_name(names[path]) for path in inner}
-        held.needed |= any(stored.values())
+        entry.needed |= any(stored.values())
         made = {}
         for path, name in stored.items():
             if name is None:
-                _lacks(self._found, held, names[path][0], self.prefix)
+                _lacks(self._found, entry, names[path][0], self.prefix)
             elif (step := self._add_step(name, inner[path], ())) is not None:
                 made[path] = step.tensor
         if len(made) == len(inner):
-            self._wholes.append(Whole(held.tensor, made, tuple(held.slots)))
+            self._wholes.append(Whole(entry.tensor, made, tuple(entry.slots)))
 
     def _stored_name(self, names: Sequence[str]) -> str | None:
         """Return the first of `names`, with the prefix, that is in the snapshot. Mark all that are in it as used."""
@@ -316,16 +316,16 @@ class _Planner:
         return fits
 
 
-def _lacks(found: Mismatches, held: _Held, name: str, prefix: str = "") -> None:
+def _lacks(found: Mismatches, entry: _ModuleTensor, name: str, prefix: str = "") -> None:
     """Record that no snapshot has `name`, which names a tensor of the module or an inner tensor."""
-    if held.needed:
+    if entry.needed:
         found.missing.append(prefix + name)
-    elif held.tensor.is_meta:
+    elif entry.tensor.is_meta:
         found.unfilled.append(name)
 
 
-def _holdings(module: nn.Module) -> list[_Held]:
-    holdings: dict[int, _Held] = {}
+def _module_tensors(module: nn.Module) -> list[_ModuleTensor]:
+    entries: dict[int, _ModuleTensor] = {}
     seen: set[tuple[int, str]] = set()
     # Keep duplicates, because a module or tensor with several names may be saved under any of them.
     modules: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
@@ -336,15 +336,15 @@ def _holdings(module: nn.Module) -> list[_Held]:
         for store, attribute in places:
             if (tensor := store[attribute]) is None:
                 continue
-            held = holdings.setdefault(id(tensor), _Held(tensor))
-            held.names.append(f"{path}.{attribute}".removeprefix("."))
+            entry = entries.setdefault(id(tensor), _ModuleTensor(tensor))
+            entry.names.append(f"{path}.{attribute}".removeprefix("."))
             is_parameter = store is owner._parameters  # noqa: SLF001
-            held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
+            entry.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
             if (id(owner), attribute) not in seen:
                 seen.add((id(owner), attribute))
                 watched = type(owner).__setattr__ is not nn.Module.__setattr__
-                held.slots.append(Slot(owner, attribute, store, watched))
-    return list(holdings.values())
+                entry.slots.append(Slot(owner, attribute, store, watched))
+    return list(entries.values())
 
 
 def _step(entry: TensorEntry, where: Elements, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> RestoreStep:

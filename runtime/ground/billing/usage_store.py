@@ -63,7 +63,7 @@ class Standing:
     beside_gb: float = 0.0
 
     @property
-    def holding(self) -> Footprint:
+    def footprint(self) -> Footprint:
         return Footprint(self.worker_gb, self.rest_gb, self.disk_gb, self.devices, self.beside_gb)
 
 

@@ -145,7 +145,7 @@ class Rollouts:
         """Replace a function's processes. If too many revisions drain, return these by the tasks that end them instead."""
         async with self.functions.lock(name):
             live, draining = self.functions.find(name), self.retirements.draining(name)
-            needed = live is not None and not self.functions.closing and live.workers.holdings.exist
+            needed = live is not None and not self.functions.closing and live.workers.inventory.exist
             if needed and len(draining) >= MOST_DRAINING:
                 text = f"{name} has changed secrets, which wait for the end of a replaced revision"
                 self.functions.log(name, text)

@@ -65,7 +65,7 @@ class IdleStats:
     """True if the function has no worker and no invocation."""
     light: bool
     used_s: float
-    """`Holdings.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
+    """`Inventory.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
     since_s: float
     """The time at which the function's revision became live."""
 
@@ -196,7 +196,7 @@ class IdleMemoryLimit:
 
     def _end_a_warm_up(self) -> bool:
         """End the warm-ups of the function whose warm-up would last longest. Return False if no function has one."""
-        until_s = {live: live.workers.held_until_s or 0.0 for live in self._functions()}
+        until_s = {live: live.workers.warm_until_s or 0.0 for live in self._functions()}
         longest = max(until_s, key=until_s.__getitem__, default=None)
         if longest is None or not until_s[longest]:
             return False
@@ -234,7 +234,7 @@ class IdleMemoryLimit:
 def _noted(live: Live, memory: FunctionMemory) -> IdleStats:
     """Report the memory of a function's rungs to its ladder."""
     workers, rest_bytes, idle = live.workers, memory.rest_bytes, memory.idle
-    ladder, resident_bytes = live.function.ladder, workers.holdings.resident_bytes
+    ladder, resident_bytes = live.function.ladder, workers.inventory.resident_bytes
     if idle.held_bytes:
         ladder.note_held(RungName.RESIDENT, resident_bytes)
         ladder.note_held(RungName.READY, rest_bytes + idle.held_bytes)
@@ -246,7 +246,7 @@ def _noted(live: Live, memory: FunctionMemory) -> IdleStats:
     live.note_rest(rest_bytes / _MIB)
     light = live.builds_within(LIGHT_S)
     return IdleStats(
-        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.holdings.used_s, live.since_s
+        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.inventory.used_s, live.since_s
     )
 
 
@@ -257,13 +257,13 @@ def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> It
     weights may also leave the memory.
     """
     workers, upper = live.workers, live.workers.rung
-    if workers.held_until_s is not None:
+    if workers.warm_until_s is not None:
         # A prewarm signal holds the function's workers, so they must stay.
         return
     spare = private_bytes is not None and _spare(workers)
     if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
         return
-    resident_bytes = float(workers.holdings.resident_bytes)
+    resident_bytes = float(workers.inventory.resident_bytes)
     freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
     for lower in live.function.ladder.measured.spec.below(upper):
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
@@ -282,7 +282,7 @@ class _Family(NamedTuple):
     @classmethod
     def of(cls, workers: RevisionWorkers) -> _Family:
         pids = (replica.child.pid for replica in workers.replicas.ready + workers.replicas.parked)
-        return cls(workers.holdings.zygote_pid, tuple(pids))
+        return cls(workers.inventory.zygote_pid, tuple(pids))
 
 
 def _private(families: Mapping[str, _Family]) -> dict[str, float]:
@@ -308,18 +308,18 @@ def _unmeasured(workers: RevisionWorkers) -> bool:
     The memory of a rung is not known if the workers were busy in all checks so far.
     """
     known = workers.function.ladder.measured.figures.held_bytes
-    rests = any(role != "worker" for _, role, _ in workers.holdings.processes())
+    rests = any(role != "worker" for _, role, _ in workers.inventory.processes())
     held = {RungName.READY: bool(workers.replicas.ready), RungName.ZYGOTE: rests}
     return any(there and rung not in known for rung, there in held.items())
 
 
 def _idle(workers: RevisionWorkers) -> bool:
-    return not workers.replicas.held and not len(workers.revision.dispatcher.queue)
+    return not workers.replicas.total and not len(workers.revision.dispatcher.queue)
 
 
 def _spare(workers: RevisionWorkers) -> bool:
     """Return True if a function has ready or parked workers that no call, no setting and no prewarm signal needs."""
     replicas, revision = workers.replicas, workers.revision
     calls = replicas.in_flight or replicas.starting or len(revision.dispatcher.queue)
-    kept = revision.policy.scale.min or workers.held_until_s is not None
+    kept = revision.policy.scale.min or workers.warm_until_s is not None
     return bool(replicas.ready or replicas.parked) and not calls and not kept

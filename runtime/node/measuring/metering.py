@@ -26,7 +26,7 @@ class _Told(NamedTuple):
 class NodeProcesses:
     """The bases or the gateway, as their account sees them. Their time counts from the creation of this object."""
 
-    held_workers = 0
+    worker_total = 0
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -71,7 +71,7 @@ class Metering:
         return math.inf
 
     async def _tell(self, live: Live, memory: FunctionMemory, told: _Told | None) -> None:
-        """Pass the holding of a function to its account. Weights that several functions share count for each function."""
+        """Pass the footprint of a function to its account. Weights that several functions share count for each function."""
         function, revision = live.record.function, live.record.revision
         if told is not None and told.revision == revision:
             disk_gb = told.disk_gb
@@ -80,10 +80,10 @@ class Metering:
             disk_gb = sum(sizes.values()) / GB
         self._told[function] = _Told(memory, revision, disk_gb)
         account = live.function.account
-        account.measured(_holding(account.holding, memory, disk_gb, live.devices))
+        account.measured(_footprint(account.footprint, memory, disk_gb, live.devices))
 
 
-def _holding(before: Footprint, memory: FunctionMemory, disk_gb: float, devices: float) -> Footprint:
+def _footprint(before: Footprint, memory: FunctionMemory, disk_gb: float, devices: float) -> Footprint:
     """Return the memory, disk and devices that a function holds. Figures that cannot be measured at present keep their
     last values.
     """

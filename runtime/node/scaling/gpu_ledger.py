@@ -50,7 +50,7 @@ class GpuLedger(Generic[AnyBooking]):
     def plan(
         self, need: GpuNeed, starting: int, waking: Sequence[Booking | None], own: Booking | None
     ) -> list[MemoryByGpu] | None:
-        """Return the holdings of `starting` more workers; None if they have no room beside the workers that wake.
+        """Return the memory of `starting` more workers; None if they have no room beside the workers that wake.
 
         The parked workers `waking` count with their full memory. If the standby with the booking `own` becomes a worker,
         its booking counts as free.
@@ -62,7 +62,7 @@ class GpuLedger(Generic[AnyBooking]):
         return found if len(found) >= starting and fit(self.gpus, held) else None
 
     def rehearsal_room(self, need: GpuNeed) -> tuple[MemoryByGpu, MemoryByGpu] | None:
-        """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
+        """Return the memory of a standby as a worker, and its memory while it rehearses; None if it must not
         rehearse.
 
         A standby rehearses on the GPUs that it will have as a worker. They are known only if the node has no more
@@ -81,7 +81,7 @@ class GpuLedger(Generic[AnyBooking]):
         self.bookings.append(booking)
 
     def promote(self, booking: Booking, found: MemoryByGpu) -> None:
-        """Book a standby as the worker that it becomes, with the holding that `plan` has found."""
+        """Book a standby as the worker that it becomes, with the memory that `plan` has found."""
         booking.full = booking.holding = found
 
     def wake(self, booking: Booking) -> bool:

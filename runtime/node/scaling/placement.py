@@ -50,7 +50,7 @@ def candidates(gpus: Iterable[Gpu], need: GpuNeed) -> list[Gpu]:
 
 
 def place(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu], need: GpuNeed) -> MemoryByGpu | None:
-    """Return a holding for one more worker; None if there is no room.
+    """Return the memory for one more worker; None if there is no room.
 
     Choose the GPUs on which the least memory stays free (best fit), so that room for large workers stays in one piece.
     """
@@ -63,7 +63,7 @@ def place(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu], need: GpuNeed) -> Me
 
 
 def fit(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu]) -> bool:
-    """Return True if the GPUs have room for all holdings together."""
+    """Return True if the GPUs have room for `held` together."""
     return all(free_mb >= 0 for free_mb in _free(gpus, held).values())
 
 

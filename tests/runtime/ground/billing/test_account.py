@@ -26,12 +26,12 @@ class Workers:
     """A revision that has had `workers` workers since its start, all of them busy."""
 
     def __init__(self, clock: Clock, workers: int) -> None:
-        self.held_workers, self.told = workers, list[bool]()
+        self.worker_total, self.told = workers, list[bool]()
         self._clock, self._since_s = clock, clock.at
 
     def usage(self, now_s: float) -> Usage:
         seconds = now_s - self._since_s
-        return Usage(busy_s=seconds * self.held_workers, occupied_s=seconds)
+        return Usage(busy_s=seconds * self.worker_total, occupied_s=seconds)
 
     def on_budget(self, *, changed: bool) -> None:
         if changed:

@@ -24,24 +24,29 @@ def test_what_was_added_can_be_taken_away(one: Usage, other: Usage) -> None:
 
 
 @given(USED, USED, HELD, PRICES)
-def test_parts_cost_as_much_as_the_whole(one: Usage, other: Usage, held: Footprint, prices: Prices) -> None:
-    whole, parts = priced(one + other, held, prices), priced(one, held, prices) + priced(other, held, prices)
+def test_parts_cost_as_much_as_the_whole(
+    one: Usage, other: Usage, footprint: Footprint, prices: Prices
+) -> None:
+    whole, parts = (
+        priced(one + other, footprint, prices),
+        priced(one, footprint, prices) + priced(other, footprint, prices),
+    )
     assert parts.cost == pytest.approx(whole.cost)
     assert parts.memory_gb_s == pytest.approx(whole.memory_gb_s)
 
 
 @given(USED, HELD, PRICES)
-def test_what_is_held_is_a_part_of_what_is_paid(used: Usage, held: Footprint, prices: Prices) -> None:
-    found = priced(used, held, prices)
+def test_what_is_held_is_a_part_of_what_is_paid(used: Usage, footprint: Footprint, prices: Prices) -> None:
+    found = priced(used, footprint, prices)
     assert 0 <= found.holding_cost <= found.cost * (1 + 1e-9)
     assert 0 <= found.holding_gb_s <= found.memory_gb_s * (1 + 1e-9)
-    resting = priced(replace(used, busy_s=0.0, starting_s=0.0), held, prices)
+    resting = priced(replace(used, busy_s=0.0, starting_s=0.0), footprint, prices)
     assert resting.holding_cost == pytest.approx(resting.cost)
 
 
 @given(USED, HELD, PRICES)
-def test_nothing_is_cheaper_when_it_is_always_on(used: Usage, held: Footprint, prices: Prices) -> None:
-    found = priced(used, held, prices)
+def test_nothing_is_cheaper_when_it_is_always_on(used: Usage, footprint: Footprint, prices: Prices) -> None:
+    found = priced(used, footprint, prices)
     assert 0 <= found.cost <= found.always_on_cost * (1 + 1e-9)
 
 
