@@ -14,7 +14,7 @@ class WarmRequest(NamedTuple):
 
 
 class WarmRequests:
-    """The requests of one function that have not ended. They are at most as many as the workers of the largest request."""
+    """The requests of one function that have not ended. Their number is at most the largest number of workers requested."""
 
     def __init__(self) -> None:
         # By ascending end. Each request wants fewer workers than the request before it, because a request that ends
