@@ -10,14 +10,17 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 .venv/uv: infra/hashes.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	sed -n '/^uv==/,/[^\\]$$/p' infra/hashes.txt | $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r /dev/stdin
+	@echo "Making an environment in .venv, and installing uv."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@sed -n '/^uv==/,/[^\\]$$/p' infra/hashes.txt | $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r /dev/stdin
 	@touch $@
 
+# This installs the package, too, so its wheel is new. Without --reinstall-package, uv may use the wheel of older sources.
 .venv/installed-%: .venv/uv constraints.txt infra/hashes.txt pyproject.toml
-	$(INSTALL) -c constraints.txt setuptools wheel
-	$(INSTALL) --no-build-isolation -c constraints.txt '.[$*]'
-	@touch $@
+	@rm -rf build/lib build/bdist.*
+	$(INSTALL) -c constraints.txt setuptools
+	$(INSTALL) --no-build-isolation -c constraints.txt --reinstall-package pilotflame '.[$*]'
+	@touch $@ .venv/wheel
 
 # The package is installed as a wheel, as users have it: an editable install adds 11-18 ms to every interpreter start.
 .venv/wheel: .venv/installed-$(EXTRAS) $(SOURCES)
@@ -26,9 +29,11 @@ help: ## Show this list
 	@touch $@
 
 demo: EXTRAS := demo
+# Python compiles what the demo imports when it is first imported. To compile all of torch takes longer than to install it.
+demo: export UV_COMPILE_BYTECODE := 0
 demo: .venv/installed-demo ## Cold starts of a real model: p50, p99, phases, memory, beside a fresh process
 	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
-	$(BIN)/pilotflame demo $(DEMO_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pilotflame demo $(DEMO_ARGS)
 
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what few functions need: it takes time to import."""
+    """Import a name when it is first used: these modules take time to import, and few functions need them."""
     if name in ("Delta", "EmbeddingRequest", "GenerationRequest", "RerankRequest"):
         from .handlers.language_model import contract  # noqa: PLC0415
 

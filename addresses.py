@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Self
 
-Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
+IpAddress = IPv4Address | IPv6Address
+IpNetwork = IPv4Network | IPv6Network
 
 UPLOAD_URL = "PILOTFLAME_UPLOAD_URL"
 """The environment variable of a function with the URL below which it stores output files of predictions."""
@@ -60,7 +60,7 @@ _REFUSED_6 = {
 }
 _PUBLIC_6 = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
-_REFUSED: Sequence[tuple[Network, str]] = [
+_REFUSED: Sequence[tuple[IpNetwork, str]] = [
     (ip_network(network), reason) for network, reason in (_REFUSED_4 | _REFUSED_6).items()
 ]
 
@@ -69,7 +69,7 @@ _REFUSED: Sequence[tuple[Network, str]] = [
 class Addresses:
     """A rule for addresses: those that are public or in one of the `allowed` networks may be connected to."""
 
-    allowed: tuple[Network, ...] = ()
+    allowed: tuple[IpNetwork, ...] = ()
 
     @classmethod
     def of(cls, networks: Iterable[str]) -> Self:
@@ -107,7 +107,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _inner(address: Address) -> Address:
+def _inner(address: IpAddress) -> IpAddress:
     """Return the IPv4 address within an IPv4-mapped or NAT64 address. Return any other address unchanged."""
     if isinstance(address, IPv4Address):
         return address
@@ -116,5 +116,5 @@ def _inner(address: Address) -> Address:
     return IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else address
 
 
-def _within(address: Address, network: Network) -> bool:
+def _within(address: IpAddress, network: IpNetwork) -> bool:
     return address.version == network.version and address in network

@@ -53,14 +53,14 @@ class _CheckedHandler(request.AbstractHTTPHandler):
     def __init__(self, dialer: Dialer) -> None:
         super().__init__()
 
-        class Plain(http.client.HTTPConnection):
+        class CheckedHttp(http.client.HTTPConnection):
             def connect(self) -> None:
                 self.sock = connected(self.host, self.port, self.timeout, dialer)
 
-        class Tls(http.client.HTTPSConnection, Plain):
-            """HTTPSConnection.connect first calls `Plain.connect`, and then starts TLS on its socket."""
+        class CheckedHttps(http.client.HTTPSConnection, CheckedHttp):
+            """HTTPSConnection.connect first calls `CheckedHttp.connect`, and then starts TLS on its socket."""
 
-        self._plain, self._tls = Plain, Tls
+        self._plain, self._tls = CheckedHttp, CheckedHttps
 
     def http_open(self, req: request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._plain, req)

@@ -1,4 +1,4 @@
-"""Measure the source tree: boxes, floors and arrows, lines, loose modules, package cycles, repeated class names, small modules, function lengths.
+"""Measure the source tree: boxes, floors and arrows, lines, cycles, repeated names of types, small modules, function lengths.
 
     python infra/house.py [--json]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("handlers", "runtime", "snapshot")
 OPEN_ROOMS = ("runtime.plugins.", "runtime.node.scaling.")
 SMALL_LINES = 70
+CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]\w*")
 # The folders of `runtime` with rooms inside.
 WINGS = ("front", "command", "jobs", "node", "calls", "ground")
 
@@ -46,7 +48,7 @@ class Figures:
     package_cycles: list[list[str]]
     load_cycles: list[list[str]]
     import_cycles: list[list[str]]
-    repeated_classes: dict[str, list[str]]
+    repeated_types: dict[str, list[str]]
     small_modules: list[str]
     function_lines_median: float
     function_lines_p90: float
@@ -88,7 +90,7 @@ class House:
             package_cycles=_cycles(self._package_imports()),
             load_cycles=_cycles({name: set(self._imported(name, at_load=True)) for name in self.paths}),
             import_cycles=_cycles({name: set(self._imported(name, at_load=False)) for name in self.paths}),
-            repeated_classes=self._repeated_classes(),
+            repeated_types=self._repeated_types(),
             small_modules=self._small_modules(),
             function_lines_median=statistics.median(lengths),
             function_lines_p90=lengths[int(len(lengths) * 0.9)],
@@ -141,13 +143,12 @@ class House:
     def _parents(self) -> set[str]:
         return {name.rpartition(".")[0] for name in self.paths if self._is_package(name)}
 
-    def _repeated_classes(self) -> dict[str, list[str]]:
-        places: dict[str, list[str]] = defaultdict(list)
-        for name, tree in self.trees.items():
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(name)
-        return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+    def _repeated_types(self) -> dict[str, list[str]]:
+        modules: dict[str, list[str]] = defaultdict(list)
+        for module, tree in self.trees.items():
+            for name in sorted(types_of(tree)):
+                modules[name].append(module)
+        return {name: found for name, found in sorted(modules.items()) if len(found) > 1}
 
     def _small_modules(self) -> list[str]:
         importers: dict[str, set[str]] = defaultdict(set)
@@ -168,6 +169,23 @@ class House:
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def types_of(tree: ast.Module) -> set[str]:
+    """Return the names of a module's classes, also inside functions, and of its aliases, NewTypes and other types.
+
+    By convention, the name of a type is in CamelCase, and the name of a constant is not.
+    """
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    bodies = [
+        tree.body,
+        *(part for node in tree.body if isinstance(node, ast.If) for part in (node.body, node.orelse)),
+    ]
+    for node in (node for body in bodies for node in body if isinstance(node, ast.Assign | ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = (target.id for target in targets if isinstance(target, ast.Name))
+        found.update(name for name in names if CAMEL_CASE.fullmatch(name))
+    return found
 
 
 def box_of(name: str) -> str | None:

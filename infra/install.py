@@ -2,7 +2,7 @@
 
     .venv/bin/python infra/install.py -c constraints.txt '.[test]'
 
-`uv pip install` gets the arguments. A package without a line in hashes.txt is not compared. pip is no
+`uv pip install` gets the arguments, and says what it downloads and how long that takes. A package without a line in hashes.txt is not compared. pip is no
 substitute if uv fails: as soon as one requirement has a hash, pip demands hashes of all, and a folder has none.
 
 uv does not read pip's configuration, so pip's package sources, certificates and timeout become uv's environment
@@ -40,7 +40,7 @@ PIP = [sys.executable, "-m", "pip"]
 def main(arguments: Sequence[str]) -> int:
     """Run uv, and return its exit code."""
     uv = Path(sys.executable).with_name("uv")
-    options = ["--quiet", "--python", sys.executable, "--verify-hashes", "--constraint", str(HASHES)]
+    options = ["--python", sys.executable, "--verify-hashes", "--constraint", str(HASHES)]
     environment = uv_environment(pip_settings(), os.environ)
     return subprocess.run(
         [uv, "pip", "install", *options, *arguments], env=environment, check=False

@@ -70,7 +70,7 @@ TESTS = {
     "peft": "handlers/language_model/test_adapters.py",
     "prometheus-client": "runtime/ground/telemetry/test_metrics.py",
     "protobuf": "runtime/plugins/oip/test_grpc_messages.py",
-    "psutil": "runtime/node/measuring/test_rest.py",
+    "psutil": "runtime/node/measuring/test_idle_memory_limit.py",
     "pyarrow": "runtime/plugins/request_log/test_record_file.py",
     "pydantic": "runtime/ground/settings/test_function_settings.py handlers/test_contract.py runtime/front/api/test_openapi.py",
     "pyyaml": "runtime/plugins/cog/test_handler.py",

@@ -9,7 +9,7 @@ from threading import Lock
 from ..errors import NoSuchSnapshot
 from .handle import ADAPTERS, Snapshot
 
-Fetch = Callable[[str], float]
+FetchByName = Callable[[str], float]
 """Has a snapshot fetched, by its full name. Returns the seconds within which its bytes arrive, once its files can be mapped."""
 
 
@@ -22,7 +22,7 @@ class Adapters:
         """True if `check` can find other bytes."""
         self._locks = {name: Lock() for name in self._named}
         self._opened = set[str]()
-        self.fetch: Fetch | None = None
+        self.fetch: FetchByName | None = None
         """A worker sets it before its handler runs. Until then, nothing can be opened that is not on this node."""
 
     def __getitem__(self, name: str) -> Snapshot:

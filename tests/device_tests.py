@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from pilotflame.errors import SnapshotError
-from pilotflame.snapshot.restoring.device.copy_event import Event
+from pilotflame.snapshot.restoring.device.copy_event import CopyEvent
 from pilotflame.snapshot.restoring.device.device import Device
 from pilotflame.snapshot.restoring.device.pinned_shards import map_shared
 from torch import Tensor
@@ -91,7 +91,7 @@ class DeviceTests:
 
     def test_an_event_precedes_what_its_thread_submits(self, device: Device) -> None:
         source, target = host_bytes(device, 3), device.empty(SIZE_BYTES)
-        event: Event = device.copy(source, target)
+        event: CopyEvent = device.copy(source, target)
         event.precede()
         assert torch.equal((target + 1).cpu(), source + 1)
 

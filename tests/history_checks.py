@@ -16,7 +16,7 @@ from pilotflame.runtime.node.reconciling.revision_workers import RevisionWorkers
 from pilotflame.runtime.node.scaling.allocation import PATIENCE_S
 from pilotflame.runtime.node.scaling.idle_period import QUIET_S
 from pilotflame.runtime.node.scaling.load import CHECKS, MIN_RECHECK_S
-from pilotflame.runtime.node.scaling.placement import GpuNeed, Holding, place
+from pilotflame.runtime.node.scaling.placement import GpuNeed, MemoryByGpu, place
 from pilotflame.runtime.node.scaling.revision_state import Phase
 from simulated_node import SimulatedNode
 from simulated_time import LATE_S
@@ -59,7 +59,7 @@ class Checks:
         # By revision, how many workers have died while they started, and their deaths are not counted yet.
         self._dead_starts = Counter[str]()
         # The GPU memory of each process that was activated, by pid.
-        self._full = dict[int, Holding]()
+        self._full = dict[int, MemoryByGpu]()
         self._draining_since_s = dict[Replica, float]()
         self._waiting_since_s = dict[str, float]()
         # For each waiting revision, by key: the other revisions that have wanted workers meanwhile.
@@ -171,7 +171,7 @@ class Checks:
                 f"{one.key}: {awake} awake and {len(replicas.parked)} parked are more than max, {most}"
             )
         proves = any(
-            each.phase is Phase.PROVING and (each is one or each.replicas.held)
+            each.phase is Phase.PROVING and (each is one or each.replicas.total)
             for each in self.node.members.values()
         )
         for name, limit, held in self._limits(one):
@@ -181,8 +181,8 @@ class Checks:
     def _limits(self, one: RevisionWorkers) -> list[tuple[str, int | None, int]]:
         members = list(self.node.members.values())
         return [
-            ("node", self.node.most, sum(each.replicas.held for each in members)),
-            (one.owner, self.node.owners.get(one.owner), sum(each.replicas.held for each in members if each.owner == one.owner)),
+            ("node", self.node.most, sum(each.replicas.total for each in members)),
+            (one.owner, self.node.owners.get(one.owner), sum(each.replicas.total for each in members if each.owner == one.owner)),
         ]  # fmt: skip
 
     def _check_gpus(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 from pilotflame.entry_points import APIS, load
-from pilotflame.runtime.front.api.access import AccessControl
 from pilotflame.runtime.front.api.admin import Admin
+from pilotflame.runtime.front.api.credentials import CredentialsApi
 from pilotflame.runtime.front.api.deploys import Deploys
 from pilotflame.runtime.front.api.history import HistoryApi
 from pilotflame.runtime.front.api.invoke import Invoker
@@ -45,7 +45,7 @@ def described() -> OpenApi:
         Deploys(missing, lambda: None, local=True),
         LogsApi(missing, missing, missing),
         RevisionsApi(missing),
-        AccessControl(missing, missing, missing, missing, None),
+        CredentialsApi(missing, missing, missing, missing, None),
         WebhooksApi(missing, missing),
         UsageApi(missing),
         HistoryApi(missing, missing),

@@ -33,7 +33,7 @@ from queue import Queue
 import torch
 from pilotflame.errors import SnapshotError
 from pilotflame.snapshot.restoring.device.buffers import HostBuffers
-from pilotflame.snapshot.restoring.device.copy_event import Event
+from pilotflame.snapshot.restoring.device.copy_event import CopyEvent
 from pilotflame.snapshot.restoring.device.device import DEVICES
 from torch import Tensor, UntypedStorage
 
@@ -276,9 +276,9 @@ class SimulatedDevice:
         self,
         source: Tensor,
         target: Tensor,
-        after: Sequence[Event] = (),
+        after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
-    ) -> Event:
+    ) -> CopyEvent:
         self.check()
         event, stream = SimulatedEvent(self), self._random.choice(self.streams)
         block, pin = self._block_of(target.untyped_storage()), self._pin_of(source)

@@ -32,7 +32,7 @@ from pilotflame.runtime.node.functions.revision_record import RevisionRecord
 from pilotflame.runtime.node.launching.gpu_driver import GpuDriver, GpuUse
 from pilotflame.runtime.node.reconciling import revision_workers
 from pilotflame.runtime.node.reconciling.function import Function as Known
-from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.node.reconciling.gpu_bookings import GpuBookings
 from pilotflame.runtime.node.reconciling.node_parts import NodeParts
 from pilotflame.runtime.node.reconciling.reconciler import Reconciler
 from pilotflame.runtime.node.reconciling.revision_workers import Listeners, RevisionWorkers
@@ -114,7 +114,7 @@ class SimulatedNode:
         self.verbose = verbose
         self.world = World(rng, self.tell)
         self.launcher = SimulatedLauncher(self.world)
-        self.reconciler = Reconciler(GpuPlaces(gpus, NoDriver()), most, owners.get, DRAIN_S)
+        self.reconciler = Reconciler(GpuBookings(gpus, NoDriver()), most, owners.get, DRAIN_S)
         self.functions = dict[str, SimulatedFunction]()
         self.members = dict[str, RevisionWorkers]()
         """The revisions whose processes have not all ended, by key."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.node.scaling.ladder import Ladder, Plan, Rung, Step
+from pilotflame.runtime.node.scaling.ladder import IdlePlan, Ladder, Rung, Step
 from pilotflame.runtime.node.scaling.ladder_simulator import Fixed, Learned, Replay, run, timeout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
@@ -21,7 +21,7 @@ LADDER = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), wait_per_s=3.
 arrivals = st.lists(st.floats(0.0, 30.0), min_size=2, max_size=40).map(lambda gaps: list(accumulate(gaps)))
 
 
-def plan_of(begins: Sequence[float]) -> Plan:
+def plan_of(begins: Sequence[float]) -> IdlePlan:
     steps = [Step(0.0, 0)]
     for rung, at_s in enumerate(begins, 1):
         if at_s == steps[-1].offset_s:
@@ -54,7 +54,7 @@ def brute_force(at_s: list[float], rungs: Sequence[int]) -> float:
     """Return the cost of a plan that ends each idle period on a rung chosen in advance."""
 
     class Chosen(Fixed):
-        def plan(self, since_s: float) -> Plan:
+        def plan(self, since_s: float) -> IdlePlan:
             return (Step(0.0, next(choices)),)
 
     choices = iter(rungs)

@@ -1,7 +1,7 @@
-"""Predicts when a request gets its first token, and how fast the later ones come. Requests that would be too late are refused at once.
+"""Predicts when a request gets its first token, and how fast the later tokens come. Refuses requests that would be too late.
 
-It does no I/O and knows neither torch nor a clock. A request that is too late is of no use, but takes the place of others, which are late then
-too. So under overload a few refusals keep all others in time. A target never slows a request without one.
+It does no I/O and knows neither torch nor a clock. A late answer is of no use, and its work makes other answers late, too. So under
+overload a few refusals keep all other requests in time. A request with a target never slows a request without a target.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .schedule import ChunkTimes
 from .times import TimeLine
 
 DECAY = 0.98
-"""How much less each earlier step counts."""
+"""The weight of a step is multiplied by this with each later step."""
 LENGTHS = 200
-"""The answers whose lengths are known."""
+"""The number of latest answers whose lengths are kept."""
 SHARE = 0.9
 """The share of the callers' time for a token that a step may take."""
 READING_SHARE = 0.75
 """The time for reading a prompt in each step, as a share of the rows' time. The rest is for a layer that ends late."""
 READING_SHARE_ABOVE = 0.25
-"""The same for the prompts of a tenant that holds more than its share of the rows, while other tenants have rows."""
+"""As READING_SHARE, for the prompts of a tenant that has more than its share of the rows while other tenants have rows."""
 DEFAULT_LENGTH = 128
-"""The tokens of an answer before any has ended."""
+"""The expected tokens of an answer while no answer has ended."""
 
 
 class Targets(NamedTuple):

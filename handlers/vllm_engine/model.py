@@ -84,7 +84,7 @@ class VllmModel:
         from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-        # It compiles the same grammars as our own engine.
+        # The backend "guidance" compiles the same grammars as the own engine.
         given = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")} | self._engine_args
         arguments = AsyncEngineArgs(
             model=str(self._snapshot.path), load_format=LOAD_FORMAT,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from ..._version import __version__
 from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..calls.serving.response_cache import ResponseCache
-from ..front.api.access import AccessControl
 from ..front.api.admin import Admin
 from ..front.api.backend import Backend
+from ..front.api.credentials import CredentialsApi
 from ..front.api.deploys import Deploys
 from ..front.api.history import HistoryApi
 from ..front.api.invoke import Invoker
@@ -143,7 +143,7 @@ def _other_routes(parts: FrontParts, endless: EndlessAnswers, plugins: Plugins) 
     apis = (
         Deploys(node.rollouts, state.disk.check, local=local), LogsApi(functions, state.logs, endless),
         RevisionsApi(node.rollouts),
-        AccessControl(state.keyring, state.secrets, node.rollouts, endless, parts.engine),
+        CredentialsApi(state.keyring, state.secrets, node.rollouts, endless, parts.engine),
         WebhooksApi(functions, parts.calls.jobs), HistoryApi(functions, node.recorder), DocsPage(plugins.root),
         UsageApi(node.ledger), Console(functions, node.metrics, endless), WarmupApi(functions),
     )  # fmt: skip

@@ -38,7 +38,7 @@ from ..node.launching.process_launcher import ProcessLauncher
 from ..node.measuring.node_memory import MemoryMeter
 from ..node.measuring.recorder import Recorder
 from ..node.reconciling.function_histories import FunctionHistories
-from ..node.reconciling.gpu_places import GpuPlaces
+from ..node.reconciling.gpu_bookings import GpuBookings
 from ..node.reconciling.reconciler import Reconciler
 from ..node.scaling.placement import Gpu
 from .observing import observe, open_recorder
@@ -86,7 +86,7 @@ async def open_node(
     revisions = Revisions(
         functions, state.folder / "environments", launcher, fetcher,
         await FunctionHistories.open(state.folder / "habits", tasks, ledger.account),
-        Reconciler(GpuPlaces(gpus, driver), settings.max_workers, state.keyring.max_workers, settings.drain_s),
+        Reconciler(GpuBookings(gpus, driver), settings.max_workers, state.keyring.max_workers, settings.drain_s),
         Dialects(load(DIALECTS, settings.plugins).values()),
     )  # fmt: skip
     stack.callback(revisions.threads.close)

@@ -13,10 +13,10 @@ from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.telemetry.metrics import Metrics
 from ..node.functions.registry import Functions
 from ..node.functions.revisions import Revisions
+from ..node.measuring.idle_memory_limit import IdleMemoryLimit
 from ..node.measuring.metering import Metering
 from ..node.measuring.node_memory import MemoryMeter
 from ..node.measuring.recorder import Recorder
-from ..node.measuring.rest import Rest
 
 
 def observe(
@@ -30,7 +30,7 @@ def observe(
     functions, memory = revisions.functions, MemoryMeter(revisions, revisions.functions.tasks)
     events = functions.events
     metering = Metering(functions, ledger)
-    rest = Rest(
+    limit = IdleMemoryLimit(
         functions.all, revisions.launcher, functions.tasks, settings.rest_mb, revisions.weights.give_back
     )
     events.activated.append(metrics.activated)
@@ -40,10 +40,10 @@ def observe(
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)
     events.live.append(TokenCounts(functions, keyring).follow)
-    memory.followers += [metering.tell, rest.check]
+    memory.followers += [metering.tell, limit.check]
     memory.note_change()
     usage = functions.tasks.keep(ledger.run, name="usage")
-    for close in (rest.close, metering.close, memory.close, usage.cancel):
+    for close in (limit.close, metering.close, memory.close, usage.cancel):
         stack.callback(close)
     _open_observers(revisions, metrics, settings, stack)
     return memory

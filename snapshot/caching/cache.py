@@ -2,7 +2,7 @@
 
     cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
-        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold, arrival=lease.arrival)
+        mapping = Mapping(lease.root, lease.manifest, keep=lease.lock, arrival=lease.arrival)
 
 All state is in files and in locks that the kernel releases. So any process may be killed at any time.
 """
@@ -22,8 +22,8 @@ from ..fetching.fetch import FetchStats
 from ..fetching.ranges import Chunks
 from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
-from ..sources.source import Progress, Source
-from .flock import Hold
+from ..sources.source import ReportProgress, Source
+from .flock import FolderLock
 from .pull import Pull
 from .related import Related
 from .stored import Stored
@@ -36,7 +36,7 @@ class Lease:
     """A snapshot in use. Its files exist at full size. `arrival` records which of their chunks have landed.
 
     `root` is the folder of the files. It is not evicted before the lease is closed and every Mapping that was given
-    `hold` is gone. If the tier becomes full during the fetch, the rest arrives in another tier. From then on, `root` is
+    `lock` is gone. If the tier becomes full during the fetch, the rest arrives in another tier. From then on, `root` is
     the folder there, and a Mapping that was given `arrival` uses that folder. Closing a lease stops its fetch. Any
     other lease of the snapshot then continues the fetch.
     """
@@ -44,7 +44,7 @@ class Lease:
     _files: Path
     manifest: Manifest
     arrival: Arrival
-    _hold: Hold | None
+    _lock: FolderLock | None
     _pull: Pull | None = None
     _copy: Future[Lease | None] = field(default_factory=Future, init=False)
     """The result is the lease of the copy on the disk, as soon as the copy has begun; None if there is no copy."""
@@ -54,12 +54,12 @@ class Lease:
         return self._pull.at.files if self._pull is not None else self._files
 
     @property
-    def hold(self) -> Hold:
+    def lock(self) -> FolderLock:
         """The object that protects the files from eviction for as long as it is referenced."""
-        hold = self._hold and (self._pull.at.lock.hold if self._pull is not None else self._hold)
-        if hold is None:
+        lock = self._lock and (self._pull.at.lock.shared if self._pull is not None else self._lock)
+        if lock is None:
             raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
-        return hold
+        return lock
 
     @property
     def stats(self) -> FetchStats | None:
@@ -95,7 +95,7 @@ class Lease:
         """Release the files. May be called twice, and from another thread."""
         # This callback also closes a copy that begins later. Close the copy first, since it reads the files.
         self._copy.add_done_callback(_close_copy)
-        self._hold = None
+        self._lock = None
         if self._pull is not None:
             self._pull.close()
 
@@ -113,7 +113,7 @@ class Lease:
     def _copy_to(self, tiers: Sequence[Tier]) -> None:
         try:
             # Protect the files until the copy belongs to this lease, even if the lease is closed meanwhile.
-            _held = self.hold
+            _lock = self.lock
             # The copy is a fetch from this tier's folder. So it can be resumed, is verified, and is published last.
             # Reuse no chunks of related snapshots: they may be on the disk, but these files are in memory.
             source = FolderSource(self.root)
@@ -148,7 +148,7 @@ class Cache:
         manifest: Manifest,
         source: Source,
         *,
-        progress: Progress | None = None,
+        progress: ReportProgress | None = None,
         tee: bool = True,
         reuse: bool = True,
         assets: Path | None = None,
@@ -166,13 +166,13 @@ class Cache:
         """
         digest = manifest.digest
         for tier in self.tiers:
-            hold = tier.ready(digest, manifest)
-            if hold is not None:
+            lock = tier.ready(digest, manifest)
+            if lock is not None:
                 arrival = Arrival(manifest)
                 arrival.land_all()
                 if progress is not None:
                     progress(manifest.needed_bytes, manifest.needed_bytes)
-                lease = Lease(tier.folder(digest) / "files", manifest, arrival, hold)
+                lease = Lease(tier.folder(digest) / "files", manifest, arrival, lock)
                 disks = self._disks_to_copy_to(tier) if tee else ()
                 # Start a copy only if the disks lack the snapshot, so that the usual `open` starts no thread.
                 copied = any(disk.ready(digest, manifest) for disk in disks)
@@ -180,7 +180,7 @@ class Cache:
                 return lease
         related = Related(self.tiers if reuse else ())
         pull = self._pull(digest, manifest, source, related)
-        lease = Lease(pull.files, manifest, pull.arrival, pull.lock.hold, pull)
+        lease = Lease(pull.files, manifest, pull.arrival, pull.lock.shared, pull)
         if progress is not None:
             pull.arrival.report(progress)
 

@@ -26,7 +26,7 @@ from ..format.discover import find_signature
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard
 from ..publish import cannot_write
 from ..sources.folder import FolderSource
-from ..sources.source import Progress, Source
+from ..sources.source import ReportProgress, Source
 from .flock import is_at, try_lock
 from .stored import allocated_bytes, sync_files
 
@@ -43,7 +43,7 @@ def download(
     folder: Path,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
     connections: int | None = None,
     part_bytes: int | None = None,
 ) -> FetchStats:

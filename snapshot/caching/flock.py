@@ -70,10 +70,10 @@ def _lock_within(descriptor: int, path: Path, timeout_s: float) -> None:
         raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
 
 
-class Hold:
+class FolderLock:
     """A shared lock on a folder, which protects it from eviction while anything refers to this object.
 
-    Mapped memory refers to a hold, so the files of a tensor are protected as long as the tensor exists.
+    Mapped memory refers to this lock, so the files of a tensor are protected as long as the tensor exists.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -98,10 +98,10 @@ def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
     return None
 
 
-def hold(folder: Path) -> Hold | None:
-    """Return a hold on `folder`. None if the folder is absent or locked exclusively."""
+def lock_shared(folder: Path) -> FolderLock | None:
+    """Lock `folder` against eviction. Return None if the folder is absent or locked exclusively."""
     descriptor = lock_folder(folder, exclusive=False)
-    return None if descriptor is None else Hold(descriptor)
+    return None if descriptor is None else FolderLock(descriptor)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

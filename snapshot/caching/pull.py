@@ -20,7 +20,7 @@ from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..publish import cannot_write
-from .flock import Hold, hold, locked_file, try_lock
+from .flock import FolderLock, lock_shared, locked_file, try_lock
 from .follow import Feed, Following
 from .stored import is_whole
 from .tier import Tier
@@ -52,7 +52,7 @@ class FetchLock:
         self._tier, self._digest = tier, digest
         self._folder = tier.folder(digest)
         self._manifest, self._arrival = manifest, arrival
-        self.hold: Hold | None = None
+        self.shared: FolderLock | None = None
         """Protects the files from eviction. None after the pull is closed."""
         self.role: Fetching | Following | None = None
 
@@ -72,8 +72,8 @@ class FetchLock:
                 new = not self._tier.has(self._digest)
                 if new:
                     self._tier.make_room(self._digest, self._manifest)
-                self.hold = self.hold or hold(self._folder)
-                if self.hold is None:
+                self.shared = self.shared or lock_shared(self._folder)
+                if self.shared is None:
                     fault = f"{self._folder} was removed while it was opened."
                     raise CacheError(fault, remedy="Try again.")
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -85,35 +85,35 @@ class FetchLock:
                     (self._folder / "files" / MANIFEST_NAME).unlink(missing_ok=True)
                     if not new:
                         self._tier.make_room(self._digest, self._manifest)
-                    role = Fetching(descriptor, Feed(self.hold.descriptor, self._arrival), new)
+                    role = Fetching(descriptor, Feed(self.shared.descriptor, self._arrival), new)
                     undo.pop_all()
                     return role
                 with suppress(ConnectionError, FileNotFoundError):
-                    return Following(self.hold.descriptor)
+                    return Following(self.shared.descriptor)
             # The fetch lock is held, but there is no feed, so the holder is ending. Wait for the lock and retry.
             with locked_file(self._folder / "fetching", max(0.0, deadline_s - time.monotonic())):
                 pass
 
     def _join(self) -> Following | None:
         """Follow the process that fetches, if there is one. This does not need the tier's lock."""
-        held = (self.hold or hold(self._folder)) if self._tier.fetches(self._digest) else None
-        if held is not None:
+        found = (self.shared or lock_shared(self._folder)) if self._tier.fetches(self._digest) else None
+        if found is not None:
             with suppress(ConnectionError, FileNotFoundError):
-                following = Following(held.descriptor)
-                self.hold = held
+                following = Following(found.descriptor)
+                self.shared = found
                 return following
         return None
 
     def _follow(self, deadline_s: float) -> Following | None:
         """Follow the process that fetches, or raise SourceDenied. Return None if the snapshot is published."""
-        self.hold = self.hold or hold(self._folder)
-        while self.hold is not None:
+        self.shared = self.shared or lock_shared(self._folder)
+        while self.shared is not None:
             # Call `fetches` before `_is_whole`, so as not to miss a process that publishes and ends in between.
             fetches = self._tier.fetches(self._digest)
             if self._is_whole():
                 return None
             with suppress(ConnectionError, FileNotFoundError):
-                return Following(self.hold.descriptor)
+                return Following(self.shared.descriptor)
             if not fetches:
                 break
             # The feed of the fetching process is closed already, or not open yet.
@@ -169,7 +169,7 @@ class Pull:
         try:
             self.lock.take()
         except BaseException as error:
-            self.lock.hold = None
+            self.lock.shared = None
             if isinstance(error, OSError):
                 raise cannot_write(Path(error.filename or fetch.tier.root), error) from error
             raise
@@ -226,8 +226,8 @@ class Pull:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._over.is_set():
-            # Release the hold here: this object and `arrival` refer to each other until the garbage collector runs.
-            self.lock.hold = None
+            # Unlock the folder here: this object and `arrival` refer to each other until the garbage collector runs.
+            self.lock.shared = None
 
     def _run(self, on_published: Callable[[], None], elsewhere: Elsewhere | None) -> None:
         try:
@@ -254,7 +254,7 @@ class Pull:
             self.lock.release(None, dropped=True)
             self._over.set()
             if self.fetch.cancelled.is_set():
-                self.lock.hold = None
+                self.lock.shared = None
 
     def _continue_elsewhere(
         self, full: StorageFull, on_published: Callable[[], None], elsewhere: Elsewhere

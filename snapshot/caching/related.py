@@ -24,7 +24,7 @@ from ..fetching.chunk_reuse import Place
 from ..fetching.ranges import Chunks, Range, wanted_order
 from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, UNKNOWN_DIGEST, Manifest, realm_digits
 from ..sources.folder import FolderSource
-from .flock import hold
+from .flock import lock_shared
 from .stored import is_published
 from .tier import Tier
 
@@ -81,12 +81,12 @@ class Related:
 def _open(folder: Path, opened: ExitStack) -> _Lender | None:
     """Return the snapshot in `folder`, protected from eviction. None if it is gone or its manifest is damaged."""
     try:
-        held = hold(folder)
-        if held is None or not is_published(folder):
+        lock = lock_shared(folder)
+        if lock is None or not is_published(folder):
             return None
-        # The lock on the folder lasts as long as something references `held`. `opened` references `held` until `opened`
+        # The lock on the folder lasts as long as something references `lock`. `opened` references `lock` until `opened`
         # is closed, so the folder is not evicted before then.
-        opened.enter_context(nullcontext(held))
+        opened.enter_context(nullcontext(lock))
         with (folder / "files" / MANIFEST_NAME).open("rb") as stream:
             document = orjson.loads(stream.read(MAX_MANIFEST_BYTES))
         return _Lender(FolderSource(folder / "files"), document["shards"], document, opened)

@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from ...errors import CacheError
 from ..format.manifest import Manifest
-from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
+from .flock import LOCK_TIMEOUT_S, FolderLock, is_at, lock_folder, lock_shared, locked_file, try_lock
 from .space import TierKind, TierSpace
 from .stored import PART, REUSED, Stored, is_mounted, is_whole, list_stored
 
@@ -104,17 +104,17 @@ class Tier:
                     yield
                     return
 
-    def ready(self, digest: str, manifest: Manifest) -> Hold | None:
-        """Return a hold that protects the snapshot from eviction. None if it is not published or not complete."""
+    def ready(self, digest: str, manifest: Manifest) -> FolderLock | None:
+        """Lock the snapshot's folder against eviction. Return None if it is not published or not complete."""
         folder = self.folder(digest)
         try:
-            held = hold(folder)
-            if held is None and folder.is_dir():
+            lock = lock_shared(folder)
+            if lock is None and folder.is_dir():
                 # Another process has locked the folder to evict it, and holds the tier's lock too. Try again after it
                 # has released the tier's lock.
                 with self.locked():
-                    held = hold(folder)
-            if held is None or not is_whole(folder / "files", manifest):
+                    lock = lock_shared(folder)
+            if lock is None or not is_whole(folder / "files", manifest):
                 return None
         except OSError:
             # The snapshot counts as absent. If it has to be stored in this tier, the error is raised then.
@@ -122,8 +122,8 @@ class Tier:
         # Record the time of use. If the cache is read-only, this fails, which is allowed. time_ns is finer than the
         # time that the kernel would set.
         with suppress(OSError):
-            os.utime(held.descriptor, ns=(time.time_ns(),) * 2)
-        return held
+            os.utime(lock.descriptor, ns=(time.time_ns(),) * 2)
+        return lock
 
     def list(self) -> Sequence[Stored]:
         """Return all snapshots of this tier, complete or not, with the least recently used first."""

@@ -14,7 +14,7 @@ from ..format.layout import INDEX_SUFFIX, SUFFIX, Layout, ambiguous, is_asset, l
 from ..format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest, Provenance
 from ..publish import publish_folder
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Progress
+from ..sources.source import ByteCounter, ReportProgress
 from . import tensorizer_file, torch_file
 from .origin import SafetensorsOrigin, TensorOrigin
 from .writer import CASTS, write_shards
@@ -43,7 +43,7 @@ def convert(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     algorithm: AlgorithmName = "xxh3-128",
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Manifest:
     """Convert `path_in` to a snapshot in folder `path_out`, which must be new or empty. Write it atomically.
 
@@ -75,7 +75,7 @@ def convert(
     return manifest
 
 
-def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: Progress | None = None) -> int:
+def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: ReportProgress | None = None) -> int:
     """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their total bytes."""
     if path_out.exists():
         raise SnapshotError(f"{path_out} is there already.", remedy="Choose a path that does not exist.")
@@ -140,7 +140,9 @@ def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
     return origin
 
 
-def _copy(source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None) -> None:
+def _copy(
+    source: FolderSource, names: tuple[str, ...], folder: Path, progress: ReportProgress | None
+) -> None:
     written = ByteCounter(sum(source.stat(name).size_bytes for name in names), progress)
     for name in names:
         FolderSource(folder).put(name, Path(source.url, name), written.add)

@@ -20,7 +20,7 @@ from ..format.layout import some
 from ..format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Progress, Source, Writable, WrittenWhole
+from ..sources.source import ByteCounter, ReportProgress, Source, Writable, WrittenWhole
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
 # Replaces the manifest while files are overwritten. This text is not a valid manifest, so readers refuse the snapshot.
@@ -44,7 +44,7 @@ def push(
     *,
     force: bool = False,
     verified: bool = False,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, the signature if there is one, then the manifest.
 
@@ -95,7 +95,12 @@ def push(
 
 
 def _push_whole(
-    folder: Path, manifest: Manifest, destination: WrittenWhole, *, force: bool, progress: Progress | None
+    folder: Path,
+    manifest: Manifest,
+    destination: WrittenWhole,
+    *,
+    force: bool,
+    progress: ReportProgress | None,
 ) -> Pushed:
     """Write a destination whose files change all at once. Readers see the old files or the new files."""
     destination.begin_writing()
@@ -169,7 +174,9 @@ def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
         raise SnapshotError(fault, remedy=_FORCE) from error
 
 
-def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
+def _send(
+    folder: Path, files: list[Shard | Asset], destination: Writable, progress: ReportProgress | None
+) -> None:
     """Store the files at the destination."""
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     for file in files:

@@ -16,7 +16,7 @@ from ...errors import SnapshotError
 from ..extras import needs
 from ..format.dtypes import DTYPES
 from ..publish import cannot_write, publish
-from ..sources.source import ByteCounter, Progress
+from ..sources.source import ByteCounter, ReportProgress
 from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, grouped, open_weights
 
 SUFFIX = ".tensors"
@@ -63,7 +63,7 @@ class TensorizerOrigin:
         self.specs.append(spec)
 
 
-def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
+def export(origin: TensorOrigin, path: Path, progress: ReportProgress | None = None) -> int:
     """Write an origin's tensors to file `path`, and a copy for each alias. Return the total bytes of the tensors."""
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
-from ..sources.source import Progress
+from ..sources.source import ReportProgress
 from .ranges import Chunks
 
 # How long all chunks may take to land, unless the owner of the arrival sets another deadline.
@@ -217,7 +217,7 @@ class Arrival:
         for chunk in already:
             listener(chunk)
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: ReportProgress) -> None:
         """Call `progress` now, and for every chunk that lands later. The bytes done never decrease."""
         lock = threading.Lock()
 

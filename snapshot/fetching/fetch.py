@@ -29,7 +29,7 @@ from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import chunk_tensors, holding
 from ..sources.response import MISPLACED
 from ..sources.retries import delay_s
-from ..sources.source import Connection, ObjectInfo, Progress, Source, new_buffer, same_version
+from ..sources.source import Connection, ObjectInfo, ReportProgress, Source, new_buffer, same_version
 from .arrival import Arrival
 from .blob_digests import BlobDigests
 from .concurrency_control import ConcurrencyControl
@@ -84,7 +84,7 @@ def fetch(
     connections: int | None = None,
     part_bytes: int | None = None,
     verify: bool = True,
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
     cancelled: threading.Event | None = None,
     count_received: Callable[[int], None] | None = None,
     left_out: Container[int] = (),

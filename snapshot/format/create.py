@@ -14,7 +14,7 @@ from typing import Any
 from ..._version import __version__
 from ...errors import HeaderError, SnapshotError, SourceError
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Served, Source, changed
+from ..sources.source import ByteCounter, Listing, ObjectInfo, ReportProgress, Served, Source, changed
 from .digests import (
     ASSET_BUFFER_BYTES,
     XXH3,
@@ -50,7 +50,7 @@ def create(
     file: str | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     algorithm: AlgorithmName = "xxh3-128",
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> Manifest:
     """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
 
@@ -189,7 +189,7 @@ def _digest_shards(
     chunk_bytes: int,
     readers: int,
     algorithm: Algorithm,
-    progress: Progress | None,
+    progress: ReportProgress | None,
 ) -> dict[str, list[str]]:
     digests: dict[str, list[str]] = {name: [] for name in headers}
     sizes = {name: header.file_bytes for name, header in headers.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...errors import SnapshotCorrupt, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Progress, Source
+from ..sources.source import ByteCounter, ReportProgress, Source
 from .digests import ASSET_BUFFER_BYTES, Algorithm, chunk_digests, file_digest
 from .layout import some
 from .manifest import Asset, Manifest, Shard
@@ -14,7 +14,7 @@ from .manifest import Asset, Manifest, Shard
 _REMEDY = "Fetch the file again."
 
 
-def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
+def verify(root: Path, manifest: Manifest, progress: ReportProgress | None = None) -> None:
     """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault."""
     source, algorithm = FolderSource(root), manifest.digest_algorithm
     for index in range(len(manifest.shards)):

@@ -1,6 +1,6 @@
 """Finds the chunks that this node can give to other nodes: chunks of complete snapshots and of running fetches.
 
-A file is read only while its snapshot's folder is held against eviction. After an eviction, the file's pages may be
+A file is read only while its snapshot's folder is locked against eviction. After an eviction, the file's pages may be
 used for another snapshot.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ...errors import SourceMissing, SourceUnavailable
-from ..caching.flock import Hold, hold
+from ..caching.flock import FolderLock, lock_shared
 from ..caching.stored import is_published
 from ..caching.tier import Tier
 from ..fetching.arrival import Arrival
@@ -104,7 +104,7 @@ class ServedChunks:
         If the chunk does not land within WAIT_S, raises SourceUnavailable with the number of landed bytes. Raises
         SourceMissing if this node does not fetch the chunk, or the error of the fetch if the fetch has failed.
         """
-        manifest, arrival, files, _held = self._found(key, ticket)
+        manifest, arrival, files, _lock = self._found(key, ticket)
         if not 0 <= chunk < arrival.count:
             raise _missing(key)
         _wait(arrival, chunk)
@@ -115,17 +115,17 @@ class ServedChunks:
         finally:
             os.close(descriptor)
 
-    def _found(self, key: str, ticket: str) -> tuple[Manifest, Arrival, Path, Hold]:
+    def _found(self, key: str, ticket: str) -> tuple[Manifest, Arrival, Path, FolderLock]:
         with self._lock:
             fetch = self._tickets.get(ticket)
         if fetch is not None and fetch.key == key:
-            if (held := hold(fetch.files.parent)) is not None:
-                return fetch.manifest, fetch.arrival, fetch.files, held
+            if (lock := lock_shared(fetch.files.parent)) is not None:
+                return fetch.manifest, fetch.arrival, fetch.files, lock
         elif _KEY.fullmatch(key):
             for folder in (tier.folder(key) for tier in self._tiers):
-                # Hold the folder before looking, so that a published snapshot is not evicted.
-                if (held := hold(folder)) is not None and is_published(folder):
-                    return *_published(folder / "files", _version(folder)), held
+                # Lock the folder before looking, so that a published snapshot is not evicted.
+                if (lock := lock_shared(folder)) is not None and is_published(folder):
+                    return *_published(folder / "files", _version(folder)), lock
         raise _missing(key)
 
 

@@ -32,7 +32,7 @@ _OTHER_TYPE = "application/vnd.cncf.model.weight.config.v1.raw"
 # Some registries write "bytes=" before the range, as the examples of the specification do.
 _RECEIVED = re.compile(r"(?:bytes=)?0-(\d{1,18})", re.ASCII)
 
-Sent = Callable[[int], None]
+ReportSent = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class BlobFile:
 
 
 def upload(
-    blobs: RegistryBlobs, tag: str, files: Mapping[str, Path | bytes], sent: Sent | None
+    blobs: RegistryBlobs, tag: str, files: Mapping[str, Path | bytes], sent: ReportSent | None
 ) -> tuple[str, set[str]]:
     """Send the files and, last, the manifest of `tag`. Return its digest, and the names of the files that were there.
 
@@ -135,7 +135,7 @@ class BlobUpload:
     says which, or else from the beginning.
     """
 
-    def __init__(self, blobs: RegistryBlobs, file: BlobFile, sent: Sent | None) -> None:
+    def __init__(self, blobs: RegistryBlobs, file: BlobFile, sent: ReportSent | None) -> None:
         self._blobs, self._file, self._sent = blobs, file, sent
         self._url = ""
         """The URL of the upload, which each response may change. "" before it has begun."""

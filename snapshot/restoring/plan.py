@@ -77,7 +77,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """All steps of a restore. They set the weights of the object `module`, not of copies of it."""
 
     module: nn.Module
@@ -98,7 +98,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ModuleTensor:
     """One tensor object of the module, with all its names and slots. If `needed`, a snapshot must have the tensor."""
 
     tensor: torch.Tensor
@@ -126,7 +126,7 @@ def make_plan(
     cast: bool = False,
     slices: Slices | None = None,
     device: str = CPU,
-) -> Plan:
+) -> RestorePlan:
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
     Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory, which the processes that are forked
@@ -138,7 +138,7 @@ def make_plan(
 
 def make_plans(
     module: nn.Module, supplies: dict[str, Supply], *, cast: bool = False, device: str = CPU
-) -> dict[str, Plan]:
+) -> dict[str, RestorePlan]:
     """Return the plans that together restore `module` from several snapshots, by the snapshots' names.
 
     Each tensor of the module must be in exactly one snapshot. If several snapshots have a tensor, a snapshot whose
@@ -147,23 +147,23 @@ def make_plans(
     check_name(device)
     rename = renaming_of(module)
     planners = {name: _Planner(supply, cast, rename) for name, supply in supplies.items()}
-    holdings = _holdings(module)
-    common, computed = Mismatches(), list[_Held]()
-    for held in holdings:
-        owners = _owners(held, planners)
+    entries = _module_tensors(module)
+    common, computed = Mismatches(), list[_ModuleTensor]()
+    for entry in entries:
+        owners = _owners(entry, planners)
         if len(owners) == 1:
-            planners[owners[0]].add(held)
+            planners[owners[0]].add(entry)
         elif owners:
-            common.twice.append((held.names[0], {name: planners[name].skip(held) for name in owners}))
+            common.twice.append((entry.names[0], {name: planners[name].skip(entry) for name in owners}))
         else:
-            _lacks(common, held, held.names[0])
-            computed.append(held)
+            _lacks(common, entry, entry.names[0])
+            computed.append(entry)
     found = {name: planner.mismatches() for name, planner in planners.items()}
     if common or any(found.values()):
-        wanted = [name for held in holdings for name in held.names]
+        wanted = [name for entry in entries for name in entry.names]
         stored = {name: planner.names() for name, planner in planners.items()}
         raise describe(common, found, type(module).__name__, stored, wanted)
-    replaced = tuple(held.tensor for held in holdings)
+    replaced = tuple(entry.tensor for entry in entries)
     plans = {name: _with_copies(planner.plan(module, replaced)) for name, planner in planners.items()}
     if device == CPU:
         return plans
@@ -171,7 +171,7 @@ def make_plans(
     return {name: _for_device(plan, device, computed) for name, plan in plans.items()}
 
 
-def _with_copies(plan: Plan) -> Plan:
+def _with_copies(plan: RestorePlan) -> RestorePlan:
     sizes = [_size_bytes(step) for step in plan.steps if step.offset_elements < 0]
     return replace(plan, copies=SharedCopies(sizes)) if sizes else plan
 
@@ -180,24 +180,24 @@ def _size_bytes(step: RestoreStep) -> int:
     return step.tensor.itemsize * math.prod(step.place.shape)
 
 
-def _for_device(plan: Plan, device: str, computed: Iterable[_Held]) -> Plan:
+def _for_device(plan: RestorePlan, device: str, computed: Iterable[_ModuleTensor]) -> RestorePlan:
     wanted = [Wanted(step.name, step.shard, step.place, step.tensor.dtype) for step in plan.steps]
     layout = SlabLayout(plan.manifest, wanted)
-    moved = tuple((held.tensor, tuple(held.slots)) for held in computed)
+    moved = tuple((entry.tensor, tuple(entry.slots)) for entry in computed)
     return replace(plan, device=device, layout=layout, computed=moved)
 
 
-def _owners(held: _Held, planners: dict[str, _Planner]) -> list[str]:
+def _owners(entry: _ModuleTensor, planners: dict[str, _Planner]) -> list[str]:
     """Return the names of the snapshots that supply a tensor of the module. More than one is an error.
 
     If the function has only one snapshot, return its name in any case, because it must have all tensors.
     """
     if len(planners) == 1:
         return list(planners)
-    owners = [name for name, planner in planners.items() if planner.has(held)]
+    owners = [name for name, planner in planners.items() if planner.has(entry)]
     if len(owners) < 2:
         return owners
-    return [name for name in owners if not planners[name].gives_way(held)] or owners
+    return [name for name in owners if not planners[name].gives_way(entry)] or owners
 
 
 class _Planner:
@@ -217,7 +217,7 @@ class _Planner:
         self._used: set[str] = set()
         self._steps: list[RestoreStep] = []
         self._wholes: list[Whole] = []
-        self.computed: list[_Held] = []
+        self.computed: list[_ModuleTensor] = []
         """Added tensors that the snapshot does not have. If the snapshot must have a tensor, it is in `_found` too."""
 
     def _add_names(self, rename: Callable[[str], str]) -> None:
@@ -232,34 +232,34 @@ class _Planner:
         """Return the names of all tensors of the snapshot."""
         return Names(named_entries(self._manifest), self.prefix)
 
-    def has(self, held: _Held) -> bool:
+    def has(self, entry: _ModuleTensor) -> bool:
         """Return True if the snapshot has the tensor, or at least one of its inner tensors."""
-        return bool(self._names_of(held))
+        return bool(self._names_of(entry))
 
-    def gives_way(self, held: _Held) -> bool:
+    def gives_way(self, entry: _ModuleTensor) -> bool:
         """Return True if `ignore` fits all names of the tensor here, so that another snapshot supplies the tensor."""
-        names = self._names_of(held)
+        names = self._names_of(entry)
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
-    def skip(self, held: _Held) -> str:
+    def skip(self, entry: _ModuleTensor) -> str:
         """Record that the module has the tensor, although this snapshot does not supply it. Return the tensor's name in
         this snapshot.
         """
-        names = [self._stored[name].name for name in self._names_of(held)]
+        names = [self._stored[name].name for name in self._names_of(entry)]
         self._used.update(names)
         return names[0]
 
-    def _names_of(self, held: _Held) -> list[str]:
-        inner = inner_tensors(held.tensor)
-        names = held.names
+    def _names_of(self, entry: _ModuleTensor) -> list[str]:
+        inner = inner_tensors(entry.tensor)
+        names = entry.names
         if inner is not None:
-            names = [one for path in inner for name in held.names for one in inner_names(name, path)]
+            names = [one for path in inner for name in entry.names for one in inner_names(name, path)]
         return [name for name in (self.prefix + name for name in names) if name in self._stored]
 
-    def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> Plan:
+    def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> RestorePlan:
         """Return the plan for the added tensors. `replaced` are all tensors of the module."""
         steps = sorted(self._steps, key=lambda step: (step.shard, step.place.begin_bytes))
-        return Plan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
+        return RestorePlan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
 
     def mismatches(self) -> Mismatches:
         """Return what does not fit. Call it after all tensors of the module were added."""
@@ -270,29 +270,29 @@ class _Planner:
         ]
         return self._found
 
-    def add(self, held: _Held) -> None:
+    def add(self, entry: _ModuleTensor) -> None:
         """Plan a tensor of the module that no other snapshot supplies."""
-        inner = inner_tensors(held.tensor)
+        inner = inner_tensors(entry.tensor)
         if inner is not None:
-            self._add_whole(held, inner)
-        elif (name := self._stored_name(held.names)) is not None:
-            self._add_step(name, held.tensor, tuple(held.slots))
+            self._add_whole(entry, inner)
+        elif (name := self._stored_name(entry.names)) is not None:
+            self._add_step(name, entry.tensor, tuple(entry.slots))
         else:
-            self.computed.append(held)
-            _lacks(self._found, held, held.names[0], self.prefix)
+            self.computed.append(entry)
+            _lacks(self._found, entry, entry.names[0], self.prefix)
 
-    def _add_whole(self, held: _Held, inner: dict[str, torch.Tensor]) -> None:
-        names = {path: [one for name in held.names for one in inner_names(name, path)] for path in inner}
+    def _add_whole(self, entry: _ModuleTensor, inner: dict[str, torch.Tensor]) -> None:
+        names = {path: [one for name in entry.names for one in inner_names(name, path)] for path in inner}
         stored = {path: self._stored_name(names[path]) for path in inner}
-        held.needed |= any(stored.values())
+        entry.needed |= any(stored.values())
         made = {}
         for path, name in stored.items():
             if name is None:
-                _lacks(self._found, held, names[path][0], self.prefix)
+                _lacks(self._found, entry, names[path][0], self.prefix)
             elif (step := self._add_step(name, inner[path], ())) is not None:
                 made[path] = step.tensor
         if len(made) == len(inner):
-            self._wholes.append(Whole(held.tensor, made, tuple(held.slots)))
+            self._wholes.append(Whole(entry.tensor, made, tuple(entry.slots)))
 
     def _stored_name(self, names: Sequence[str]) -> str | None:
         """Return the first of `names`, with the prefix, that is in the snapshot. Mark all that are in it as used."""
@@ -329,16 +329,16 @@ class _Planner:
         return fits
 
 
-def _lacks(found: Mismatches, held: _Held, name: str, prefix: str = "") -> None:
+def _lacks(found: Mismatches, entry: _ModuleTensor, name: str, prefix: str = "") -> None:
     """Record that no snapshot has `name`, which names a tensor of the module or an inner tensor."""
-    if held.needed:
+    if entry.needed:
         found.missing.append(prefix + name)
-    elif held.tensor.is_meta:
+    elif entry.tensor.is_meta:
         found.unfilled.append(name)
 
 
-def _holdings(module: nn.Module) -> list[_Held]:
-    holdings: dict[int, _Held] = {}
+def _module_tensors(module: nn.Module) -> list[_ModuleTensor]:
+    entries: dict[int, _ModuleTensor] = {}
     seen: set[tuple[int, str]] = set()
     # Keep duplicates, because a module or tensor with several names may be saved under any of them.
     modules: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
@@ -349,15 +349,15 @@ def _holdings(module: nn.Module) -> list[_Held]:
         for store, attribute in places:
             if (tensor := store[attribute]) is None:
                 continue
-            held = holdings.setdefault(id(tensor), _Held(tensor))
-            held.names.append(f"{path}.{attribute}".removeprefix("."))
+            entry = entries.setdefault(id(tensor), _ModuleTensor(tensor))
+            entry.names.append(f"{path}.{attribute}".removeprefix("."))
             is_parameter = store is owner._parameters  # noqa: SLF001
-            held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
+            entry.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
             if (id(owner), attribute) not in seen:
                 seen.add((id(owner), attribute))
                 watched = type(owner).__setattr__ is not nn.Module.__setattr__
-                held.slots.append(Slot(owner, attribute, store, watched))
-    return list(holdings.values())
+                entry.slots.append(Slot(owner, attribute, store, watched))
+    return list(entries.values())
 
 
 def _step(entry: TensorEntry, where: Elements, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> RestoreStep:
@@ -378,7 +378,7 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def restore(plan: Plan, mapping: Mapping) -> None:
+def restore(plan: RestorePlan, mapping: Mapping) -> None:
     """Set the weights of `plan.module` from `mapping`. Writing to them changes no file and no other process.
 
     Raises SnapshotMismatch if the plan was made for another manifest.
@@ -403,7 +403,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
         _rebuild(plan)
 
 
-def _copy(plan: Plan, mapping: Mapping, memory: torch.Tensor) -> None:
+def _copy(plan: RestorePlan, mapping: Mapping, memory: torch.Tensor) -> None:
     """Fill the memory of `plan.copies`, converted to the types of the module."""
     offsets = iter(plan.copies.offsets if plan.copies is not None else ())
     for step in plan.steps:
@@ -414,7 +414,12 @@ def _copy(plan: Plan, mapping: Mapping, memory: torch.Tensor) -> None:
 
 
 def upload(
-    plan: Plan, mapping: Mapping, device: Device, *, parks: bool = True, pinned: PinnedShards | None = None
+    plan: RestorePlan,
+    mapping: Mapping,
+    device: Device,
+    *,
+    parks: bool = True,
+    pinned: PinnedShards | None = None,
 ) -> DeviceUpload:
     """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
@@ -430,7 +435,7 @@ def upload(
     return made
 
 
-def blank(plan: Plan, device: Device | None = None, *, parks: bool = True) -> None:
+def blank(plan: RestorePlan, device: Device | None = None, *, parks: bool = True) -> None:
     """Set the weights of `plan.module` to zeros, for a rehearsal. On the host they take no memory.
 
     All weights are views of one region that is never written. On the host, the kernel maps its one page of zeros to all
@@ -457,7 +462,7 @@ def blank(plan: Plan, device: Device | None = None, *, parks: bool = True) -> No
         _rebuild(plan)
 
 
-def _view_in(plan: Plan, region: torch.Tensor, offsets: Sequence[int]) -> None:
+def _view_in(plan: RestorePlan, region: torch.Tensor, offsets: Sequence[int]) -> None:
     """Set the weights of `plan.module` to views of `region`, which is on a device, each at its offset."""
     storage, device = region.untyped_storage(), region.device
     with torch.no_grad():
@@ -476,12 +481,12 @@ def _view_in(plan: Plan, region: torch.Tensor, offsets: Sequence[int]) -> None:
         _rebuild(plan)
 
 
-def _check_manifest(plan: Plan, mapping: Mapping) -> None:
+def _check_manifest(plan: RestorePlan, mapping: Mapping) -> None:
     if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
         raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
 
 
-def _rebuild(plan: Plan) -> None:
+def _rebuild(plan: RestorePlan) -> None:
     """Make the tensors that consist of inner tensors. The inner tensors must have their bytes."""
     for whole in plan.wholes:
         _set(whole.slots, rebuild(whole.tensor, whole.inner))

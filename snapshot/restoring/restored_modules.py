@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .device.pinned_shards import PinnedShards
     from .device.upload import DeviceUpload
     from .mapping import Mapping
-    from .plan import Plan
+    from .plan import RestorePlan
 
 UPLOAD_TIMEOUT_S = 600.0
 
@@ -29,7 +29,7 @@ class RestoredModules:
     def __init__(self, subject: str, *, parks: bool, gpus: int) -> None:
         """Errors begin with `subject`. For `parks` and `gpus` see `Snapshot`."""
         self._subject, self._parks, self._gpus = subject, parks, gpus
-        self._plans: list[Plan] = []
+        self._plans: list[RestorePlan] = []
         self._mapping: Mapping | None = None
         self.restored = False
         """True if a module gets weights, now or when the snapshot is opened."""
@@ -42,7 +42,7 @@ class RestoredModules:
         # The devices that this process has used, by their names.
         self._devices: dict[str, Device] = {}
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: RestorePlan) -> None:
         """Apply a plan that was made for this snapshot: now if the snapshot is open, or else when it is opened."""
         self.restored = True
         if self._mapping is None:
@@ -57,7 +57,7 @@ class RestoredModules:
         for plan in self._plans:
             self._apply(plan, mapping)
 
-    def _apply(self, plan: Plan, mapping: Mapping) -> DeviceUpload | None:
+    def _apply(self, plan: RestorePlan, mapping: Mapping) -> DeviceUpload | None:
         from .plan import restore, upload  # noqa: PLC0415  only restoring loads torch
 
         if (device := self._device(plan)) is None:
@@ -69,7 +69,7 @@ class RestoredModules:
         self._uploads.append((weakref.ref(plan.module), made))
         return made
 
-    def _device(self, plan: Plan) -> Device | None:
+    def _device(self, plan: RestorePlan) -> Device | None:
         from .device.device import find_device  # noqa: PLC0415  only restoring loads torch
 
         if (device := find_device(plan.device, self._gpus)) is not None:

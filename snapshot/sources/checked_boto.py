@@ -51,19 +51,19 @@ def check_addresses(client: Any, addresses: Addresses, ca_bundle: str | None = N
 def _pools(dialer: Dialer) -> dict[str, Any]:
     """Return the classes of urllib3's pools, whose connections are made by `dialer`."""
 
-    class Plain(AWSHTTPConnection):  # type: ignore[misc]
+    class BotoHttp(AWSHTTPConnection):  # type: ignore[misc]
         def _new_conn(self) -> socket.socket:
             return _connected(self, dialer)
 
-    class Tls(AWSHTTPSConnection):  # type: ignore[misc]
+    class BotoHttps(AWSHTTPSConnection):  # type: ignore[misc]
         def _new_conn(self) -> socket.socket:
             return _connected(self, dialer)
 
     class PlainPool(AWSHTTPConnectionPool):  # type: ignore[misc]
-        ConnectionCls = Plain
+        ConnectionCls = BotoHttp
 
     class TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
-        ConnectionCls = Tls
+        ConnectionCls = BotoHttps
 
     return {"http": PlainPool, "https": TlsPool}
 

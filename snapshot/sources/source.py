@@ -21,7 +21,7 @@ from ...errors import SnapshotChanged, SnapshotCorrupt, SourceError
 MAX_NAME_CHARS = 1024
 # A listing with more objects is an error, because a deploy may name a whole bucket by mistake.
 LISTED_AT_MOST = 100_000
-Progress = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
 
 
@@ -184,7 +184,7 @@ class WrittenWhole(Source, Listing, Protocol):
 class ByteCounter:
     """Adds up the bytes that are done, and calls `progress` with this sum and the total. Thread-safe."""
 
-    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+    def __init__(self, total_bytes: int, progress: ReportProgress | None) -> None:
         self._total_bytes = total_bytes
         self._progress = progress
         self._lock = threading.Lock()

@@ -658,7 +658,7 @@ def test_the_cache_heals_what_passes(tmp_path: Path, weights: Weights, kind: str
         with torch.device("meta"):
             net = Net()
         # Mapped and restored while it is still coming.
-        mapping = Mapping(lease.root, weights.manifest, keep=lease.hold, arrival=lease.arrival)
+        mapping = Mapping(lease.root, weights.manifest, keep=lease.lock, arrival=lease.arrival)
         restore(make_plan(net, weights.manifest), mapping)
         lease.wait(LIMIT_S)
         check(weights, lease.root)

@@ -9,12 +9,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from .latency_curve import LatencyCurve
 
 
-class Sent(Protocol):
+class SentItem(Protocol):
     @property
     def sent_s(self) -> float: ...
 
 
-T = TypeVar("T", bound=Sent)
+T = TypeVar("T", bound=SentItem)
 
 
 class BatchEnd(NamedTuple):

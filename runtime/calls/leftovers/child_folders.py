@@ -1,7 +1,7 @@
 """Removes the working folders of children that have ended (`working_folder.py`).
 
-The parent removes them, because it also sees children that are killed. Gigabytes of files would otherwise delay the end of a worker
-that holds a GPU.
+The parent removes them, because it also sees children that are killed. A worker that removed gigabytes of files itself would
+keep its GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChildFolders:
         self._folders[pid] = f"{root}{os.sep}{pid}"
 
     def remove(self, pid: int) -> None:
-        """Remove the folder of a child that has ended and was not reaped yet, so that no other process has its pid."""
+        """Remove the folder of a child that has ended. Call this before reaping the child: then its pid may be given again."""
         if (folder := self._folders.pop(pid, None)) is not None and not self._remove_unchanged(folder):
             _remove(folder)
 
@@ -74,7 +74,7 @@ def _remove(folder: str) -> None:
         Path(folder).rename(hidden)
         if os.fork() == 0:
             try:
-                # It stays in the session of its parent, so it is no orphan, and it goes on after the end of its parent.
+                # The fork goes on after the end of its parent. It stays in the parent's session, so it is no orphan.
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 # Copies of the connections would hide the end of the parent from the gateway.

@@ -10,9 +10,9 @@ from types import FrameType
 
 from ..link.worker_spec import OF_GATEWAY
 
-Handler = Callable[[int, FrameType | None], object] | int | None
+SignalHandler = Callable[[int, FrameType | None], object] | int | None
 # What a program has at its start. These are the signals whose handling zygotes and workers change.
-_OF_PROGRAMS: dict[signal.Signals, Handler] = {
+_OF_PROGRAMS: dict[signal.Signals, SignalHandler] = {
     signal.SIGCHLD: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,
     signal.SIGQUIT: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler,
 }  # fmt: skip
@@ -40,7 +40,7 @@ class AuthorsHandlers:
     def __init__(self) -> None:
         """Make it before the import."""
         self._before = {number: signal.getsignal(number) for number in _OF_PROGRAMS}
-        self._found: dict[signal.Signals, Handler] = {}
+        self._found: dict[signal.Signals, SignalHandler] = {}
 
     def note(self) -> None:
         """Find the handlers after the build, and undo them."""
@@ -55,7 +55,7 @@ class AuthorsHandlers:
             signal.signal(number, handler)
 
 
-def leave_to_forks(on_term: Handler, close: Callable[[], None]) -> None:
+def leave_to_forks(on_term: SignalHandler, close: Callable[[], None]) -> None:
     """Let the processes that the function's code forks handle signals as a program does. `close` is called in each of them.
 
     `on_term` is this worker's own handler of SIGTERM. The handlers of the function's code stay. A signal that is sent to a new

@@ -51,7 +51,7 @@ class Replicas:
         return len(self._asked) + sum(replica.state is ReplicaState.RESTORING for replica in self._present)
 
     @property
-    def held(self) -> int:
+    def total(self) -> int:
         """The number of workers, including workers that are being forked."""
         return len(self._present) + len(self._asked)
 

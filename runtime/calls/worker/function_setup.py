@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ....errors import HandlerBuildError
-from ....handlers.adapter import awaited
 from ....handlers.contract import Context
+from ....handlers.dialect_calls import awaited
 from ....handlers.failure import explain
 from ....handlers.handler import Handler, Hook
 from ....handlers.resolve import resolve

@@ -45,7 +45,7 @@ class IncomingCalls:
             if self._parking.awake:
                 self._runner.cancel(frame.channel)
             else:
-                self._parking.hold(frame)
+                self._parking.defer(frame)
         elif frame.kind == FrameKind.MORE:
             self._runner.grant(frame.channel, int(frame.json()["count"]))
         elif frame.kind in (FrameKind.INPUT, FrameKind.INPUT_END):
@@ -72,7 +72,7 @@ class IncomingCalls:
             self._link.send(FrameKind.RETURNED, frame.channel)
             return
         if not self._parking.awake:
-            self._parking.hold(frame)
+            self._parking.defer(frame)
             return
         head = orjson.loads(frame.head)
         cancellation = Cancellation()

@@ -41,13 +41,13 @@ class WorkerParking:
         self, weights: WorkerWeights, hooks: ParkingHooks, link: Link, loop: LinkLoop,
         deliver: Callable[[Frame], None], drain: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`deliver` gets the frames that were held.
+        """`deliver` gets the deferred frames.
 
         If the weights cannot come back, this object calls `drain`. Then the callers get another worker, or the error of
         that worker's start.
         """
         self.awake = True
-        """False from PARK until the worker can run invocations again: until then, pass frames to `hold`."""
+        """False from PARK until the worker can run invocations again: until then, pass frames to `defer`."""
         self._weights, self._link, self._loop = weights, link, loop
         self._hooks = hooks
         self._deliver, self._drain = deliver, drain
@@ -56,7 +56,7 @@ class WorkerParking:
         self._number = self._parks = 0
         self._changed = threading.Condition()
         # The frames that wait. The gateway's window limits their number.
-        self._held: list[Frame] = []
+        self._deferred: list[Frame] = []
         # Clear while a thread parks the worker or brings it back.
         self._ended = threading.Event()
         self._ended.set()
@@ -82,18 +82,18 @@ class WorkerParking:
             self._asked = False
             self._changed.notify()
 
-    def hold(self, frame: Frame) -> None:
+    def defer(self, frame: Frame) -> None:
         """Wake the worker, and deliver a frame once it is awake."""
-        self._held.append(frame)
+        self._deferred.append(frame)
         self.wake()
 
     def close(self) -> None:
-        """Bring no weights back any more, because the worker ends, and deliver the held frames."""
+        """Bring no weights back any more, because the worker ends, and deliver the deferred frames."""
         self._closed = True
         self.wake()
 
     def wait_ended(self) -> None:
-        """After `close`, wait for a running hook and for the delivery of the held frames. Don't call it on the loop's thread."""
+        """After `close`, wait for a running hook and for the delivery of the deferred frames. Don't call it on the loop's thread."""
         self._ended.wait(HOOK_TIMEOUT_S)
 
     def restore(self) -> None:
@@ -107,13 +107,13 @@ class WorkerParking:
             self._weights.follow()
 
     def _begin(self) -> None:
-        """Park, if that is still wanted. If not, deliver the frames that were held."""
+        """Park, if that is still wanted. If not, deliver the deferred frames."""
         if self._asked and not self._closed:
             start_thread(self._run, "parking")
             return
         self.awake = True
-        held, self._held = self._held, []
-        for frame in held:
+        deferred, self._deferred = self._deferred, []
+        for frame in deferred:
             self._deliver(frame)
         self._ended.set()
 

@@ -117,7 +117,7 @@ class Worker(ABC):
 
         return check
 
-    def _share_signals(self, on_term: signals.Handler, close: Callable[[], None]) -> None:
+    def _share_signals(self, on_term: signals.SignalHandler, close: Callable[[], None]) -> None:
         """Let the function's code have its own handlers. `on_term` is this worker's handler of SIGTERM, which is set already.
 
         The end of the parent drains this worker as SIGTERM does. A process that the function's code forks calls `close`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -74,6 +75,7 @@ def demo(*, starts: int, as_json: bool) -> None:
     model = minilm.model_folder()
     os.environ.update(minilm.OFFLINE)
     tell: Callable[[str], None] = (lambda _: None) if as_json else lambda line: display.echo(line, raw=True)
+    tell("Starting a gateway. Plain transformers computes the expected answer.")
     with private_gateway() as url, Client(url) as client:
         with display.spinner("computing the expected answer with plain transformers"):
             expected = minilm.reference([minilm.TEXT])[0]
@@ -150,6 +152,7 @@ class _Demo:
 
     def _wait_for_rest(self) -> None:
         """Wait until no worker runs and the standby process for the next worker is ready."""
+        self._wait_for_ends()
         for view in islice(self._client.views(), REST_S):
             for function in view["functions"]:
                 workers = function["workers"]
@@ -158,6 +161,15 @@ class _Demo:
                     return
         late = f"The function still has workers after {REST_S} s."
         raise GatewayError(late, remedy="Run the demo on a machine with less load.")
+
+    def _wait_for_ends(self) -> None:
+        """Wait for the ends of the workers. The console's stream, which has one line each second, shows them later."""
+        rows = self._client.get("v1", "functions", NAME, memory=1)["processes"]
+        workers = list[psutil.Process]()
+        for pid in (row["pid"] for row in rows if row["role"] == "worker"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                workers.append(psutil.Process(pid))
+        psutil.wait_procs(workers, REST_S)
 
     def _added_kb(self) -> int:
         """Return the KB of memory that only the newest of several workers holds, after all of them have answered."""

@@ -24,7 +24,7 @@ from ....handlers.codec import JSON_TYPE
 from ...ground.access.keys import Scope
 from ...node.functions.deploy import Deployment
 from ...node.functions.live import Live
-from ...node.functions.progress import DeployNote, DeployStep, DeployTarget, Progress
+from ...node.functions.progress import DeployNote, DeployProgress, DeployStep, DeployTarget
 from ...node.functions.rollouts import Rollouts
 from ...node.functions.status import Deployed
 from ...node.packaging.code import identity
@@ -98,7 +98,7 @@ class Deploys:
     async def deploy(self, request: web.Request) -> web.StreamResponse:
         if accepts_events(request):
             return await self._stream(request)
-        progress = Progress()
+        progress = DeployProgress()
         live = await self._deploy(request, await self._deployment(request, progress), progress)
         return json_response(_deployed(live, progress).model_dump(mode="json"), status=201)
 
@@ -119,7 +119,7 @@ class Deploys:
             # Some events come from threads of the deploy. If all events take this way, they keep their order.
             loop.call_soon_threadsafe(events.put_nowait, event(name, told.model_dump_json().encode()))
 
-        progress = Progress(lambda change: tell(_NAMES[type(change)], change))
+        progress = DeployProgress(lambda change: tell(_NAMES[type(change)], change))
         # An error in the request itself is raised here, before the stream begins. So its response has the error's own
         # status.
         deployment = await self._deployment(request, progress)
@@ -146,7 +146,7 @@ class Deploys:
         await response.write_eof()
         return response
 
-    async def _deploy(self, request: web.Request, deployment: Deployment, progress: Progress) -> Live:
+    async def _deploy(self, request: web.Request, deployment: Deployment, progress: DeployProgress) -> Live:
         caller = caller_of(request)
         deployment = replace(
             deployment, authorize=functools.partial(self._rollouts.functions.check_owner, caller), owner=caller.owner,
@@ -162,7 +162,7 @@ class Deploys:
         note(request, function=live.record.function, revision=live.record.revision)
         return live
 
-    async def _deployment(self, request: web.Request, progress: Progress) -> Deployment:
+    async def _deployment(self, request: web.Request, progress: DeployProgress) -> Deployment:
         # Not `request.content_type`: for a request without this header, which any web page can send, aiohttp
         # returns application/octet-stream, and the body would be accepted as an archive.
         kind = media_type_of(request.headers)
@@ -191,7 +191,7 @@ async def _sees(wanted: DeployRequest) -> bool:
     return await asyncio.to_thread(identity, wanted.path) == wanted.seen_as
 
 
-async def _upload(request: web.Request, progress: Progress) -> Deployment:
+async def _upload(request: web.Request, progress: DeployProgress) -> Deployment:
     overrides = dict(_pair(text) for text in request.query.getall(SET.name, []))
     install, check = INSTALL.read(request), CHECK.read(request)
     with progress.step("upload"):
@@ -216,7 +216,7 @@ async def _next(events: asyncio.Queue[bytes]) -> bytes:
         return HEARTBEAT
 
 
-def _deployed(live: Live, progress: Progress) -> Deployed:
+def _deployed(live: Live, progress: DeployProgress) -> Deployed:
     replaces = progress.target.replaces if progress.target is not None else None
     return Deployed(**dict(live.status()), replaces=replaces, steps=progress.steps)
 

@@ -54,7 +54,7 @@ JOB_ERRORS = (404, 410, 503)
 REMEDY = 'Send {"input": …}. /openapi.json lists the other fields.'
 Priority: TypeAlias = Literal["normal", "low", "batch"]
 _PRIORITIES: dict[Priority, int] = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
-Read: TypeAlias = Callable[[Live, bytes], tuple[bytes, dict[str, Any]]]
+ReadJobBody: TypeAlias = Callable[[Live, bytes], tuple[bytes, dict[str, Any]]]
 """Returns the input of a job, and the fields of NewJob that the body of its request sets."""
 
 
@@ -201,7 +201,7 @@ async def job_response(
 
 
 async def submitted(
-    backend: Backend, request: web.Request, read: Read, wait_s: float | None = None
+    backend: Backend, request: web.Request, read: ReadJobBody, wait_s: float | None = None
 ) -> Submitted:
     """Store the job of a request, and wait up to `wait_s` for its end. Return the job, and headers for the response."""
     live, event, fields = await _asked(backend, request, read, ASYNC_BODY_BYTES if wait_s is None else None)
@@ -210,7 +210,7 @@ async def submitted(
 
 
 async def _asked(
-    backend: Backend, request: web.Request, read: Read, most: int | None
+    backend: Backend, request: web.Request, read: ReadJobBody, most: int | None
 ) -> tuple[Live, bytes, dict[str, Any]]:
     """Return the function, the event of the job, and its other fields. While the caller waits, nothing parsed is kept."""
     live, body = await backend.read_body(request, request.match_info["function"], most)

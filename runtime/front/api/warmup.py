@@ -13,12 +13,12 @@ from ....handlers.codec import JSON_TYPE
 from ...ground.access.keys import Scope
 from ...node.functions.registry import Functions
 from ...node.functions.status import Workers
-from ...node.reconciling.prewarms import HOLD_S
+from ...node.reconciling.prewarms import WARM_S
 from ..http.requests import caller_of, load_json, media_type_of, read_body, validate
 from ..http.responses import json_response
 from ..http.routes import Number, Parameter, Route
 
-MAX_HOLD_S = 86_400
+MAX_WARM_S = 86_400
 MAX_WAIT_S = 300
 MAX_BODY_BYTES = 64 << 10
 BODY_TIMEOUT_S = 10.0
@@ -34,9 +34,9 @@ WORKERS = Number(
 FOR_S = Number(
     "for_s",
     "Seconds for which they are kept even without calls. More than the default needs the scope deploy.",
-    int(HOLD_S),
+    int(WARM_S),
     minimum=1,
-    maximum=MAX_HOLD_S,
+    maximum=MAX_WARM_S,
 )
 WAIT_S = Number(
     "wait_s", "Seconds to wait until they are ready; 503 if they are not then.", 0, maximum=MAX_WAIT_S
@@ -48,7 +48,7 @@ class WarmupRequest(BaseModel, frozen=True, strict=True):
     """The body of a warm-up. Other fields are ignored: a platform's hook sends its own."""
 
     workers: int | None = Field(None, ge=0, le=1024)
-    for_s: int | None = Field(None, ge=1, le=MAX_HOLD_S)
+    for_s: int | None = Field(None, ge=1, le=MAX_WARM_S)
     wait_s: int | None = Field(None, ge=0, le=MAX_WAIT_S)
     cause: str | None = None
 
@@ -78,7 +78,7 @@ class WarmupApi:
         cause = _cause_of(request, sent, body)
         if (error := live.function.refusal()) is not None:
             raise error
-        if not workers or for_s > HOLD_S:
+        if not workers or for_s > WARM_S:
             # A caller could keep workers, which the function's owner pays for, or end what the owner wants.
             self._functions.check_owner(caller_of(request), live.record.function)
         if workers:

@@ -20,7 +20,7 @@ CHECK_S = 1.0
 PROTOCOLS = ("http/1.1",)
 HOST_MISMATCH = 62
 """OpenSSL's code of a certificate for another host name."""
-Seen: TypeAlias = tuple[tuple[int, int, int], ...]
+FileStamps: TypeAlias = tuple[tuple[int, int, int], ...]
 """The inode, the size and the time of the last change of each file. These numbers tell whether the files have changed.
 """
 
@@ -97,7 +97,7 @@ class Certificate:
             # The old file was removed, and the new file is not there yet.
             return False
 
-    def _look(self) -> Seen:
+    def _look(self) -> FileStamps:
         return tuple(
             (found.st_ino, found.st_size, found.st_mtime_ns)
             for found in (_status(self._chain, "tls_cert"), _status(self._key, "tls_key"))

@@ -239,7 +239,7 @@ class Console:
         latest = live.function.cold_starts.told(1)
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=worker_counts.standby,
-            rung=workers.holdings.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
+            rung=workers.inventory.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
             workers=ConsoleWorkers(
                 ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining,
                 max=record.settings.scale.max,

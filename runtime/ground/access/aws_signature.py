@@ -38,7 +38,7 @@ _AUTHORIZATION = re.compile(
 )
 
 
-class Headers(Protocol):
+class MultiHeaders(Protocol):
     """The headers of a request. A name may occur several times."""
 
     def getall(self, key: str, default: list[str]) -> list[str]: ...
@@ -62,7 +62,7 @@ class SignedRequest:
 
     method: str
     target: str
-    headers: Headers
+    headers: MultiHeaders
     body: bytes
 
 

@@ -63,13 +63,13 @@ class FairThreads:
         return result
 
     def start(self, work: Callable[[], object]) -> None:
-        """Run `work` in a thread, if the gateway does not end. Its result is dropped."""
-        # RuntimeError: the threads are closed. The next gateway empties the staging folder.
+        """Run `work` in a thread, unless the gateway ends. Its result is dropped."""
+        # RuntimeError: the threads are closed. The next gateway empties the staging folder, so nothing is lost.
         with contextlib.suppress(RuntimeError):
             self._pool.submit(work)
 
     def close(self) -> None:
-        """Start no more work. Before the process ends, it waits for work that still runs."""
+        """Start no more work. The process waits at its end for work that still runs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for one in [*self._waiting]:
             self._waiting.remove(one)

@@ -10,20 +10,18 @@ from typing import NamedTuple, Protocol
 
 from ....errors import BudgetExhausted
 from .budget import LEAST_WAIT_S, BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
-from .usage import HOUR_S, Holding, Prices, Usage, priced
+from .usage import HOUR_S, Footprint, Prices, Usage, priced
 
 # The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
 LONGEST_TIMER_S = 3600.0
 
 
 class StoredUsage(NamedTuple):
-    """The stored figures of a function: its usage of today, the part of this usage that the budget forgives, and its
-    holding.
-    """
+    """The stored figures of a function: its usage of today, the part that the budget forgives, and its footprint."""
 
     today: Usage = Usage()
     forgiven: Spending = Spending()
-    holding: Holding = Holding()
+    footprint: Footprint = Footprint()
 
 
 NOTHING = StoredUsage()
@@ -33,7 +31,7 @@ class Spender(Protocol):
     """A revision, as the account of its function sees it."""
 
     @property
-    def held_workers(self) -> int:
+    def worker_total(self) -> int:
         """The number of the revision's workers, including starting workers."""
 
     def usage(self, now_s: float) -> Usage:
@@ -89,7 +87,7 @@ class Account:
         as cold starts. `counted` returns these figures since its last call.
         """
         self.total = Usage()
-        self.today, self.forgiven, self.holding = stored
+        self.today, self.forgiven, self.footprint = stored
         self.day = day_of(time.time())
         self.owner: str | None = None
         """The owner of the live revision; None before the first revision is live, and after the function was deleted.
@@ -145,9 +143,9 @@ class Account:
         for spender in self._spenders:
             used += spender.usage(now_s)
         news, self._settled = used - self._settled, used
-        if not self.holding.worker_gb:
+        if not self.footprint.worker_gb:
             self._unmeasured += news
-        self._add(priced(news, self.holding, self._prices) + self._counted())
+        self._add(priced(news, self.footprint, self._prices) + self._counted())
         if (day := day_of(time.time())) < self.day - 1:
             # Before, the clock was days ahead. The next midnight renews the budget.
             self.day = day
@@ -167,17 +165,17 @@ class Account:
         self.total, self.today = self.total + used, self.today + used
         self.unwritten.add(self.owner, used)
 
-    def measured(self, holding: Holding) -> None:
-        """Use `holding`, which was measured now, as what the function holds.
+    def measured(self, footprint: Footprint) -> None:
+        """Use `footprint`, which was measured now, as what the function holds.
 
         The worker time of today that came before the first measurement of a worker gets a new price, from the measured
         figures.
         """
         self.settle()
-        before, self.holding = self.holding, holding
-        if holding.worker_gb:
+        before, self.footprint = self.footprint, footprint
+        if footprint.worker_gb:
             owed, self._unmeasured = self._unmeasured, Usage()
-            self._add(priced(owed, holding, self._prices) - priced(owed, before, self._prices))
+            self._add(priced(owed, footprint, self._prices) - priced(owed, before, self._prices))
         self.check()
 
     def to_write(self) -> dict[str, Usage]:
@@ -268,8 +266,12 @@ class Account:
 
     def _rate(self) -> Spending:
         """Return the money and the worker-seconds that the function uses in a second, if no more workers start."""
-        workers, held, prices = sum(one.held_workers for one in self._spenders), self.holding, self._prices
-        rest_gb = held.beside_gb if workers else held.rest_gb
-        per_h = (workers * held.worker_gb + rest_gb) * prices.memory_gb_hour
-        per_h += held.disk_gb * prices.disk_gb_hour + workers * held.devices * prices.device_hour
+        workers, footprint, prices = (
+            sum(one.worker_total for one in self._spenders),
+            self.footprint,
+            self._prices,
+        )
+        rest_gb = footprint.beside_gb if workers else footprint.rest_gb
+        per_h = (workers * footprint.worker_gb + rest_gb) * prices.memory_gb_hour
+        per_h += footprint.disk_gb * prices.disk_gb_hour + workers * footprint.devices * prices.device_hour
         return Spending(per_h / HOUR_S, float(workers))

@@ -52,7 +52,7 @@ class Ledger:
             # The stored usage may belong to an earlier day.
             today = used if self._stored_day == day else Usage()
             forgiven = Spending(standing.money, standing.seconds) if standing.day == day else Spending()
-            stored = StoredUsage(today, forgiven, standing.holding)
+            stored = StoredUsage(today, forgiven, standing.footprint)
             counted = functools.partial(self._new_colds, function)
             self._accounts[function] = Account(function, self.prices, stored, counted)
         return self._accounts[function]
@@ -203,7 +203,13 @@ class Ledger:
 
 
 def _standing(account: Account) -> Standing:
-    held, forgiven = account.holding, account.forgiven
+    footprint, forgiven = account.footprint, account.forgiven
     return Standing(
-        account.day, *forgiven, held.worker_gb, held.rest_gb, held.disk_gb, held.devices, held.beside_gb
+        account.day,
+        *forgiven,
+        footprint.worker_gb,
+        footprint.rest_gb,
+        footprint.disk_gb,
+        footprint.devices,
+        footprint.beside_gb,
     )

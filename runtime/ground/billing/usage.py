@@ -103,7 +103,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Footprint:
     """How much a function holds on this node, at the last measurement."""
 
     worker_gb: float = 0.0
@@ -118,17 +118,17 @@ class Holding:
     """Memory of zygote and standby beside workers, which share pages with them."""
 
 
-def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
-    """Return the usage `used` with its memory, disk, devices and cost, computed from `holding`."""
+def priced(used: Usage, footprint: Footprint, prices: Prices) -> Usage:
+    """Return the usage `used` with its memory, disk, devices and cost, computed from `footprint`."""
     # If only one of the two figures was measured, it is used for both.
-    beside_gb, alone_gb = holding.beside_gb or holding.rest_gb, holding.rest_gb or holding.beside_gb
-    holding_gb_s = used.idle_s * holding.worker_gb + used.occupied_s * beside_gb + used.zygote_s * alone_gb
-    memory_gb_s = (used.busy_s + used.starting_s) * holding.worker_gb + holding_gb_s
-    disk_gb_s = used.deployed_s * holding.disk_gb
-    device_s = used.worker_s * holding.devices
+    beside_gb, alone_gb = footprint.beside_gb or footprint.rest_gb, footprint.rest_gb or footprint.beside_gb
+    holding_gb_s = used.idle_s * footprint.worker_gb + used.occupied_s * beside_gb + used.zygote_s * alone_gb
+    memory_gb_s = (used.busy_s + used.starting_s) * footprint.worker_gb + holding_gb_s
+    disk_gb_s = used.deployed_s * footprint.disk_gb
+    device_s = used.worker_s * footprint.devices
     # The cost is computed as if there had been a worker, with a zygote beside it, in the seconds without a worker.
     on_s = used.worker_s + used.zygote_s + used.local_s
-    on_gb_s = on_s * holding.worker_gb + used.deployed_s * max(beside_gb, alone_gb)
+    on_gb_s = on_s * footprint.worker_gb + used.deployed_s * max(beside_gb, alone_gb)
 
     def cost(gb_s: float, device_s: float) -> float:
         per_h = gb_s * prices.memory_gb_hour + disk_gb_s * prices.disk_gb_hour + device_s * prices.device_hour
@@ -136,8 +136,8 @@ def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
 
     return used + Usage(
         memory_gb_s=memory_gb_s, disk_gb_s=disk_gb_s, device_s=device_s, cost=cost(memory_gb_s, device_s),
-        always_on_cost=cost(on_gb_s, on_s * holding.devices), holding_gb_s=holding_gb_s,
-        holding_cost=cost(holding_gb_s, used.idle_s * holding.devices),
+        always_on_cost=cost(on_gb_s, on_s * footprint.devices), holding_gb_s=holding_gb_s,
+        holding_cost=cost(holding_gb_s, used.idle_s * footprint.devices),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ....errors import GatewayError
 from ..settings.state_dir import create_private
-from .usage import DAY_S, FIGURES, HOUR_S, Holding, Usage, figures
+from .usage import DAY_S, FIGURES, HOUR_S, Footprint, Usage, figures
 
 HOURS_KEPT_S, DAYS_KEPT_S = 14 * DAY_S, 400 * DAY_S
 BUSY_TIMEOUT_S = 10.0
@@ -64,8 +64,8 @@ class Standing:
     beside_gb: float = 0.0
 
     @property
-    def holding(self) -> Holding:
-        return Holding(self.worker_gb, self.rest_gb, self.disk_gb, self.devices, self.beside_gb)
+    def footprint(self) -> Footprint:
+        return Footprint(self.worker_gb, self.rest_gb, self.disk_gb, self.devices, self.beside_gb)
 
 
 _NAMES = [field.name for field in fields(Standing)]

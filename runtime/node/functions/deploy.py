@@ -34,7 +34,7 @@ from ...ground.settings.function_settings import (
 )
 from ..packaging import code, requirements
 from ..packaging.archive import unpack
-from ..packaging.environment import Log, ensure_environment
+from ..packaging.environment import WriteLine, ensure_environment
 from ..packaging.reuse import ReusedRevision, take
 from ..packaging.snapshots import (
     ASSETS_FOLDER,
@@ -46,7 +46,7 @@ from ..packaging.snapshots import (
     read_versions,
 )
 from .function_folder import CODE_FOLDER
-from .progress import Progress
+from .progress import DeployProgress
 from .revision_record import RevisionFields, RevisionRecord, StoredSnapshot
 from .store import Store
 
@@ -93,10 +93,10 @@ class Preparation:
     """The folder of the Python environments."""
     dialects: Dialects
     request: Deployment
-    log: Log
+    log: WriteLine
     secrets_of: Callable[[str], Mapping[str, str]]
     """Returns the secrets of a function."""
-    progress: Progress
+    progress: DeployProgress
     check: Callable[[FunctionSettings, Mapping[str, str]], None]
     """Called with the settings and what `_outside` returns, before anything is built."""
     policies: DeployPolicies

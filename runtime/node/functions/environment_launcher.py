@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from ...calls.link.worker_spec import WorkerSpec
-from ...ground.telemetry.logs import Log as ProcessLog
+from ...ground.telemetry.logs import Log
 from ..launching.launcher import NO_SECRETS, RevisionLauncher, WorkerSource
-from ..packaging.environment import Log, ensure_environment, present_python
+from ..packaging.environment import WriteLine, ensure_environment, present_python
 
 
 class EnvironmentLauncher(RevisionLauncher):
@@ -31,7 +31,7 @@ class EnvironmentLauncher(RevisionLauncher):
         self._present: WorkerSpec | None = None
 
     async def launch(
-        self, spec: WorkerSpec, logs: ProcessLog, on_death: Callable[[], None],
+        self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None],
         secrets: Mapping[str, str] = NO_SECRETS,
     ) -> WorkerSource:  # fmt: skip
         loop = asyncio.get_running_loop()
@@ -47,7 +47,7 @@ class EnvironmentLauncher(RevisionLauncher):
     async def forget(self, spec: WorkerSpec) -> None:
         await self._launcher.forget(self._present or spec)
 
-    async def _resolved(self, spec: WorkerSpec, log: Log) -> WorkerSpec:
+    async def _resolved(self, spec: WorkerSpec, log: WriteLine) -> WorkerSpec:
         """Return `spec` with the Python that runs it now, which is the same object in each call."""
         recorded = Path(spec.python)
         if recorded == Path(sys.executable):

@@ -22,7 +22,7 @@ from ..reconciling.function import Function
 from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.measured_ladder import PLANNED, LadderSpec
 from ..scaling.rung_figures import HoldingPrices
-from .progress import Progress
+from .progress import DeployProgress
 from .revision_record import RevisionRecord
 from .status import (
     BudgetUse,
@@ -74,7 +74,7 @@ class Live:
     @property
     def devices(self) -> float:
         """How many GPUs a worker of the function holds, in the mean. A share of a GPU counts by its memory."""
-        held = [self.workers.holdings.devices(replica) for replica in self.workers.replicas]
+        held = [self.workers.inventory.devices(replica) for replica in self.workers.replicas]
         return fmean(held) if held else 0.0
 
     @property
@@ -108,7 +108,7 @@ class Live:
         """Record how much memory the zygote and the standby hold. `status` shows it."""
         self._rest_mb = held_mb
 
-    async def prove(self, *, check: bool, progress: Progress, ready: int = 0) -> None:
+    async def prove(self, *, check: bool, progress: DeployProgress, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
         With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. These workers stay
@@ -183,10 +183,10 @@ class Live:
             snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
                 ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining
             ),
-            desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.holdings.stands_on,
+            desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.inventory.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
             queued=worker_counts.queued, in_flight=worker_counts.in_flight,
-            activations=self.workers.holdings.activations,
+            activations=self.workers.inventory.activations,
             rest_mb=self.rest_mb,
             last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,
             last_cold_start_phases_ms=self.last_cold_phases_ms(),
@@ -216,7 +216,7 @@ class Live:
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, because the system calls take long."""
-        rows = self.workers.holdings.processes()
+        rows = self.workers.inventory.processes()
         return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
 
 
@@ -243,7 +243,7 @@ def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:
     )  # fmt: skip
 
 
-def _tell_warning(progress: Progress, line: LogLine) -> None:
+def _tell_warning(progress: DeployProgress, line: LogLine) -> None:
     """Pass on the gateway's warnings while the deploy waits for an import or a build."""
     if (line.source, line.level) == ("gateway", "warning"):
         progress.note(line.text)

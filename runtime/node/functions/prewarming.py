@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from ....errors import GatewayError, UnknownFunction
 from ...ground.settings.schedule import Schedule
 from ...ground.telemetry.metrics import Reading
-from ..reconciling.prewarms import HOLD_S
+from ..reconciling.prewarms import WARM_S
 from ..scaling.upstream import Upstreams, Window
 from .live import Live
 from .registry import Functions
@@ -215,7 +215,7 @@ class Prewarming:
                     self._expect(follower, name, "upstream", called_s, window)
         for follower in declared:
             found = upstreams.delays(follower, name)
-            span_s = found.span_s() if found is not None and found.known else HOLD_S
+            span_s = found.span_s() if found is not None and found.known else WARM_S
             self._expect(follower, name, f"upstream {name}", called_s, Window(0.0, span_s, 1.0))
 
     def _declare(self, name: str, upstreams: Iterable[str]) -> None:

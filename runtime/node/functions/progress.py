@@ -53,7 +53,7 @@ class DeployNote(BaseModel, frozen=True):
     text: str
 
 
-class Progress:
+class DeployProgress:
     """The target and the steps of one deploy. Methods may be called from any thread, one at a time.
 
     Each change calls `tell`, in the thread that makes the change.

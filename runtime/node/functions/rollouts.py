@@ -20,7 +20,7 @@ from ...ground.telemetry.logs import LogChannel
 from ..packaging.reuse import FileDigests, lacking
 from .deploy import Deployment, Preparation, stored_outside
 from .live import Live
-from .progress import Progress
+from .progress import DeployProgress
 from .registry import Functions
 from .retirements import MOST_DRAINING, Retirements
 from .revision_record import RevisionRecord
@@ -44,12 +44,12 @@ class Rollouts:
     # Functions whose secrets have changed since their processes were started last.
     _renewing: set[str] = field(default_factory=set, init=False)
 
-    async def deploy(self, request: Deployment, progress: Progress | None = None) -> Live:
+    async def deploy(self, request: Deployment, progress: DeployProgress | None = None) -> Live:
         """Create a revision, check that it starts, make it live, and return its function.
 
         If the deploy fails, raise its error.
         """
-        functions, said, progress = self.functions, list[str](), progress or Progress()
+        functions, said, progress = self.functions, list[str](), progress or DeployProgress()
         deployer = Deployer(request.owner, request.deployer)
         check = functools.partial(self._check, deployer=deployer, progress=progress)
         preparation = Preparation(
@@ -146,7 +146,7 @@ class Rollouts:
         """Replace a function's processes. If too many revisions drain, return these by the tasks that end them instead."""
         async with self.functions.lock(name):
             live, draining = self.functions.find(name), self.retirements.draining(name)
-            needed = live is not None and not self.functions.closing and live.workers.holdings.exist
+            needed = live is not None and not self.functions.closing and live.workers.inventory.exist
             if needed and len(draining) >= MOST_DRAINING:
                 text = f"{name} has changed secrets, which wait for the end of a replaced revision"
                 self.functions.log(name, text)
@@ -165,13 +165,13 @@ class Rollouts:
 
     async def _replace(
         self, record: RevisionRecord, *, check: bool, withdraw: Callable[[], None] = lambda: None,
-        progress: Progress | None = None,
+        progress: DeployProgress | None = None,
     ) -> Live:  # fmt: skip
         """Check that a placed revision starts, make it live, and return its function.
 
         If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
         """
-        functions, progress = self.functions, progress or Progress()
+        functions, progress = self.functions, progress or DeployProgress()
         old, logs = functions.find(record.function), functions.logs.of_function(record.function)
         live: Live | None = None
         functions.proving.append((record.function, record.revision))
@@ -226,7 +226,7 @@ class Rollouts:
         self.retirements.retire(old, name)
 
     def _check(
-        self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: Progress
+        self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: DeployProgress
     ) -> None:  # fmt: skip
         """Raise Forbidden, RevisionsDraining or PolicyViolation if a key may not make a revision with these settings live.
 

@@ -145,8 +145,8 @@ class Listener:
             return False
         self._failing = False
         greeting = _Greeting(sock, self._loop, self)
-        # Usually the HELLO has arrived with the connection. A process connects its output before its link. So a link is
-        # not read here while an earlier connection waits: its HELLO may have arrived since.
+        # Usually the HELLO has arrived with the connection, so read it now. But if an earlier connection waits for its HELLO,
+        # this connection waits too: a process connects its output before its link, and the order must stay.
         if self._greetings or not greeting.read():
             greeting.wait()
             self._greetings[greeting] = None

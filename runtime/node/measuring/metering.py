@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from ...ground.billing.ledger import Ledger
-from ...ground.billing.usage import GB, Holding, Usage
+from ...ground.billing.usage import GB, Footprint, Usage
 from ..functions.live import Live
 from ..functions.registry import Functions
 from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, NodeMemory
@@ -26,7 +26,7 @@ class _Told(NamedTuple):
 class NodeProcesses:
     """The bases or the gateway, as their account sees them. Their time counts from the creation of this object."""
 
-    held_workers = 0
+    worker_total = 0
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -60,7 +60,7 @@ class Metering:
     async def tell(self, found: NodeMemory) -> float:
         """Tell the accounts of a measurement. No further measurement is needed, so return infinity."""
         for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
-            self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
+            self._ledger.account(name).measured(Footprint(rest_gb=held_bytes / GB))
         for live in self._functions.all():
             memory = found.functions.get(live.record.function, NO_MEMORY)
             told = self._told.get(live.record.function)
@@ -71,7 +71,7 @@ class Metering:
         return math.inf
 
     async def _tell(self, live: Live, memory: FunctionMemory, told: _Told | None) -> None:
-        """Pass the holding of a function to its account. Weights that several functions share count for each function."""
+        """Pass the footprint of a function to its account. Weights that several functions share count for each function."""
         function, revision = live.record.function, live.record.revision
         if told is not None and told.revision == revision:
             disk_gb = told.disk_gb
@@ -80,15 +80,15 @@ class Metering:
             disk_gb = sum(sizes.values()) / GB
         self._told[function] = _Told(memory, revision, disk_gb)
         account = live.function.account
-        account.measured(_holding(account.holding, memory, disk_gb, live.devices))
+        account.measured(_footprint(account.footprint, memory, disk_gb, live.devices))
 
 
-def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:
+def _footprint(before: Footprint, memory: FunctionMemory, disk_gb: float, devices: float) -> Footprint:
     """Return the memory, disk and devices that a function holds. Figures that cannot be measured at present keep their
     last values.
     """
     workers, rest_gb = memory.workers, memory.rest_bytes / GB
-    return Holding(
+    return Footprint(
         worker_gb=memory.workers_bytes / workers / GB if workers else before.worker_gb,
         rest_gb=rest_gb if rest_gb and not workers else before.rest_gb,
         disk_gb=disk_gb,

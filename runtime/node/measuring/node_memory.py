@@ -188,7 +188,7 @@ class MemoryMeter:
         if not self.is_current and not self._are_starting():
             # The processes have changed since the measurement began. The end of a start calls `note_change`.
             again_s = min(again_s, SETTLE_S if self._changed <= self._known else FIRST_S)
-        if any(live.workers.replicas.held for live in self._revisions.running):
+        if any(live.workers.replicas.total for live in self._revisions.running):
             again_s = min(again_s, EVERY_S)
         if again_s < math.inf:
             self.measure_in(again_s)
@@ -267,7 +267,7 @@ class MemoryMeter:
             del self._processes[ended]
         for key, live in running.items():
             # Which worker is idle changes without an event.
-            if key not in self._processes or key[0] in changed or live.workers.replicas.held:
+            if key not in self._processes or key[0] in changed or live.workers.replicas.total:
                 self._processes[key] = list(_processes_of(live))
         found = dict[str, _Processes]()
         for (name, _), processes in self._processes.items():
@@ -285,7 +285,7 @@ class MemoryMeter:
 
 def _processes_of(live: Live) -> Iterable[tuple[int, str]]:
     idle = [replica.child.pid for replica in live.workers.replicas.idle[:1]]
-    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.workers.holdings.processes())
+    return ((pid, "idle" if pid in idle else role) for pid, role, _ in live.workers.inventory.processes())
 
 
 def memory_of(pid: int) -> ProcessMemory:

@@ -84,7 +84,7 @@ def _counted_headers() -> type[tarfile.TarInfo]:
     """Return a class of headers. It raises CodeError if an extending header, or all such headers together, have too many bytes."""
     left_bytes = _MAX_ALL_BYTES
 
-    class Header(tarfile.TarInfo):
+    class LimitedTarInfo(tarfile.TarInfo):
         @classmethod
         def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
             nonlocal left_bytes
@@ -95,7 +95,7 @@ def _counted_headers() -> type[tarfile.TarInfo]:
                     raise _large_headers()
             return found
 
-    return Header
+    return LimitedTarInfo
 
 
 class _Unpacker:

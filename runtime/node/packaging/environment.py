@@ -40,7 +40,7 @@ from .streamed_command import run_streamed
 
 _log = logging.getLogger(__name__)
 # Called with each line about the deploy, including the lines that uv writes.
-Log = Callable[[str], None]
+WriteLine = Callable[[str], None]
 _MARKER = "pilotflame-complete"
 _UV_CACHE = ".uv-cache"
 # uv hard-links files of its cache into the environments that use them. This is the largest total size of all other
@@ -62,7 +62,9 @@ _UV_VARIABLES = {
 }  # fmt: skip
 
 
-def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline_s: float = 900.0) -> Path:
+def ensure_environment(
+    root: Path, requirements: str, progress: WriteLine, *, deadline_s: float = 900.0
+) -> Path:
     """Return the path of the Python of the environment for `requirements`.
 
     The environment is built if it does not exist. If it needs packages that the gateway's environment has lost, they
@@ -187,7 +189,7 @@ def _met(folder: Path, requirements: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Log | None = None) -> Iterator[int]:
+def _locked(path: Path, progress: WriteLine | None = None) -> Iterator[int]:
     """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield the file's descriptor.
 
     If another deploy holds the lock, wait for it. Without `progress`, raise BlockingIOError instead.
@@ -241,7 +243,7 @@ class UvCommand:
     """
 
     root: Path
-    progress: Log
+    progress: WriteLine
     lock_fd: int
     """The descriptor of the locked file. uv inherits the descriptor, so that uv holds the lock if the gateway is
     killed.

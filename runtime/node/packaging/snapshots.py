@@ -20,11 +20,11 @@ from ....errors import SignatureInvalid, SnapshotChanged, SnapshotCorrupt, Snaps
 from ....snapshot.handle import subject_of
 from ...ground.access.deploy_policy import DeployPolicies
 from ...ground.settings.function_settings import SnapshotPart
-from .environment import Log
+from .environment import WriteLine
 
 if TYPE_CHECKING:
     from ....snapshot.format.manifest import Manifest
-    from ....snapshot.sources.source import Progress, Source
+    from ....snapshot.sources.source import ReportProgress, Source
 
 MANIFEST_FILE = "manifest.json"
 # Holds the files of a snapshot that are not weights, such as config and tokenizer. For a local snapshot, it also has links to
@@ -56,7 +56,7 @@ def describe_local(
     snapshot: Path,
     folder: Path,
     part: SnapshotPart,
-    log: Log,
+    log: WriteLine,
     rules: SourceRules,
     *,
     earlier: Path | None,
@@ -149,7 +149,7 @@ def _link_rest(root: Path, folder: Path) -> None:
             here.symlink_to(path.absolute())
 
 
-def describe_remote(url: str, folder: Path, part: SnapshotPart, log: Log, rules: SourceRules) -> str:
+def describe_remote(url: str, folder: Path, part: SnapshotPart, log: WriteLine, rules: SourceRules) -> str:
     """Fetch a remote snapshot's manifest and assets into `folder`. The zygote needs them before the weights.
 
     Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
@@ -188,7 +188,7 @@ def folder_of(revision: Path, name: str) -> Path:
 
 
 def check_signatures(
-    revision: Path, places: Mapping[str, str | Path], signers: Sequence[str], progress: Progress | None
+    revision: Path, places: Mapping[str, str | Path], signers: Sequence[str], progress: ReportProgress | None
 ) -> bool:
     """Check that one of `signers` has signed each snapshot of a stored revision, whose folder is `revision`.
 
@@ -207,7 +207,7 @@ def check_signatures(
 
 
 def _check_signed(
-    revision: Path, name: str, place: str | Path, signers: Sequence[str], progress: Progress | None
+    revision: Path, name: str, place: str | Path, signers: Sequence[str], progress: ReportProgress | None
 ) -> bool:
     from ....snapshot.format.discover import find_signature  # noqa: PLC0415
     from ....snapshot.format.manifest import Manifest  # noqa: PLC0415
@@ -240,7 +240,7 @@ def _compared(files: Iterable[Path]) -> Iterator[str]:
             yield file.read_text()
 
 
-def _compare(root: Path, manifest: Manifest, compared: Iterable[str], progress: Progress | None) -> str:
+def _compare(root: Path, manifest: Manifest, compared: Iterable[str], progress: ReportProgress | None) -> str:
     """Compare the weights in `root` with their signed manifest, and return the state of the files.
 
     Weights whose state is in `compared` are not read. If `progress` is None, return "" instead of reading weights.
@@ -290,7 +290,7 @@ def _refuse_unsigned(root: Path, manifest: Manifest) -> None:
 
 
 def _keep_signature(
-    source: Source, manifest: Manifest | None, folder: Path, log: Log, rules: SourceRules
+    source: Source, manifest: Manifest | None, folder: Path, log: WriteLine, rules: SourceRules
 ) -> None:
     """Copy the signature beside the manifest at `source`, if there is one. Check it if signatures are required."""
     from ....snapshot.format.discover import find_signature  # noqa: PLC0415
@@ -327,7 +327,7 @@ def _enlarge_pages(root: Path, manifest: Manifest) -> None:
         enlarge_cached_pages(root, manifest)
 
 
-def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
+def _needed(manifest: Manifest, part: SnapshotPart, log: WriteLine) -> Manifest:
     """Return the manifest of the part of the snapshot that the function needs."""
     if not part.tensors and not part.slices:
         return manifest

@@ -45,9 +45,9 @@ class Bar:
     # -- the budget
 
     @property
-    def held_workers(self) -> int:
+    def worker_total(self) -> int:
         """The number of the revision's workers, including workers that are being forked."""
-        return self._one.replicas.held
+        return self._one.replicas.total
 
     def usage(self, now_s: float) -> Usage:
         return self._one.pool.usage(now_s)

@@ -17,7 +17,7 @@ from ...ground.telemetry.timeline import StartCause
 from ..launching.launcher import WorkerSource
 from ..scaling.claims import Grant
 from ..scaling.load import BUFFER, CALLS
-from ..scaling.placement import Holding
+from ..scaling.placement import MemoryByGpu
 from ..scaling.revision_state import Phase
 from ..scaling.seen import Seen
 from ..scaling.table import Aim, AtRest, Rank, Row
@@ -33,10 +33,11 @@ class CarryOut:
 
     # -- a row
 
-    def row(self, row: Row, seen: Seen, places: Sequence[Holding | None]) -> bool:
+    def row(self, row: Row, seen: Seen, planned: Sequence[MemoryByGpu | None]) -> bool:
         """Start, wake, stop and park workers until the revision has the number of workers that the row names.
 
-        `places` are the planned holdings of workers that start and need GPUs. Return True if workers woke, stop or park: then the revision has a new row.
+        `planned` is the GPU memory of each worker that starts; None for a worker without GPUs. Return True if
+        workers woke, stop or park: then the revision has a new row.
         """
         missing = row.start(seen)
         if not missing:
@@ -49,7 +50,7 @@ class CarryOut:
         # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
         room = max(0, row.most - seen.held)
         if missing:
-            self._start(min(missing, room), row, seen, places)
+            self._start(min(missing, room), row, seen, planned)
         stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
         if stop:
             self._stop(stop, seen)
@@ -74,7 +75,7 @@ class CarryOut:
             if rest.weights is RungName.LOCAL and self._one.pool.weights.resident_bytes:
                 self._one.pool.weights.drop()
 
-    def _start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None]) -> None:
+    def _start(self, workers: int, row: Row, seen: Seen, planned: Sequence[MemoryByGpu | None]) -> None:
         """Start workers for the proposals of a row."""
         one, number = self._one, 0
         for proposal, count in row.causes(seen, workers):
@@ -83,7 +84,7 @@ class CarryOut:
             cause = self._cause(seen)
             ahead = proposal.rank is Rank.AHEAD and proposal.cause != BUFFER
             signal = proposal.cause if ahead and cause is not StartCause.DEPLOY else ""
-            one.pool.start(count, cause, signal, places[number : number + count])
+            one.pool.start(count, cause, signal, planned[number : number + count])
             number += count
             if cause is not StartCause.DEPLOY:
                 self._note("start", proposal.cause, seen, workers=count)

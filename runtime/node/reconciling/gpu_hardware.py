@@ -11,7 +11,7 @@ from ...ground.settings.resources import CONTEXT_MB, Resources
 from ...ground.telemetry.metrics import Reading
 from ..launching.gpu_driver import MIB, GpuDriver, GpuUse
 from ..launching.gpus import names_within
-from ..scaling.placement import Gpu, Holding, candidates, need_of, place
+from ..scaling.placement import Gpu, MemoryByGpu, candidates, need_of, place
 
 
 class GpuHardware:
@@ -52,7 +52,7 @@ class GpuHardware:
             seen = names_within(given, seen)
         return self._driver.environment(seen, resources.gpu_memory_mb)
 
-    async def kept(self, full: Holding, child: Child, reserved: Sequence[int]) -> Holding:
+    async def kept(self, full: MemoryByGpu, child: Child, reserved: Sequence[int]) -> MemoryByGpu:
         """Return the memory that a process still holds after it has given memory back: a measurement of the driver, or an estimate.
 
         The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes, in the order of `full`,

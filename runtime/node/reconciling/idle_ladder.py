@@ -42,7 +42,7 @@ class LadderTarget(Protocol):
         """Two numbers: of invocations that were slow for lack of a ready worker, and of all, including refused ones."""
 
     @property
-    def held_until_s(self) -> float | None:
+    def warm_until_s(self) -> float | None:
         """The end of the time for which a signal holds workers; None without such a signal."""
 
     def look(self) -> None:
@@ -99,9 +99,9 @@ class PlannedPeriod:
         """
         plan, before = self._choice.plan, self.stands_on
         wanted = self._period.rung(plan, now_s + EARLY_S)
-        if wanted > before and (held_s := self._target.held_until_s) is not None:
-            # A signal holds workers until `held_s`. Then the plan goes on, with the step that is due at that time.
-            return Stand(self.rung, again_s=held_s)
+        if wanted > before and (warm_s := self._target.warm_until_s) is not None:
+            # A signal wants workers until `warm_s`. Then the plan goes on, with the step that is due at that time.
+            return Stand(self.rung, again_s=warm_s)
         self.stands_on, climbs = wanted, wanted < before
         due_s = next((step.offset_s for step in self._period.later(plan, now_s + EARLY_S)), math.inf)
         rung = self.rung if climbs else max(self.rung, evicted_to or self.rung, key=PLANNED.index)

@@ -9,7 +9,7 @@ from ...calls.batching.queue import MAX_WAITING_BYTES
 from ...ground.access.fair_share import SharedRoom
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import RevisionLauncher
-from .gpu_places import GpuPlaces
+from .gpu_bookings import GpuBookings
 from .reconciler import Reconciler, SharedLimits
 
 
@@ -29,5 +29,5 @@ class NodeParts:
         return self.reconciler.limits
 
     @property
-    def gpus(self) -> GpuPlaces:
+    def gpus(self) -> GpuBookings:
         return self.reconciler.gpus

@@ -21,12 +21,12 @@ from ..scaling.load import NEAR_LIMIT, sufficient_load, sufficient_queue
 from ..scaling.revision_state import Phase, RevisionState
 from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
-from ..scaling.warm_holds import WarmHold
+from ..scaling.warm_requests import WarmRequest
 from .bar import Bar
 from .demand import Demand
-from .gpu_places import node_processes
-from .holdings import Holdings
+from .gpu_bookings import node_processes
 from .idle_ladder import Stand
+from .inventory import Inventory
 from .prewarms import signal_of
 from .process_events import ProcessEvents, Watched
 from .revision_parts import RevisionParts
@@ -44,8 +44,8 @@ LOOK_EVERY_S = 0.005
 class ObservedRevision:
     """The observations of one revision, and the row that follows from the latest ones."""
 
-    def __init__(self, one: RevisionParts, events: ProcessEvents, holdings: Holdings, bar: Bar) -> None:
-        self._one, self._events, self._holdings, self._bar = one, events, holdings, bar
+    def __init__(self, one: RevisionParts, events: ProcessEvents, inventory: Inventory, bar: Bar) -> None:
+        self._one, self._events, self._inventory, self._bar = one, events, inventory, bar
         self.demand = Demand(one.pool, one.revision)
         self.row, self.seen = Row(0, 0), Seen(0, 0, 0, 0)
         self.stand = Stand()
@@ -60,9 +60,11 @@ class ObservedRevision:
         """Observe the revision, keep and return its row and the observations. `arriving` invocations are about to be queued."""
         self.looked_s = now_s
         spec, function = self._scale_spec(), self._one.function
-        hold = function.prewarms.holds.at(now_s)
+        asked = function.prewarms.requests.at(now_s)
         seen = self.seen = self.demand.see(spec, now_s, arriving)
-        ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
+        ahead = (
+            None if asked is None else Proposal(Rank.AHEAD, asked.cause, asked.workers, until_s=asked.until_s)
+        )
         row = desired(spec, seen, now_s, self._state(now_s), ahead)
         rest = at_rest(self._one.phase, self._rest_plan(), seen, row.held, self._present(), now_s)
         self.row = row._replace(rest=rest, again_s=min(row.again_s, rest.again_s))
@@ -116,7 +118,7 @@ class ObservedRevision:
         stand = self._one.function.ladder.stand(now_s)
         if stand.climbs and stand.rung is RungName.READY:
             # Once the worker is ready, the plan keeps it.
-            self._one.function.prewarms.holds.add(WarmHold(1, now_s + PREDICTED_S, "predicted"))
+            self._one.function.prewarms.requests.add(WarmRequest(1, now_s + PREDICTED_S, "predicted"))
         return stand
 
     def _state(self, now_s: float) -> RevisionState:
@@ -135,8 +137,8 @@ class ObservedRevision:
 
     def _present(self) -> Present:
         pool, standby = self._one.pool, self._one.pool.standby
-        held, relaunch_at_s = self._one.replicas.held, pool.zygote.relaunch_at_s
-        return Present(held, pool.ending, standby.lacks, standby.due_s, relaunch_at_s)
+        total, relaunch_at_s = self._one.replicas.total, pool.zygote.relaunch_at_s
+        return Present(total, pool.ending, standby.lacks, standby.due_s, relaunch_at_s)
 
     def _has_begun(self) -> bool:
         """Return True if the revision retires, and no accepted invocation waits for its start."""
@@ -179,7 +181,7 @@ class ObservedRevision:
         if one.phase is not Phase.RETIRING:
             replicas, waiting = one.replicas, len(one.revision.dispatcher.queue)
             state = LoadState(
-                waiting, replicas.in_flight, replicas.starting, len(replicas.ready), self._holdings.stands_on
+                waiting, replicas.in_flight, replicas.starting, len(replicas.ready), self._inventory.stands_on
             )
             one.function.load.note(now_s, state)
 
@@ -188,17 +190,17 @@ class ObservedRevision:
     @property
     def urgent(self) -> bool:
         """True if other revisions make room for this one: callers, a deploy or an urgent signal wait for a worker."""
-        hold = self._one.function.prewarms.holds.at(time.monotonic())
-        asked = hold is not None and signal_of(hold.cause) in URGENT
-        return len(self._one.revision.dispatcher.queue) > 0 or asked or self._one.phase is Phase.PROVING
+        asked = self._one.function.prewarms.requests.at(time.monotonic())
+        urgent = asked is not None and signal_of(asked.cause) in URGENT
+        return len(self._one.revision.dispatcher.queue) > 0 or urgent or self._one.phase is Phase.PROVING
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
         row, one, replicas = self.desired(), self._one, self._one.replicas
         wants = {WorkerTier[rank.name]: count for rank, count in row.wants.items()}
         ready_s = [each.activation.ready_s for each in replicas.ready + replicas.parked]
-        places = one.node.gpus.of_owner(one) if one.gpu_need is not None else []
-        processes = tuple(node_processes(replicas, one.pool.forking, places))
+        bookings = one.node.gpus.of_owner(one) if one.gpu_need is not None else []
+        processes = tuple(node_processes(replicas, one.pool.forking, bookings))
         return RevisionClaim(
             one.key, one.spec.function, one.owner, wants, row.awake, row.held, processes, one.gpu_need,
             waiting_since_s, min(ready_s, default=math.inf), self._cost, one.phase is Phase.RETIRING,

@@ -19,8 +19,8 @@ from ...ground.telemetry.rung_name import RungName
 from ...ground.telemetry.timeline import Activation, StartCause
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import RevisionLauncher
-from ..scaling.placement import Holding
-from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
+from ..scaling.placement import MemoryByGpu
+from .gpu_bookings import GpuBooking, GpuBookings, GpuClaimant
 from .held_weights import HeldWeights
 from .standby import Standby
 from .zygote_supervisor import ZygoteSupervisor
@@ -47,7 +47,7 @@ class Pool:
     def __init__(
         self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: RevisionLauncher, logs: Log,
         tasks: asyncio.TaskGroup, calls: CallEvents, events: PoolEvents, fetcher: FetcherClient,
-        secrets: Callable[[], dict[str, str]], measure: bool, gpus: GpuPlaces, claimant: GpuClaimant,
+        secrets: Callable[[], dict[str, str]], measure: bool, gpus: GpuBookings, claimant: GpuClaimant,
         numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it. `numbers` yields the
@@ -70,8 +70,8 @@ class Pool:
         self._spec, self._tasks, self._secrets = spec, tasks, secrets
         self._calls, self._events = calls, events
         self._measure = measure
-        self.forking: list[GpuPlace | None] = []
-        """The places of the workers that are being forked; None for a worker without GPUs."""
+        self.forking: list[GpuBooking | None] = []
+        """The bookings of the workers that are being forked; None for a worker without GPUs."""
         self._starts = set[asyncio.Task[None]]()
         self._gpus, self._claimant = gpus, claimant
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
@@ -122,41 +122,45 @@ class Pool:
 
     # -- starting
 
-    def start(self, count: int, cause: StartCause, signal: str, places: Sequence[Holding | None]) -> None:
+    def start(
+        self, count: int, cause: StartCause, signal: str, planned: Sequence[MemoryByGpu | None]
+    ) -> None:
         """Start `count` workers. The standby becomes the first worker, and the others are forked.
 
-        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. `places` are the
-        planned holdings of workers that need GPUs. The worker of a deploy is not counted as an activation.
+        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. `planned` is the
+        GPU memory of each worker; None for a worker without GPUs. The worker of a deploy is not counted as an activation.
         """
         if cause is not StartCause.DEPLOY:
             self.activations += count
         for number in range(count):
             activation = Activation(time.monotonic(), signal=signal, cause=cause)
             standby = self.standby.take()
-            at = places[number] if places else None
-            place = self._gpus.take(self._claimant, at, standby) if at is not None else None
+            at = planned[number] if planned else None
+            booking = self._gpus.take(self._claimant, at, standby) if at is not None else None
             if standby is not None and not self.weights.at_start:
-                self._activate(standby, activation, place)
+                self._activate(standby, activation, booking)
             else:
                 self.replicas.note_asked(activation.asked_s)
-                self.forking.append(place)
-                start = self._tasks.create_task(self._start(activation, standby, place))
+                self.forking.append(booking)
+                start = self._tasks.create_task(self._start(activation, standby, booking))
                 self._starts.add(start)
                 start.add_done_callback(self._starts.discard)
 
-    async def _start(self, activation: Activation, child: Child | None, place: GpuPlace | None) -> None:
+    async def _start(self, activation: Activation, child: Child | None, booking: GpuBooking | None) -> None:
         """Activate `child`, or fork a child first if it is None. Fetch the weights at the same time."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.weights.at_start:
                     tasks.create_task(self.weights.fetch(activation))
-                child = child or await self.zygote.fork(self._gpus.rehearsals.limit_mb(self._claimant, place))
+                child = child or await self.zygote.fork(
+                    self._gpus.rehearsals.limit_mb(self._claimant, booking)
+                )
             self.zygote.check_open()
         except BaseException as failed:
-            self._note_answered(activation, place)
+            self._note_answered(activation, booking)
             if child is not None:
                 child.link.close()
-            self._gpus.bind(place, child, self._tasks)
+            self._gpus.bind(booking, child, self._tasks)
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
             if not isinstance(error, Exception):
                 raise
@@ -164,27 +168,27 @@ class Pool:
             if not isinstance(error, PilotflameError):
                 raise
         else:
-            self._note_answered(activation, place)
-            self._activate(child, activation, place)
+            self._note_answered(activation, booking)
+            self._activate(child, activation, booking)
 
-    def _note_answered(self, activation: Activation, place: GpuPlace | None) -> None:
+    def _note_answered(self, activation: Activation, booking: GpuBooking | None) -> None:
         self.replicas.note_answered(activation.asked_s)
-        self.forking.remove(place)
+        self.forking.remove(booking)
 
-    def _activate(self, child: Child, activation: Activation, place: GpuPlace | None) -> None:
+    def _activate(self, child: Child, activation: Activation, booking: GpuBooking | None) -> None:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
         weights_s = self.weights.left_s
         env, contained = dict[str, str](), bool(self._spec.image)
-        if place is not None:
-            env = self._gpus.hardware.environment(self._spec.resources, place.full, contained=contained)
+        if booking is not None:
+            env = self._gpus.hardware.environment(self._spec.resources, booking.full, contained=contained)
         replica = Replica(
             child, activation, self._calls, self._events, env, measure=self._measure, weights_s=weights_s
         )  # fmt: skip
         self.replicas.add(replica)
-        if place is not None:
-            place.replica = replica
-            self._gpus.bind(place, child, self._tasks)
+        if booking is not None:
+            booking.replica = replica
+            self._gpus.bind(booking, child, self._tasks)
         self._note_rung()
 
     def note_ready(self, replica: Replica) -> None:
@@ -199,8 +203,8 @@ class Pool:
         now_s = time.monotonic()
         for replica in replicas:
             replica.park(now_s)
-            if (place := self._gpus.of(replica)) is not None:
-                place.given = given
+            if (booking := self._gpus.of(replica)) is not None:
+                booking.given = given
 
     def wake(self, replicas: Iterable[Replica], most: int) -> int:
         """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.
@@ -258,7 +262,7 @@ class Pool:
                 child.link.close()
         self.weights.close()
         await self.zygote.wait_closed()
-        # The unfinished starts have failed, but they count as workers until they have given their places back.
+        # The unfinished starts have failed, but they count as workers until they have given their bookings back.
         if self._starts:
             await asyncio.wait(self._starts, timeout=KILLED_S)
 

@@ -7,20 +7,20 @@ from collections import Counter
 
 from ...calls.serving.replica import Replica
 from ...ground.telemetry.decisions import Decisions
-from ..scaling.warm_holds import WarmHolds
+from ..scaling.warm_requests import WarmRequests
 
-HOLD_S = 60.0
+WARM_S = 60.0
 """The time for which workers that are started ahead of need are kept, unless the signal gives another time."""
 
 
 class Prewarms:
-    """The holds of one function, and its workers that were started ahead of need and have served no call yet.
+    """The requests for workers of one function, and its workers that were started ahead of need and have served no call yet.
 
     `decisions` gets an entry for each such worker once it is known whether it was used.
     """
 
     def __init__(self, decisions: Decisions) -> None:
-        self.holds = WarmHolds()
+        self.requests = WarmRequests()
         self.counts = Counter[tuple[str, bool]]()
         """The number of workers started ahead of need, by the kind of signal and by whether a call used them."""
         self._decisions = decisions

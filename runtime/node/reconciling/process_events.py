@@ -17,8 +17,8 @@ from ...calls.serving.replica import Replica
 from ...ground.telemetry.logs import RevisionLog
 from ..scaling.revision_state import Phase
 from .carry_out import CarryOut
-from .gpu_places import GpuPlace
-from .holdings import Holdings
+from .gpu_bookings import GpuBooking
+from .inventory import Inventory
 from .pool import STOP_TIMEOUT_S, PoolEvents
 from .revision_parts import RevisionParts
 
@@ -34,7 +34,7 @@ class Watched(RevisionParts, Protocol):
     """The part of a revision that the events of its processes and of its invocations use."""
 
     carry_out: CarryOut
-    holdings: Holdings
+    inventory: Inventory
 
     def warm(self, workers: int, cause: str) -> None: ...
 
@@ -69,7 +69,7 @@ class ProcessEvents(PoolEvents):
         self.starts.note_ready()
         self.starts.note_workers(self._one.replicas)
         self._one.function.ladder.note_ready(
-            self._one, usual=not replica.start.measured, devices=self._one.holdings.devices(replica)
+            self._one, usual=not replica.start.measured, devices=self._one.inventory.devices(replica)
         )
         self._on_activation("ready")
         # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
@@ -89,19 +89,19 @@ class ProcessEvents(PoolEvents):
         self._one.look()
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
-        place = self._one.node.gpus.of(replica)
-        cause = "gpus" if place is not None and place.given else "idle"
+        booking = self._one.node.gpus.of(replica)
+        cause = "gpus" if booking is not None and booking.given else "idle"
         self._one.function.decisions.note("park", cause, freed_bytes=freed_bytes)
-        if place is not None:
-            self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
+        if booking is not None:
+            self._tasks.create_task(self._note_kept(booking, replica, freed_bytes, reserved))
 
     async def _note_kept(
-        self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
+        self, booking: GpuBooking, replica: Replica, freed_bytes: int, reserved: list[int]
     ) -> None:
         """Let other functions use the GPU memory that a parked worker has given back."""
         parks, kept = (
             replica.parking.count,
-            await self._one.node.gpus.hardware.kept(place.full, replica.child, reserved),
+            await self._one.node.gpus.hardware.kept(booking.full, replica.child, reserved),
         )
         # Meanwhile the worker may have been woken, and parked again.
         if parks == replica.parking.count:
@@ -177,7 +177,7 @@ class ProcessEvents(PoolEvents):
         self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
         await replica.child.wait_gone(STOP_TIMEOUT_S)
         self._one.pool.note_gone()
-        if self._one.holdings.resident_bytes:
+        if self._one.inventory.resident_bytes:
             # The weights may leave the memory now.
             self._one.look()
 

@@ -21,10 +21,10 @@ from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.metrics import Reading
 from ..scaling.allocation import allocate
 from ..scaling.claims import Allocation, Grant, Limits, RevisionClaim
-from ..scaling.placement import Holding
+from ..scaling.placement import MemoryByGpu
 from ..scaling.seen import Seen
 from ..scaling.table import AtRest, Row
-from .gpu_places import GpuClaimant, GpuPlaces
+from .gpu_bookings import GpuBookings, GpuClaimant
 
 # A look carries out at most this many rows: after workers wake, stop or park, the revision gets a new row.
 MOST_LOOKS = 3
@@ -63,10 +63,10 @@ class Observations(Protocol):
 class Steps(Protocol):
     """The steps of one revision (carry_out.py)."""
 
-    def row(self, row: Row, seen: Seen, places: Sequence[Holding]) -> bool:
+    def row(self, row: Row, seen: Seen, planned: Sequence[MemoryByGpu]) -> bool:
         """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row.
 
-        `places` are the planned holdings of workers that start and need GPUs.
+        `planned` is the GPU memory of each worker that starts; None for a worker without GPUs.
         """
 
     def at_rest(self, rest: AtRest) -> None:
@@ -170,7 +170,7 @@ class SharedLimits:
     """The limits that all revisions of a node share, and the revisions that wait because of them."""
 
     def __init__(
-        self, gpus: GpuPlaces, agenda: Agenda, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
+        self, gpus: GpuBookings, agenda: Agenda, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
     ) -> None:  # fmt: skip
         """See `Reconciler`."""
         self._gpus, self._agenda, self.drain_s = gpus, agenda, drain_s
@@ -207,10 +207,10 @@ class SharedLimits:
         short = self._short.get(one)
         return short.reached if short is not None else None
 
-    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[Holding] | None:
-        """Return the planned holdings of `missing` more workers of a revision, or None: then the next allocation decides.
+    def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[MemoryByGpu] | None:
+        """Return the GPU memory of `missing` more workers of a revision, or None: then the next allocation decides.
 
-        Workers without GPUs have no holdings.
+        The list is empty for workers without GPUs.
         """
         plan = self._plan(one, missing, seen) if missing else ()
         if plan is None:
@@ -219,8 +219,8 @@ class SharedLimits:
             self._note_short(one, None)
         return plan
 
-    def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[Holding] | None:
-        """Return the planned holdings if there is room for `missing` more workers of a revision that are awake.
+    def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[MemoryByGpu] | None:
+        """Return the GPU memory of each worker if there is room for `missing` more workers of a revision that are awake.
 
         The workers that other revisions wait for count as if they were there.
         """
@@ -235,9 +235,9 @@ class SharedLimits:
 
     def _taken(self, one: Member, owner: str | None) -> int:
         """Return the number of workers that all revisions have, and that revisions other than `one` wait for."""
-        held = sum(each.replicas.held for each in self._all() if owner in (None, each.owner))
+        present = sum(each.replicas.total for each in self._all() if owner in (None, each.owner))
         waiting = (other for other in self._short if other is not one and owner in (None, other.owner))
-        return held + sum(self._short[other].missing for other in waiting)
+        return present + sum(self._short[other].missing for other in waiting)
 
     def _all(self) -> Iterator[Member]:
         """Yield the revisions that have processes or may get some."""
@@ -272,7 +272,7 @@ class SharedLimits:
             self.note_change()
 
     def note_change(self) -> None:
-        """Learn that a place may be free, or that a worker has become idle: waiting revisions may get workers now."""
+        """Learn that there may be room, or that a worker has become idle: waiting revisions may get workers now."""
         if not self._short:
             self._pending = False
             self._agenda.drop(ALLOCATION)
@@ -297,7 +297,7 @@ class SharedLimits:
         self._agenda.drop(ALLOCATION)
         if not self._short:
             return
-        present = (one for one in self._all() if one.replicas.held or one in self._short)
+        present = (one for one in self._all() if one.replicas.total or one in self._short)
         # A process that ends may hold GPU memory for a moment after its revision was forgotten.
         members = list(dict.fromkeys(chain(present, cast("list[Member]", self._gpus.owners))))
         claims = [self._claim(one) for one in members]
@@ -353,10 +353,10 @@ class Reconciler:
     """The looks at the revisions of a node."""
 
     def __init__(
-        self, gpus: GpuPlaces, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
+        self, gpus: GpuBookings, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
     ) -> None:
         """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
-        functions. None means no limit. Callers wait for `drain_s` for the places of replaced revisions."""
+        functions. None means no limit. Callers wait up to `drain_s` until replaced revisions make room."""
         self.gpus, self.agenda = gpus, Agenda(self._on_due)
         self.limits = SharedLimits(gpus, self.agenda, most, of_owner, drain_s)
         self._looks = 0
@@ -385,11 +385,11 @@ class Reconciler:
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
         """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
-        if (places := self.limits.admit(one, row.start(seen), seen, now_s)) is None:
+        if (planned := self.limits.admit(one, row.start(seen), seen, now_s)) is None:
             return False
-        changed = one.carry_out.row(row, seen, places)
+        changed = one.carry_out.row(row, seen, planned)
         if changed:
-            # A parked worker gives up its place sooner than a ready worker.
+            # A parked worker makes room sooner than a ready worker.
             self.limits.note_offer()
         return changed
 

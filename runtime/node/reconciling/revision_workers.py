@@ -27,16 +27,16 @@ from ...ground.telemetry.metrics import WorkerCounts
 from ...ground.telemetry.rung_name import RungName
 from ..scaling.placement import GpuNeed, need_of
 from ..scaling.revision_state import Phase
-from ..scaling.warm_holds import WarmHold
+from ..scaling.warm_requests import WarmRequest
 from .bar import Bar
 from .carry_out import CarryOut
 from .drain import Drain
 from .function import Function
-from .holdings import Holdings
+from .inventory import Inventory
 from .node_parts import NodeParts
 from .observed import CallReports, ObservedRevision
 from .pool import STOP_TIMEOUT_S, Pool
-from .prewarms import HOLD_S
+from .prewarms import WARM_S
 from .process_events import ProcessEvents
 from .start_outcomes import StartOutcomes
 
@@ -88,8 +88,8 @@ class RevisionWorkers:
         )  # fmt: skip
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
         """The GPUs that each worker needs."""
-        self.holdings, self.bar, self.carry_out = Holdings(self), Bar(self), CarryOut(self)
-        self.observed = ObservedRevision(self, self.events, self.holdings, self.bar)
+        self.inventory, self.bar, self.carry_out = Inventory(self), Bar(self), CarryOut(self)
+        self.observed = ObservedRevision(self, self.events, self.inventory, self.bar)
         node.limits.join(self)
         function.account.attach(self.bar)
         self.bar.update()
@@ -103,20 +103,20 @@ class RevisionWorkers:
 
     @property
     def rung(self) -> RungName:
-        return self.holdings.rung
+        return self.inventory.rung
 
     @property
     def slow(self) -> tuple[int, int]:
         return self.revision.slow
 
     @property
-    def held_until_s(self) -> float | None:
+    def warm_until_s(self) -> float | None:
         """The end of the time for which a signal holds workers; None without such a signal."""
         now_s = time.monotonic()
         if self.phase is Phase.RETIRING or self.breaker.backoff_until_s > now_s:
             return None
-        hold = self.function.prewarms.holds.at(now_s)
-        return hold.until_s if hold is not None else None
+        asked = self.function.prewarms.requests.at(now_s)
+        return asked.until_s if asked is not None else None
 
     @property
     def reached(self) -> ReachedLimit | None:
@@ -124,7 +124,7 @@ class RevisionWorkers:
         return self.node.limits.reached(self)
 
     def worker_counts(self) -> WorkerCounts:
-        return self.holdings.worker_counts()
+        return self.inventory.worker_counts()
 
     # -- its looks
 
@@ -148,17 +148,17 @@ class RevisionWorkers:
 
     # -- who wants workers
 
-    def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
+    def warm(self, workers: int, cause: str = "warmup", for_s: float = WARM_S) -> None:
         """Have this number of workers before they are needed, and keep them for `for_s` seconds.
 
         `cause` is the signal that asks for the workers. The first word of `cause` is the kind of signal.
         """
-        self.function.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
+        self.function.prewarms.requests.add(WarmRequest(workers, time.monotonic() + for_s, cause))
         self.look()
 
     def end_warm_ups(self) -> None:
         """Keep no workers for a signal any more. Workers without calls may end now."""
-        self.function.prewarms.holds.clear()
+        self.function.prewarms.requests.clear()
         self.look()
 
     def expect(self, invocations: int, cause: str) -> None:

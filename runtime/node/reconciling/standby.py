@@ -1,6 +1,6 @@
 """Keeps the standby of one revision: a child of the zygote, without weights, that becomes the next worker.
 
-A standby may rehearse on GPUs before it has weights. Without a place on the GPUs, the standby does not rehearse.
+A standby may rehearse on GPUs before it has weights. Without a booking of GPU memory, the standby does not rehearse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...calls.link.child import Child
 from ...calls.link.frames import Frame, FrameKind
 from ...ground.telemetry.logs import Log
 from ..launching.launcher import WorkerSource
-from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
+from .gpu_bookings import GpuBooking, GpuBookings, GpuClaimant
 
 # Forking a standby takes processor time from the requests that follow a cold start. (MiniLM on 2 cores: a request
 # took up to 69 ms instead of 23 ms.) So the next standby waits until no invocation runs, at most for this time.
@@ -26,7 +26,7 @@ class Standby:
     """The standby of one revision, and the memory of GPUs that it may use."""
 
     def __init__(
-        self, gpus: GpuPlaces, claimant: GpuClaimant, names: Iterator[str], logs: Log, tasks: asyncio.TaskGroup,
+        self, gpus: GpuBookings, claimant: GpuClaimant, names: Iterator[str], logs: Log, tasks: asyncio.TaskGroup,
         on_change: Callable[[], None], *, wanted: bool,
     ) -> None:  # fmt: skip
         """`names` yields the name of each child. If not `wanted`, the revision has no standby.
@@ -42,8 +42,8 @@ class Standby:
         self._tasks, self._on_change, self._wanted = tasks, on_change, wanted
         # The zygote, from which standbys are forked; None without a zygote.
         self._source: WorkerSource | None = None
-        # The place of the standby on GPUs; None without a place.
-        self._place: GpuPlace | None = None
+        # The GPU memory of the standby; None if it has none.
+        self._booking: GpuBooking | None = None
         self._forking = False
         # After a fork failed, the next one is tried once a worker has started, or a zygote was launched.
         self._failed = False
@@ -75,10 +75,10 @@ class Standby:
     async def _fork(self, source: WorkerSource) -> None:
         rehearsals, child = self._gpus.rehearsals, None
         # The zygote knows whether the handler rehearses.
-        place = rehearsals.take(self._claimant) if source.facts.get("rehearses") else None
+        booking = rehearsals.take(self._claimant) if source.facts.get("rehearses") else None
         try:
             child = await source.fork(
-                next(self._names), self._logs, rehearsals.limit_mb(self._claimant, place)
+                next(self._names), self._logs, rehearsals.limit_mb(self._claimant, booking)
             )
         except LauncherError as error:
             if source is self._source:
@@ -87,11 +87,11 @@ class Standby:
             return
         finally:
             self._forking = False
-            self._gpus.bind(place, child, self._tasks)
+            self._gpus.bind(booking, child, self._tasks)
         if not self._wanted or self.child is not None or source is not self._source:
             child.link.close()
             return
-        self.child, self.primed, self._place = child, False, place
+        self.child, self.primed, self._booking = child, False, booking
         child.link.bind(self._on_frame, lambda: self._on_lost(child))
         # It can become a worker now, or be replaced.
         self._gpus.on_freed()
@@ -99,14 +99,14 @@ class Standby:
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.PRIMED:
             self.primed = True
-            if self._place is not None and self.child is not None:
+            if self._booking is not None and self.child is not None:
                 reserved = list(frame.json().get("reserved", ()))
-                self._tasks.create_task(self._shrink(self._place, self.child, reserved))
+                self._tasks.create_task(self._shrink(self._booking, self.child, reserved))
             self._on_change()
 
-    async def _shrink(self, place: GpuPlace, child: Child, reserved: list[int]) -> None:
+    async def _shrink(self, booking: GpuBooking, child: Child, reserved: list[int]) -> None:
         """Learn how much GPU memory the standby keeps after its rehearsal."""
-        self._gpus.note_rehearsed(place, await self._gpus.hardware.kept(place.full, child, reserved))
+        self._gpus.note_rehearsed(booking, await self._gpus.hardware.kept(booking.full, child, reserved))
 
     def _on_lost(self, child: Child) -> None:
         if self.child is child:

@@ -28,7 +28,7 @@ from .claims import (
     RevisionClaim,
     WorkerTier,
 )
-from .placement import Gpu, GpuNeed, Holding, candidates
+from .placement import Gpu, GpuNeed, MemoryByGpu, candidates
 from .replacements import Replacements
 
 # A worker that had a call within this time counts as a worker that callers need.
@@ -83,7 +83,7 @@ class _Member:
 
     process: NodeProcess
     order: _Order
-    stays: Holding
+    stays: MemoryByGpu
     """The GPU memory that it needs to stay as it is."""
     undecided: bool = True
 
@@ -150,7 +150,7 @@ class _Revision:
         return self.awake < len(self.tiers) and not self.refused
 
     def note(
-        self, limit: ReachedLimit | None = None, *, start: tuple[Holding | None, ...] = (),
+        self, limit: ReachedLimit | None = None, *, start: tuple[MemoryByGpu | None, ...] = (),
         wake: tuple[Hashable, ...] = (), park: tuple[Hashable, ...] = (), stop: tuple[Hashable, ...] = (),
     ) -> None:  # fmt: skip
         """Add steps to the grant. If the grant already names a limit, that limit stays."""
@@ -277,27 +277,27 @@ class _GpuMemory:
         for gpu in member.stays:
             self._members.setdefault(gpu, []).append(member)
 
-    def fits(self, wanted: Holding) -> bool:
+    def fits(self, wanted: MemoryByGpu) -> bool:
         return all(self._free[gpu] >= memory_mb for gpu, memory_mb in wanted.items())
 
-    def take(self, holding: Holding) -> None:
+    def take(self, holding: MemoryByGpu) -> None:
         if holding:
             self._free.subtract(holding)
 
-    def give_back(self, holding: Holding) -> None:
+    def give_back(self, holding: MemoryByGpu) -> None:
         self._free.update(holding)
 
-    def observe(self, holding: Holding) -> None:
+    def observe(self, holding: MemoryByGpu) -> None:
         if holding:
             self._free_now.subtract(holding)
 
-    def book(self, wanted: Holding, instead: Holding) -> bool:
+    def book(self, wanted: MemoryByGpu, instead: MemoryByGpu) -> bool:
         """Reserve `wanted` in place of the holding `instead`. Return True if present processes leave that room."""
         more = {gpu: memory_mb - instead.get(gpu, 0) for gpu, memory_mb in wanted.items()}
         self._free_now.subtract(more)
         return all(self._free_now[gpu] >= 0 for gpu in more if more[gpu] > 0)
 
-    def place(self, need: GpuNeed, aside: Sequence[_Member], own: Holding) -> Holding | None:
+    def place(self, need: GpuNeed, aside: Sequence[_Member], own: MemoryByGpu) -> MemoryByGpu | None:
         """Return the holding with which a worker displaces least; None if stronger workers leave no room.
 
         The members of `aside` make room first.
@@ -310,12 +310,12 @@ class _GpuMemory:
             able.sort(key=lambda gpu: self._key(gpu.id, need.of(gpu), aside, own))
         return {gpu.id: need.of(gpu) for gpu in able[: need.gpus]}
 
-    def _key(self, gpu: str, memory_mb: int, aside: Sequence[_Member], own: Holding) -> tuple[float, ...]:
+    def _key(self, gpu: str, memory_mb: int, aside: Sequence[_Member], own: MemoryByGpu) -> tuple[float, ...]:
         beside = self._beside_all(gpu)
         short, waits = max(0, memory_mb - beside), self._free_now[gpu] + own.get(gpu, 0) < memory_mb
         return *self._loss(gpu, memory_mb, aside), short, waits, beside
 
-    def loss(self, wanted: Holding, aside: Sequence[_Member]) -> _Loss:
+    def loss(self, wanted: MemoryByGpu, aside: Sequence[_Member]) -> _Loss:
         """Return the loss that a worker with the holding `wanted` causes by the processes that it displaces."""
         losses = [self._loss(gpu, memory_mb, aside) for gpu, memory_mb in wanted.items()]
         return _Loss(*map(sum, zip(*losses, strict=True)))
@@ -336,7 +336,7 @@ class _GpuMemory:
                 cost -= weakest.order[5] * freed_mb
         return _Loss(busy_mb, cost)
 
-    def short(self, wanted: Holding) -> list[str]:
+    def short(self, wanted: MemoryByGpu) -> list[str]:
         """Return the GPUs of `wanted` that lack room for it beside all present workers."""
         return [gpu for gpu, memory_mb in wanted.items() if self._beside_all(gpu) < memory_mb]
 
@@ -351,7 +351,7 @@ def _can_park(process: NodeProcess) -> bool:
     return process.state is ProcessState.READY and not process.calls and process.parked is not None
 
 
-def _left(process: NodeProcess) -> Holding:
+def _left(process: NodeProcess) -> MemoryByGpu:
     """Return the memory that a process still holds after it made room: it parks if it can, and otherwise ends."""
     return process.parked or NOTHING if _can_park(process) else NOTHING
 
@@ -362,7 +362,7 @@ class _Way(NamedTuple):
     loss: _Loss
     member: _Member | None
     """The parked worker that wakes; None if a new worker starts."""
-    holding: Holding
+    holding: MemoryByGpu
 
 
 class _Sharing:
@@ -498,7 +498,7 @@ class _Sharing:
         else:
             one.note(self._gpus)
 
-    def _start(self, one: _Revision, holding: Holding, *, proves: bool) -> None:
+    def _start(self, one: _Revision, holding: MemoryByGpu, *, proves: bool) -> None:
         own = one.standbys.pop().stays if one.standbys else NOTHING
         limit = self._places_now.reached(one.claim.owner, proves=proves)
         if limit is None:
@@ -521,7 +521,7 @@ class _Sharing:
             for member in (*other.parked, *other.ready, *reversed(other.kept))
         ]
 
-    def _make_way(self, wanted: Holding, rivals: Iterable[tuple[_Revision, _Member]]) -> None:
+    def _make_way(self, wanted: MemoryByGpu, rivals: Iterable[tuple[_Revision, _Member]]) -> None:
         """Displace workers of the old revision until there is room beside all other workers."""
         for other, member in rivals:
             short = self._memory.short(wanted)
@@ -538,11 +538,11 @@ class _Sharing:
             self._displace(other, member, self._gpus)
             self._push(other)
 
-    def _reached(self, one: _Revision, holding: Holding, *, proves: bool = False) -> ReachedLimit | None:
+    def _reached(self, one: _Revision, holding: MemoryByGpu, *, proves: bool = False) -> ReachedLimit | None:
         limit = self._places.reached(one.claim.owner, proves=proves)
         return limit or (None if self._memory.fits(holding) else self._gpus)
 
-    def _take(self, one: _Revision, holding: Holding, *, proves: bool = False) -> None:
+    def _take(self, one: _Revision, holding: MemoryByGpu, *, proves: bool = False) -> None:
         self._places.take(one.claim.owner, proves=proves)
         self._memory.take(holding)
 

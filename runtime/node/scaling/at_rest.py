@@ -17,7 +17,7 @@ from .table import Aim, AtRest
 class Present(NamedTuple):
     """What a revision holds beside its workers, as observed."""
 
-    held: int = 0
+    total: int = 0
     """The number of its workers, including draining workers and workers that are being forked."""
     ending: int = 0
     """The number of removed workers whose processes still run, and may use the weights."""
@@ -42,7 +42,7 @@ def at_rest(phase: Phase, plan: RestPlan, seen: Seen, held: int, present: Presen
     """Return what a revision should hold beside its workers. `held` is the number of workers that it should have."""
     used = held > 0 or seen.unfinished > 0
     # A deploy is about to fork its first worker.
-    needed = present.held > 0 or phase in (Phase.NEW, Phase.PROVING)
+    needed = present.total > 0 or phase in (Phase.NEW, Phase.PROVING)
     zygote = Aim.KEEP if used or needed or plan.keeps_zygote else Aim.END
     if zygote is Aim.KEEP and (present.relaunch_at_s <= now_s or (plan.climbs and not used)):
         zygote = Aim.WANT

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ...ground.settings.scale_spec import ReachedLimit
-from .placement import GpuNeed, Holding
+from .placement import GpuNeed, MemoryByGpu
 
-NOTHING: Holding = MappingProxyType({})
+NOTHING: MemoryByGpu = MappingProxyType({})
 
 
 class WorkerTier(IntEnum):
@@ -59,11 +59,11 @@ class NodeProcess(NamedTuple):
     used_s: float = 0.0
     """When its last call ended, in monotonic seconds; before its first call, when it became ready. While it restores
     its weights, the value is -infinity: such a start can be cancelled."""
-    holding: Holding = NOTHING
+    holding: MemoryByGpu = NOTHING
     """The GPU memory that is booked for it now."""
-    full: Holding = NOTHING
+    full: MemoryByGpu = NOTHING
     """The GPU memory that it may hold while it is awake."""
-    parked: Holding | None = None
+    parked: MemoryByGpu | None = None
     """The GPU memory of the parked worker; None if the worker cannot park, or frees nothing by parking."""
 
     @property
@@ -112,7 +112,7 @@ class Limits(NamedTuple):
 class Grant(NamedTuple):
     """The steps that a revision takes now."""
 
-    start: tuple[Holding | None, ...] = ()
+    start: tuple[MemoryByGpu | None, ...] = ()
     """For each worker that starts, its GPU memory; None without GPUs. The first one is the standby, if the revision has one."""
     wake: tuple[Hashable, ...] = ()
     park: tuple[Hashable, ...] = ()

@@ -18,10 +18,10 @@ from .keep_alive import Choice, History
 from .ladder import Ladder
 from .rung_figures import differs
 
-# The largest number of ended periods whose later arrivals are still to come. If there are more, the function learns from the
+# The largest number of ended periods that wait for later arrivals. If there are more periods, the function learns from the
 # oldest period with the arrivals so far.
 MOST_OBSERVATIONS = 64
-# The most arrivals that are remembered for these periods. Further ones do not count.
+# The most arrivals that are remembered for these periods. Further arrivals do not count.
 MOST_ARRIVALS = 4096
 
 
@@ -78,7 +78,7 @@ class EndedPeriods:
 
     @property
     def follows_until_s(self) -> float:
-        """The arrivals until this time are still to be reported."""
+        """`note_arrival` must report the arrivals until this time."""
         return max((one.followers.until_s for one in self._observations), default=-math.inf)
 
     def note_arrival(self, arrived_s: float) -> None:
@@ -87,7 +87,7 @@ class EndedPeriods:
             self._arrivals_s.append(arrived_s)
 
     def learning(self, ladder: Ladder) -> Learning:
-        """Return a copy of all periods, to add them to the history as if their later arrivals were known."""
+        """Return a copy of all periods. Learning from it counts the arrivals so far as all arrivals."""
         observations = tuple(self._observations)
         return Learning(self.history, ladder, self._shared.prior, observations, self._arrivals_s[:])
 
@@ -105,7 +105,7 @@ class EndedPeriods:
         return Learning(self.history, self.ladder, self._shared.prior, tuple(taken), arrivals_s)
 
     def keep(self, learned: Learning, history: History) -> None:
-        """Keep the history that follows from periods that were taken out, and add these periods to the node's prior."""
+        """Keep `history`, which was learned from the periods that `take` has returned. Add these periods to the node's prior."""
         self.history = history
         for number, observation in enumerate(learned.observations, learned.known.periods):
             self._shared.prior = self._shared.prior.learn(observation.idle_s, number)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ...ground.settings.resources import CONTEXT_MB
-from .placement import Gpu, GpuNeed, Holding, candidates, fit, place
+from .placement import Gpu, GpuNeed, MemoryByGpu, candidates, fit, place
 
 # With less memory than this, a rehearsal would have no room beside the context of the GPU.
 REHEARSAL_MB = 2 * CONTEXT_MB
@@ -23,9 +23,9 @@ REHEARSAL_MB = 2 * CONTEXT_MB
 class Booking:
     """The memory of the node's GPUs that one process may use."""
 
-    full: Holding
+    full: MemoryByGpu
     """The limit of the process while it is not parked."""
-    holding: Holding
+    holding: MemoryByGpu
     """The present limit of the process."""
 
 
@@ -49,20 +49,20 @@ class GpuLedger(Generic[AnyBooking]):
 
     def plan(
         self, need: GpuNeed, starting: int, waking: Sequence[Booking | None], own: Booking | None
-    ) -> list[Holding] | None:
-        """Return the holdings of `starting` more workers; None if they have no room beside the workers that wake.
+    ) -> list[MemoryByGpu] | None:
+        """Return the memory of `starting` more workers; None if they have no room beside the workers that wake.
 
         The parked workers `waking` count with their full memory. If the standby with the booking `own` becomes a worker,
         its booking counts as free.
         """
         held = [one.full if one in waking else one.holding for one in self.bookings if one is not own]
-        found = list[Holding]()
+        found = list[MemoryByGpu]()
         while len(found) < starting and (holding := place(self.gpus, [*held, *found], need)) is not None:
             found.append(holding)
         return found if len(found) >= starting and fit(self.gpus, held) else None
 
-    def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
-        """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
+    def rehearsal_room(self, need: GpuNeed) -> tuple[MemoryByGpu, MemoryByGpu] | None:
+        """Return the memory of a standby as a worker, and its memory while it rehearses; None if it must not
         rehearse.
 
         A standby rehearses on the GPUs that it will have as a worker. They are known only if the node has no more
@@ -80,8 +80,8 @@ class GpuLedger(Generic[AnyBooking]):
         """Book a process that has not begun to use GPUs. There must be room for it."""
         self.bookings.append(booking)
 
-    def promote(self, booking: Booking, found: Holding) -> None:
-        """Book a standby as the worker that it becomes, with the holding that `plan` has found."""
+    def promote(self, booking: Booking, found: MemoryByGpu) -> None:
+        """Book a standby as the worker that it becomes, with the memory that `plan` has found."""
         booking.full = booking.holding = found
 
     def wake(self, booking: Booking) -> bool:
@@ -91,7 +91,7 @@ class GpuLedger(Generic[AnyBooking]):
         booking.holding = booking.full
         return True
 
-    def note_held(self, booking: Booking, held: Holding) -> None:
+    def note_held(self, booking: Booking, held: MemoryByGpu) -> None:
         """Lower the booking of a process that gave memory back to `held`. Before `wake`, it must not take more."""
         booking.holding = held
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from .ladder import Costs, Plan, Step
+from .ladder import Costs, IdlePlan, Step
 from .route import PlanRoute
 
 # Idle times outside this range are not distinguished.
@@ -175,7 +175,7 @@ class Strategy:
     costs: Costs
     choices: tuple[list[int], ...]
 
-    def plan(self, since_s: float = 0.0) -> Plan:
+    def plan(self, since_s: float = 0.0) -> IdlePlan:
         """Return the plan of an idle period that begins `since_s` seconds after the distribution's time 0."""
         distribution, wakes = self.distribution, self.costs.wakes
         first = min(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .idle_distribution import LONGEST_S
-from .ladder import BurstWait, Plan, Step
+from .ladder import BurstWait, IdlePlan, Step
 
 # An idle period counts only if it lasts longer than this. Its length is still measured from the end of the last
 # request.
@@ -30,12 +30,12 @@ class IdlePeriod:
     known: bool = True
     """False if its length is not learned: it began with a deploy, or calls may have come while no gateway ran."""
 
-    def rung(self, plan: Plan, now_s: float) -> int:
+    def rung(self, plan: IdlePlan, now_s: float) -> int:
         """Return the rung on which `plan` stands at `now_s`."""
         passed = [step for step in plan if step.offset_s <= now_s - self.planned_from_s]
         return (passed or plan)[-1 if passed else 0].rung
 
-    def later(self, plan: Plan, now_s: float) -> Iterator[Step]:
+    def later(self, plan: IdlePlan, now_s: float) -> Iterator[Step]:
         """Yield the steps of `plan` after `now_s`. The offset of each yielded step is the time at which the step is
         due.
 

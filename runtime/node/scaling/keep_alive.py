@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .idle_distribution import Prior, Strategy, cheapest, distribution_of
-from .ladder import BurstWait, Costs, Ladder, Plan
+from .ladder import BurstWait, Costs, IdlePlan, Ladder
 from .route import clamped
 
 IDLES, INTERVALS, RECENT = 1024, 128, 32
@@ -35,7 +35,7 @@ class _Candidates:
     the strategies for the distributions of all and of the recent intervals.
     """
 
-    steady: tuple[Plan, Plan, Plan]
+    steady: tuple[IdlePlan, IdlePlan, IdlePlan]
     climbing: tuple[Strategy, Strategy]
 
     @property
@@ -43,7 +43,7 @@ class _Candidates:
         """The number of rungs of the ladder for which the plans were made."""
         return len(self.climbing[0].costs.holds)
 
-    def plan(self, expert: int, since_s: float) -> Plan:
+    def plan(self, expert: int, since_s: float) -> IdlePlan:
         """Return the plan of a policy. Only the policies that prewarm use `since_s`."""
         count = len(self.steady)
         return self.steady[expert] if expert < count else self.climbing[expert - count].plan(since_s)
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
     """A plan, and the number of the policy that made it: 0 is the ski-rental schedule, 3 and 4 prewarm."""
 
     expert: int
-    plan: Plan
+    plan: IdlePlan
 
 
 def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Choice:
@@ -101,7 +101,7 @@ def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
     return steady if plan is None else Choice(climber, plan)
 
 
-def _affordable(bold: Plan, steady: Plan, costs: Costs, saved: float) -> Plan | None:
+def _affordable(bold: IdlePlan, steady: IdlePlan, costs: Costs, saved: float) -> IdlePlan | None:
     """Return `bold`, held at or above the lowest rung that limits its risk to `saved`; None if no rung does."""
     for lowest in reversed(range(max(step.rung for step in bold) + 1)):
         plan = clamped(bold, steady, lowest, costs.wakes)
@@ -120,7 +120,7 @@ def _steadiest(history: History) -> int:
     return 0 if ski_rental <= recent else 2
 
 
-def _risk(bold: Plan, steady: Plan, costs: Costs) -> float:
+def _risk(bold: IdlePlan, steady: IdlePlan, costs: Costs) -> float:
     """Return the extra cost of `bold` over `steady` if the idle period ends at the worst moment."""
     moments = [step.offset_s * (1 + 1e-9) + 1e-9 for plan in (bold, steady) for step in plan]
     return max(costs.bill(bold, moment) - costs.bill(steady, moment) for moment in moments)

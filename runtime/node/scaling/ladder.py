@@ -28,7 +28,7 @@ class Step(NamedTuple):
     rung: int
 
 
-Plan: TypeAlias = tuple[Step, ...]
+IdlePlan: TypeAlias = tuple[Step, ...]
 """The rungs of one idle period, in the order of their offsets. The first offset is 0.
 
 A step down is instant. A step up is a prewarm: it takes the difference of the wake times, and meanwhile the upper
@@ -54,7 +54,7 @@ class Course(NamedTuple):
     """The seconds to READY at the end: the wake time of the rung, or more if a prewarm is under way."""
 
 
-def course(plan: Plan, wakes: Sequence[float], idle_s: float) -> Course:
+def course(plan: IdlePlan, wakes: Sequence[float], idle_s: float) -> Course:
     """Return the course of an idle period of `idle_s` seconds. A step at its very end is not taken."""
     rung, begun_s, to_ready_s, stays = plan[0].rung, 0.0, wakes[plan[0].rung], list[Stay]()
     for offset_s, following in plan[1:]:
@@ -110,7 +110,7 @@ class Costs:
     penalties: tuple[float, ...]
 
     @cached_property
-    def ski_rental(self) -> Plan:
+    def ski_rental(self) -> IdlePlan:
         """The plan that stands at each time on the rung for which the penalty plus the holding cost so far is least.
 
         It costs at most twice the best rung in hindsight: the deterministic multi-slope ski rental of Lotker,
@@ -129,7 +129,7 @@ class Costs:
             at_s, rung = min(following, key=lambda found: (max(found[0], at_s), -found[1]))
             steps.append(Step(max(at_s, steps[-1].offset_s), rung))
 
-    def bill(self, plan: Plan, idle_s: float) -> float:
+    def bill(self, plan: IdlePlan, idle_s: float) -> float:
         """Return the cost of an idle period of `idle_s` seconds under `plan`, including the arrival at its end."""
         stays, rung, to_ready_s = course(plan, self.wakes, idle_s)
         held = sum(self.holds[stay.rung] * stay.seconds for stay in stays)

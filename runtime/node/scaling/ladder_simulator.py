@@ -16,7 +16,7 @@ from typing import Protocol
 from . import keep_alive
 from .idle_distribution import SharedPrior
 from .keep_alive import History
-from .ladder import BurstWait, Ladder, Plan, Step, course
+from .ladder import BurstWait, IdlePlan, Ladder, Step, course
 
 # A caller notices a wait that is longer than this.
 FELT_S = 0.1
@@ -25,7 +25,7 @@ FELT_S = 0.1
 class KeepAlivePolicy(Protocol):
     """Plans idle periods."""
 
-    def plan(self, since_s: float) -> Plan:
+    def plan(self, since_s: float) -> IdlePlan:
         """Return the plan of an idle period. See `keep_alive.choose`."""
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
@@ -39,7 +39,7 @@ class Learned:
         self.history = History()
         self._ladder, self._shared = ladder, shared or SharedPrior()
 
-    def plan(self, since_s: float) -> Plan:
+    def plan(self, since_s: float) -> IdlePlan:
         return keep_alive.choose(self.history, self._ladder, since_s, self._shared.prior).plan
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
@@ -51,17 +51,17 @@ class Learned:
 class Fixed:
     """A policy that always gives the same plan, such as an idle timeout."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: IdlePlan) -> None:
         self._plan = plan
 
-    def plan(self, since_s: float) -> Plan:
+    def plan(self, since_s: float) -> IdlePlan:
         return self._plan
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         """Learn nothing."""
 
 
-def timeout(timeout_s: float, rung: int) -> Plan:
+def timeout(timeout_s: float, rung: int) -> IdlePlan:
     """Return the plan that holds READY until `timeout_s`, then `rung`."""
     return (Step(0.0, 0),) if timeout_s == math.inf else (Step(0.0, 0), Step(timeout_s, rung))
 
@@ -166,7 +166,7 @@ class Replay:
         self._woken_at_s = arrival_s
         self._serve(wake_s)
 
-    def _hold(self, plan: Plan, idle_s: float) -> float:
+    def _hold(self, plan: IdlePlan, idle_s: float) -> float:
         """Pay for the idle period. Return the seconds that the wake at its end takes."""
         wakes = [rung.wake_s for rung in self._ladder.rungs]
         stays, _, wake_s = course(_after(plan, self._quiet_s), wakes, idle_s)
@@ -205,7 +205,7 @@ class Replay:
         self._idle_from_s = busy_until_s
 
 
-def _after(plan: Plan, quiet_s: float) -> Plan:
+def _after(plan: IdlePlan, quiet_s: float) -> IdlePlan:
     """Return `plan` for a worker that stays for `quiet_s` first."""
     if not quiet_s:
         return plan

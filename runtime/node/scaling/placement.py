@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 
 from ...ground.settings.resources import Resources
 
-Holding: TypeAlias = Mapping[str, int]
-"""The memory that is held of each GPU, by the GPU's id."""
+MemoryByGpu: TypeAlias = Mapping[str, int]
+"""Megabytes of each GPU, by the GPU's id."""
 
 
 class Gpu(NamedTuple):
@@ -49,8 +49,8 @@ def candidates(gpus: Iterable[Gpu], need: GpuNeed) -> list[Gpu]:
     return [gpu for gpu in gpus if gpu.memory_mb >= need.of(gpu) and not (gpu.slice and need.gpus > 1)]
 
 
-def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holding | None:
-    """Return a holding for one more worker; None if there is no room.
+def place(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu], need: GpuNeed) -> MemoryByGpu | None:
+    """Return the memory for one more worker; None if there is no room.
 
     Choose the GPUs on which the least memory stays free (best fit), so that room for large workers stays in one piece.
     """
@@ -62,12 +62,12 @@ def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holdin
     return {gpu.id: need.of(gpu) for gpu in fitting[: need.gpus]}
 
 
-def fit(gpus: Sequence[Gpu], held: Iterable[Holding]) -> bool:
-    """Return True if the GPUs have room for all holdings together."""
+def fit(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu]) -> bool:
+    """Return True if the GPUs have room for `held` together."""
     return all(free_mb >= 0 for free_mb in _free(gpus, held).values())
 
 
-def _free(gpus: Sequence[Gpu], held: Iterable[Holding]) -> Counter[str]:
+def _free(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu]) -> Counter[str]:
     free = Counter({gpu.id: gpu.memory_mb for gpu in gpus})
     for one in held:
         free.subtract(one)

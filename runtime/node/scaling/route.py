@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from .ladder import Plan, Step
+from .ladder import IdlePlan, Step
 
 
 class _Arrival(NamedTuple):
@@ -39,7 +39,7 @@ class PlanRoute:
         elif stays[-1].rung != rung:
             stays.append(_Arrival(offset_s, rung, at_s))
 
-    def plan(self) -> Plan:
+    def plan(self) -> IdlePlan:
         stays = list(self._stays)
         # No call is expected after the last bin. So no call would end a stay that begins there with a climb: drop it.
         while len(stays) > 1 and stays[-1].rung < stays[-2].rung:
@@ -61,7 +61,7 @@ class PlanRoute:
         return max(0.0, self._wakes[self._stays[-1].rung] - self._wakes[rung])
 
 
-def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Plan:
+def clamped(plan: IdlePlan, steady: IdlePlan, lowest: int, wakes: Sequence[float]) -> IdlePlan:
     """Return `plan` with each rung below `lowest` replaced by `lowest`, or by the rung of `steady` if that is lower.
 
     `steady` has no steps up. The result reaches the upper rung of a step up when `plan` does.
@@ -78,7 +78,7 @@ def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Pl
     return route.plan() if route is not None else plan
 
 
-def reached(plan: Plan, wakes: Sequence[float]) -> Iterator[Step]:
+def reached(plan: IdlePlan, wakes: Sequence[float]) -> Iterator[Step]:
     """Yield the steps of a plan. The offset of each yielded step is the time at which its rung is reached."""
     yield plan[0]
     for (_, before), (offset_s, rung) in pairwise(plan):

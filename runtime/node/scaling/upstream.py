@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from .ladder import Plan, Step
+from .ladder import IdlePlan, Step
 from .route import reached
 
 # The upper bounds of the bins of delays, in seconds: four a decade. A call after a longer time does not count as a follower.
@@ -129,7 +129,7 @@ class Delays:
         return Window(from_s, until_s, sum(self.hits[first : last + 1]) * share)
 
 
-def ready_shares(plan: Plan, wakes: Sequence[float], elapsed_s: float) -> tuple[float, ...]:
+def ready_shares(plan: IdlePlan, wakes: Sequence[float], elapsed_s: float) -> tuple[float, ...]:
     """For each bin of delays, return the share of the bin in which `plan`, which began `elapsed_s` ago, holds READY."""
     steps = [*reached(plan, wakes), Step(math.inf, 0)]
     held = [

@@ -14,8 +14,8 @@ from ....errors import BadInput, HandlerFailed
 from ....foreign_json import failing_fast, loads
 from ....handlers.codec import JSON_TYPE, input_error
 from ....handlers.failure import cut
-from .http_call import App, Message, as_bytes
-from .messages import Header
+from .http_call import App, AsgiMessage, as_bytes
+from .messages import HeaderPair
 from .scope import HTTP, Facts, scope_of
 
 _REMEDY = 'Send {"path": "/items"}, and if needed "method", "headers" and "body".'
@@ -40,7 +40,7 @@ class RequestEvent(BaseModel):
         if self.body is not None and not isinstance(self.body, str):
             given.setdefault("content-type", JSON_TYPE)
         given = {"host": "localhost", "content-length": str(len(self.content())), **given}
-        headers: list[Header] = [(name.encode(), value.encode()) for name, value in given.items()]
+        headers: list[HeaderPair] = [(name.encode(), value.encode()) for name, value in given.items()]
         raw_path = quote(path, safe="/%:@!$&'()*+,;=~-._")
         return Facts(HTTP, "1.1", method, "http", raw_path, query, "", headers, None, None)
 
@@ -96,7 +96,7 @@ class EventCall:
                 ) from None
         return body.decode("utf-8", "replace") if kind.startswith("text/") or not body else body
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> AsgiMessage:
         if self._asked:
             # An event has no caller that disconnects earlier.
             await self._complete.wait()
@@ -104,7 +104,7 @@ class EventCall:
         self._asked = True
         return {"type": "http.request", "body": self._event.content(), "more_body": False}
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             self._status = int(message["status"])
             for name, value in message.get("headers", ()):

@@ -10,10 +10,10 @@ from ....errors import HandlerFailed
 from ....handlers.contract import PieceExchange
 from .messages import PART_BYTES, encode_head, encode_response, parts
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], AsgiReceive, AsgiSend], Awaitable[None]]
 BODIES = (bytes, bytearray, memoryview)
 
 
@@ -54,7 +54,7 @@ class HttpCall:
             raise HandlerFailed(f"The app returned without {what} a response.")
         return b""
 
-    async def receive(self) -> Message:
+    async def receive(self) -> AsgiMessage:
         """Return a piece of the body. After the body, wait until the response or the caller has ended, and return a
         disconnect.
         """
@@ -70,7 +70,7 @@ class HttpCall:
         await self._wait_ended()
         return {"type": "http.disconnect"}
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """Pass on a message of the app.
 
         Raise CallerGone after a disconnect, RuntimeError if the message may not be sent now, and OutputInvalid for a

@@ -10,7 +10,7 @@ from aiohttp import hdrs, web
 from ...front.http.guard import KEY_HEADERS
 from ...front.listening.origins import Origins
 from ...ground.access.control_socket import CONTROL_KEY
-from .messages import Header
+from .messages import HeaderPair
 from .scope import HTTP, WEBSOCKET, Facts
 
 # Headers of one connection. The app's connection is another one.
@@ -48,7 +48,7 @@ def is_websocket(request: web.Request) -> bool:
     return upgrade is not None and upgrade.lower() == "websocket" and request.method == "GET"
 
 
-def _headers(request: web.Request, *, keyed: bool) -> list[Header]:
+def _headers(request: web.Request, *, keyed: bool) -> list[HeaderPair]:
     """Return the headers without those that only concern the connection or the gateway."""
     found = [(name.lower(), value) for name, value in request.raw_headers]
     left_out = HOP_BY_HOP | _KEY_HEADERS if keyed else HOP_BY_HOP

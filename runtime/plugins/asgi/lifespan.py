@@ -8,7 +8,7 @@ from typing import Any
 
 from ....errors import HandlerFailed
 from ....handlers.contract import Context
-from .http_call import App, Message
+from .http_call import App, AsgiMessage
 
 # The gateway kills a worker that has not ended 30 s after its last call.
 SHUTDOWN_S = 25.0
@@ -70,14 +70,14 @@ class Lifespan:
         }
         await self._app(scope, self._receive, self._send)
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> AsgiMessage:
         if not self._asked:
             self._asked = True
             return {"type": "lifespan.startup"}
         await self._stopping.wait()
         return {"type": "lifespan.shutdown"}
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: AsgiMessage) -> None:
         kind = message["type"]
         if kind == "lifespan.startup.failed":
             self._failure = str(message.get("message", ""))

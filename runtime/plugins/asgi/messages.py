@@ -3,9 +3,10 @@
 A piece of a response is `flags u8`, then, with the flag START, `status u16 | head length u32` (little endian) and the head,
 then a part of the body. The head has the lines of the headers as HTTP/1.1 has them: any bytes but line breaks and NUL.
 
-A message of a WebSocket is `kind u8` and its data. A text and bytes longer than a piece may be are cut into several messages;
-all but the last have the flag CONTINUES in `kind`. ACCEPT has the subprotocol, a line feed and a head. CLOSE has `code u16` and the reason. The response with which an app denies
-a handshake is sent in messages of the kind DENY, which hold pieces of a response.
+A message of a WebSocket is `kind u8` and its data. If TEXT or BYTES are longer than a piece, they are cut into several messages.
+All of these except the last have the flag CONTINUES in `kind`. ACCEPT has the subprotocol, a line feed and a head. CLOSE has
+`code u16` and the reason. If an app denies a handshake, its response is sent in messages of the kind DENY, which hold pieces of
+the response.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ACCEPT, TEXT, BYTES, CLOSE, DENY = 1, 2, 3, 4, 5
 CONTINUES = 0x80
 # Codes of WebSockets that stand for a missing code, and for a connection that has broken off. They are never sent.
 NO_STATUS, ABNORMAL = 1005, 1006
-# A piece of an exchange has at most 64 KiB. The rest is for flags and the kind.
+# A piece of an exchange has at most 64 KiB: this much data, and 16 bytes for the flags or the kind.
 PART_BYTES = (64 << 10) - 16
 MAX_HEAD_BYTES = 48 << 10
 _START = struct.Struct("<HI")
@@ -30,7 +31,7 @@ _CODE = struct.Struct("<H")
 _HEAD = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [^\r\n\0]*\r\n)*")
 _INVALID = "A header of the response is not valid in HTTP."
 _INVALID_REMEDY = "A name has letters, digits and -; a value has no line break and no NUL."
-Header = tuple[bytes, bytes]
+HeaderPair = tuple[bytes, bytes]
 
 
 class ResponsePiece(NamedTuple):
@@ -42,7 +43,7 @@ class ResponsePiece(NamedTuple):
     last: bool
 
 
-def encode_head(headers: Iterable[Header]) -> bytes:
+def encode_head(headers: Iterable[HeaderPair]) -> bytes:
     """Return headers as lines. Raise OutputInvalid if a name or a value cannot be in HTTP, or if there are too many."""
     lines = []
     for name, value in headers:
@@ -66,7 +67,7 @@ def check_head(head: bytes) -> None:
         raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
 
 
-def decode_head(head: bytes) -> list[Header]:
+def decode_head(head: bytes) -> list[HeaderPair]:
     """Return the headers of valid lines. The names have the case in which they were sent."""
     pairs = (line.partition(b": ") for line in head.split(b"\r\n") if line)
     return [(name, value) for name, _, value in pairs]
@@ -107,7 +108,7 @@ def encode_accept(subprotocol: str, head: bytes) -> bytes:
     return b"%c%b\n%b" % (ACCEPT, subprotocol.encode("latin-1"), head)
 
 
-def decode_accept(data: bytes) -> tuple[str, list[Header]]:
+def decode_accept(data: bytes) -> tuple[str, list[HeaderPair]]:
     """Return (subprotocol, headers) of a message ACCEPT without its kind. Raise OutputInvalid for invalid headers."""
     subprotocol, _, head = data.partition(b"\n")
     check_head(head)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from ....errors import BadInput
-from .messages import Header
+from .messages import HeaderPair
 
 KEY = "asgi"
 """The key of the facts in `context.extra`."""
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     """The path as the caller sent it, percent-encoded, and without the query."""
     query: str
     root_path: str
-    headers: Sequence[Header]
+    headers: Sequence[HeaderPair]
     """The names are in lower case."""
     client: Sequence[Any] | None
     server: Sequence[Any] | None
@@ -55,7 +55,7 @@ class Facts(NamedTuple):
         )
 
 
-def join_headers(headers: Sequence[Header]) -> str:
+def join_headers(headers: Sequence[HeaderPair]) -> str:
     """Return headers as text. Raise BadInput if one of them holds a line break."""
     flat = [part for header in headers for part in header]
     joined = _SEPARATOR.join(flat)
@@ -64,7 +64,7 @@ def join_headers(headers: Sequence[Header]) -> str:
     return joined.decode("latin-1")
 
 
-def split_headers(text: str) -> list[Header]:
+def split_headers(text: str) -> list[HeaderPair]:
     """Return the headers in a text that `join_headers` made."""
     if not text:
         return []
@@ -99,6 +99,6 @@ def scope_of(facts: Facts, state: dict[str, Any]) -> dict[str, Any]:
     return scope
 
 
-def _subprotocols(headers: Sequence[Header]) -> list[str]:
+def _subprotocols(headers: Sequence[HeaderPair]) -> list[str]:
     texts = [value.decode("latin-1") for name, value in headers if name == _PROTOCOLS]
     return [one.strip() for text in texts for one in text.split(",") if one.strip()]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....errors import HandlerFailed
 from ....handlers.contract import PieceExchange
-from .http_call import App, CallerGone, Message, as_bytes, is_of_leaving
+from .http_call import App, AsgiMessage, CallerGone, as_bytes, is_of_leaving
 from .messages import (
     ABNORMAL,
     BYTES,
@@ -68,7 +68,7 @@ class WebSocketCall:
             await self._exchange.send(encode_close(NORMAL, ""))
         return b""
 
-    async def receive(self) -> Message:
+    async def receive(self) -> AsgiMessage:
         """Return the next message of the caller. Raise RuntimeError after a disconnect."""
         if not self._announced:
             self._announced = True
@@ -89,11 +89,11 @@ class WebSocketCall:
             return {"type": "websocket.receive", "bytes": data}
         return self._disconnect(self._code, "")
 
-    def _disconnect(self, code: int, reason: str) -> Message:
+    def _disconnect(self, code: int, reason: str) -> AsgiMessage:
         self._gone = True
         return {"type": "websocket.disconnect", "code": code, "reason": reason}
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """Pass on a message of the app.
 
         Raise CallerGone after a disconnect, RuntimeError if the message may not be sent now, and OutputInvalid for a
@@ -123,7 +123,7 @@ class WebSocketCall:
                 state = self._state.value
                 raise RuntimeError(f"Unexpected ASGI message {kind!r}: the WebSocket is {state}.")
 
-    async def _accept(self, message: Message) -> None:
+    async def _accept(self, message: AsgiMessage) -> None:
         head, chosen = encode_head(message.get("headers", ())), message.get("subprotocol") or ""
         if chosen and chosen not in self._offered:
             offered = ", ".join(self._offered) or "none"
@@ -133,7 +133,7 @@ class WebSocketCall:
         self._state = SocketState.OPEN
         await self._pass(encode_accept(chosen, head))
 
-    async def _deny(self, message: Message) -> None:
+    async def _deny(self, message: AsgiMessage) -> None:
         last = not message.get("more_body", False)
         *before, final = parts(as_bytes(message.get("body", b"")), PART_BYTES - len(self._head))
         for part in before:
@@ -148,7 +148,7 @@ class WebSocketCall:
         self._status, self._head = 0, b""
         await self._pass(bytes((DENY,)) + piece)
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: AsgiMessage) -> None:
         text = message.get("text")
         kind, data = (TEXT, text.encode()) if text is not None else (BYTES, as_bytes(message.get("bytes")))
         for part in encode_message(kind, data):

@@ -29,7 +29,7 @@ from .messages import (
     DENY,
     NO_STATUS,
     TEXT,
-    Header,
+    HeaderPair,
     MessageParts,
     ResponsePiece,
     decode_accept,
@@ -141,7 +141,7 @@ class WebSocketExchange:
             for task in others:
                 task.cancel()
 
-    def _headers(self, headers: list[Header]) -> list[tuple[str, str]]:
+    def _headers(self, headers: list[HeaderPair]) -> list[tuple[str, str]]:
         """Return the headers of the handshake: the app's, and those of the gateway that the app has not set."""
         own = [
             (name.decode(), value.decode("utf-8", "replace"))

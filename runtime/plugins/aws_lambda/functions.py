@@ -54,7 +54,7 @@ class DescribedFunction(TypedDict):
     Tags: dict[str, str]
 
 
-class Alias(TypedDict):
+class AliasConfiguration(TypedDict):
     """An alias of the live revision."""
 
     AliasArn: str
@@ -79,8 +79,10 @@ class FunctionsApi:
         return [
             row("", self.function, "Show a function as AWS Lambda does.", DescribedFunction, QUALIFIER),
             row("/configuration", self.configuration, configuration, Configuration, QUALIFIER),
-            row("/aliases", self.aliases, "List a function's aliases.", {"Aliases": list[Alias]}),
-            row("/aliases/{alias}", self.alias, "Show an alias.", Alias),
+            row(
+                "/aliases", self.aliases, "List a function's aliases.", {"Aliases": list[AliasConfiguration]}
+            ),
+            row("/aliases/{alias}", self.alias, "Show an alias.", AliasConfiguration),
         ]
 
     async def function(self, request: web.Request) -> web.StreamResponse:
@@ -147,8 +149,8 @@ def _configuration(live: Live, qualifier: str) -> Configuration:
     return found
 
 
-def _alias(live: Live, name: str) -> Alias:
-    return Alias(AliasArn=_arn(live, name), Name=name, FunctionVersion=str(live.record.number))
+def _alias(live: Live, name: str) -> AliasConfiguration:
+    return AliasConfiguration(AliasArn=_arn(live, name), Name=name, FunctionVersion=str(live.record.number))
 
 
 def _arn(live: Live, qualifier: str) -> str:

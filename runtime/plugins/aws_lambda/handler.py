@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 
 from ....errors import HandlerFailed, HandlerSignatureError, OutputInvalid
-from ....handlers.adapter import LenientOutput
 from ....handlers.codec import InputCodec, OutputCodec
 from ....handlers.contract import NOTHING, Context
 from ....handlers.dialect import Entry
+from ....handlers.dialect_calls import LenientOutput
 from ....handlers.failure import PACKAGE_FOLDER, explain
 from ....handlers.handler import Handler, HandlerKind, kind_of
 from ....handlers.loading import import_file

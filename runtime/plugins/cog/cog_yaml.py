@@ -18,7 +18,7 @@ REQUIREMENTS_FILE = "requirements.txt"
 CONCURRENCY = "COG_MAX_CONCURRENCY"
 MAX_BYTES, MAX_PACKAGES = 64 << 10, 1000
 _MERGE = "tag:yaml.org,2002:merge"
-ShortText = Annotated[str, Field(max_length=1000)]
+YamlText = Annotated[str, Field(max_length=1000)]
 
 
 class _Section(BaseModel):
@@ -26,9 +26,9 @@ class _Section(BaseModel):
 
 
 class CogBuild(_Section):
-    python_packages: list[ShortText] | None = Field(None, max_length=MAX_PACKAGES)
-    python_requirements: ShortText | None = None
-    system_packages: list[ShortText] | None = Field(None, max_length=MAX_PACKAGES)
+    python_packages: list[YamlText] | None = Field(None, max_length=MAX_PACKAGES)
+    python_requirements: YamlText | None = None
+    system_packages: list[YamlText] | None = Field(None, max_length=MAX_PACKAGES)
 
 
 class CogConcurrency(_Section):

@@ -19,10 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from ....errors import HandlerSignatureError, OutputInvalid
 from ....foreign_json import first_errors
-from ....handlers.adapter import LenientOutput, awaited, of_kind
 from ....handlers.codec import InputCodec
 from ....handlers.contract import Context
 from ....handlers.dialect import Entry
+from ....handlers.dialect_calls import LenientOutput, awaited, of_kind
 from ....handlers.files import InputFiles, text_of, with_urls
 from ....handlers.handler import Handler, HandlerKind, Hook, kind_of, written
 from ....handlers.loading import import_file

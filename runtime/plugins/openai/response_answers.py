@@ -17,7 +17,7 @@ from ..completions.answers import chat_logprobs
 from ..completions.errors import error_body
 from .response_requests import ResponseRequest
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """The kinds of items that have a text, and the kinds of their parts."""
 
@@ -47,7 +47,7 @@ class ResponseAnswer:
         return self._response()
 
     def piece(self, prompt: int, delta: Delta) -> bytes:
-        begin: list[Event] = []
+        begin: list[ResponseEvent] = []
         if not self._sent:
             begin = [
                 {"type": f"response.{kind}", "response": self._response()}
@@ -64,9 +64,9 @@ class ResponseAnswer:
             [{"type": "error", "code": found["code"], "message": found["message"], "param": found["param"]}]
         )
 
-    def _grow(self, delta: Delta) -> list[Event]:
+    def _grow(self, delta: Delta) -> list[ResponseEvent]:
         """Add a delta, and return its events."""
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
         self._tokens += len(delta.tokens)
         if delta.reasoning:
             self._reasoned += len(delta.tokens)
@@ -82,9 +82,9 @@ class ResponseAnswer:
             events += self._finish_item()
         return events
 
-    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[Event]:
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[ResponseEvent]:
         """Add text to an item of this kind, and begin one if there is none."""
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
         if not self._items or self._items[-1]["type"] != kind:
             events = [*self._finish_item(), *self._begin_item(kind)]
         part = self._items[-1]["content"][0]
@@ -94,7 +94,7 @@ class ResponseAnswer:
             part["logprobs"] += logprobs
         return [*events, self._event(f"response.{_PARTS[kind]}.delta", delta=text, **shown, content_index=0)]
 
-    def _begin_item(self, kind: str) -> list[Event]:
+    def _begin_item(self, kind: str) -> list[ResponseEvent]:
         item: dict[str, Any] = {
             "type": kind,
             "id": self._item_id(kind),
@@ -110,7 +110,7 @@ class ResponseAnswer:
         item["content"].append(part)
         return [added, self._event("response.content_part.added", part={**part}, content_index=0)]
 
-    def _finish_item(self) -> list[Event]:
+    def _finish_item(self) -> list[ResponseEvent]:
         """End the item that is being written."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
@@ -130,7 +130,7 @@ class ResponseAnswer:
         part["text"], self._texts = "".join([part["text"], *self._texts]), []
         return part
 
-    def _call(self, call: ToolCall) -> list[Event]:
+    def _call(self, call: ToolCall) -> list[ResponseEvent]:
         """Add a call, which arrives as a whole."""
         events = self._finish_item()
         item = {
@@ -152,14 +152,14 @@ class ResponseAnswer:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         return f"{prefix}_{self.id.removeprefix('resp_')}_{len(self._items)}"
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         """Return an event of the last item."""
         at: dict[str, Any] = {"output_index": len(self._items) - 1}
         if "item" not in fields:
             at["item_id"] = self._items[-1]["id"]
         return {"type": kind, **at, **fields}
 
-    def _encoded(self, events: list[Event]) -> bytes:
+    def _encoded(self, events: list[ResponseEvent]) -> bytes:
         lines = []
         for event in events:
             body = orjson.dumps(event | {"sequence_number": self._sent})

@@ -37,7 +37,7 @@ REQUEST_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 LATER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TIMEOUTS = (ActivationTimeout.code, DeadlineExceeded.code)
-Read: TypeAlias = Callable[[Totals], Iterable[tuple[int, dict[str, str]]]]
+ReadTotals: TypeAlias = Callable[[Totals], Iterable[tuple[int, dict[str, str]]]]
 """Returns numbers, each with its attributes beside the name of the function."""
 
 
@@ -92,7 +92,7 @@ class FunctionMetrics:
         for name in self._metrics.counted:
             yield name, self._metrics.totals(name)
 
-    def _observing(self, read: Read) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    def _observing(self, read: ReadTotals) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_options: CallbackOptions) -> Iterator[Observation]:
             for name, totals in self._totals():
                 for number, more in read(totals):

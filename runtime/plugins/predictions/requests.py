@@ -28,7 +28,7 @@ ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 TRACE_HEADERS = ("traceparent", "tracestate")
 MAX_TRACE_CHARS = 512
-ShortText = Annotated[str, StringConstraints(max_length=4096)]
+ContextText = Annotated[str, StringConstraints(max_length=4096)]
 _STEP = re.compile(r"[^.\[\]]+")
 
 
@@ -38,7 +38,7 @@ class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
     input: Any = Field(default_factory=dict)
     id: str | None = Field(None, max_length=1024)
     version: str | None = Field(None, max_length=256)
-    context: dict[ShortText, ShortText] | None = Field(None, max_length=100)
+    context: dict[ContextText, ContextText] | None = Field(None, max_length=100)
     output_file_prefix: str | None = Field(None, max_length=2048, pattern="^https?://")
     webhook: str | None = Field(None, max_length=2048)
     webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)

@@ -28,7 +28,7 @@ QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 class ReferenceWindow:
-    """The shares of the values of a first window in bins, which have about equally many of them."""
+    """The values of the first window in bins of about equal size, as the share of each bin."""
 
     def __init__(self, values: Sequence[float]) -> None:
         ordered = sorted(values)
@@ -42,7 +42,7 @@ class ReferenceWindow:
         return sum((now - before) * math.log(now / before) for now, before in pairs)
 
     def _shares_of(self, values: Sequence[float]) -> list[float]:
-        # With half a value in each bin, no share is 0, whose logarithm is infinite.
+        # Each bin starts with half a value, because the logarithm of an empty share is infinite.
         counts = [0.5] * (len(self._edges) + 1)
         for value in values:
             counts[bisect_left(self._edges, value)] += 1

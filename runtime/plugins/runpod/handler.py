@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import Any
 
 from ....errors import HandlerFailed, HandlerSignatureError, OutputInvalid
-from ....handlers.adapter import LenientOutput, awaited, of_kind
 from ....handlers.codec import InputCodec
 from ....handlers.contract import Context
 from ....handlers.dialect import Entry
+from ....handlers.dialect_calls import LenientOutput, awaited, of_kind
 from ....handlers.handler import Handler, kind_of
 from ....handlers.loading import import_file
 from ....handlers.stand_in import is_installed, provide

@@ -28,7 +28,7 @@ from ...front.api.jobs import (
     SUBMIT_ERRORS,
     JobOrder,
     Priority,
-    Read,
+    ReadJobBody,
     job_response,
     named,
     newest,
@@ -261,7 +261,7 @@ class QueueApi(ApiPlugin):
         encode = job_encoder(shown) if output is None else job_encoder(shown, output.numbered)
         return await send_job(request, self._jobs, job, encode, partial(openai_jobs.read_in_form, request))
 
-    def _reads(self, request: web.Request) -> Read:
+    def _reads(self, request: web.Request) -> ReadJobBody:
         """Return the function that reads the body of a request for a job."""
         return lambda live, body: self._read(request, live, body)
 

@@ -15,10 +15,10 @@ import orjson
 
 from ....errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
 from ....foreign_json import check_json, loads
-from ....handlers.adapter import LenientOutput, awaited
 from ....handlers.codec import FORM_TYPE, JSON_TYPE, InputCodec
 from ....handlers.contract import NOTHING, BatchSpec, Context
 from ....handlers.dialect import Entry
+from ....handlers.dialect_calls import LenientOutput, awaited
 from ....handlers.forms import MAX_FIELDS, FormField, FormParser, too_many_fields
 from ....handlers.handler import Handler, HandlerKind
 from ....handlers.loading import import_file
@@ -90,7 +90,7 @@ class Service:
         return isinstance(self._target, type)
 
     def set_up(self, context: Context) -> tuple[Callable[..., Any], TorchServeContext]:
-        """Initialize the handler. Return what it is called with, and its context."""
+        """Initialize the handler. Return the callable for its calls, and its context."""
         name = context.function or self._function
         shared = TorchServeContext(
             name, str(self._root), self._manifest, self.batch_size, _gpu(), self._config
@@ -105,7 +105,7 @@ class Service:
         return instance.handle, shared
 
     def run(self, events: Sequence[Any], context: Context) -> list[Any]:
-        """Return one answer for each event. A request to which the handler has given an error's status gets an error."""
+        """Return one answer for each event: an error, if the handler has set an error status for the request."""
         handle, shared = context.state
         items = context.items or [context]
         told = [item.extra.get(ABOUT, NOTHING) for item in items]
@@ -128,7 +128,9 @@ class Service:
 
 
 def fields_of(event: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request as TorchServe gives it to handlers: the query's fields, and those of the form or the whole `body`.
+    """Return a request as TorchServe passes it to handlers: the fields of the query with the fields of the form.
+
+    If the body is not a form, it is the field `body`.
 
     Raise BadInput if a form is malformed or has too many fields.
     """
@@ -142,7 +144,7 @@ def fields_of(event: Any, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _url_encoded(body: bytes) -> dict[str, Any]:
-    """Return the fields of a form, or its body if it is JSON, because `curl -d` sends JSON with the type of a form."""
+    """Return the fields of a form. `curl -d` sends JSON with the type of a form, so JSON becomes the field `body`."""
     check_json(body)
     try:
         return {"body": loads(body)}

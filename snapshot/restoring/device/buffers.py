@@ -12,7 +12,7 @@ from torch import Tensor
 from ....machine import processors
 
 if TYPE_CHECKING:
-    from .copy_event import Event
+    from .copy_event import CopyEvent
 
 MOST_THREADS = 8
 
@@ -29,7 +29,7 @@ class HostBuffers:
         """`pin` returns pinned memory of a size in bytes, or raises RuntimeError."""
         self._pin, self._most = pin, 2 * copying_threads()
         self._made = 0
-        self._free: list[tuple[Tensor, Event | None]] = []
+        self._free: list[tuple[Tensor, CopyEvent | None]] = []
         self._changed = threading.Condition()
 
     def reserve(self, count: int, size_bytes: int) -> None:
@@ -58,7 +58,7 @@ class HostBuffers:
             self.give(buffer, None)
             raise
 
-    def give(self, buffer: Tensor, event: Event | None) -> None:
+    def give(self, buffer: Tensor, event: CopyEvent | None) -> None:
         """Take a buffer back. `take` returns it again only after `event`, which is the end of the copy from it."""
         with self._changed:
             self._free.append((buffer, event))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """The end of one copy to the device."""
 
     def done(self) -> bool: ...

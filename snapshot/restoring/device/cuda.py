@@ -17,7 +17,7 @@ from ....errors import SnapshotError
 from .buffers import HostBuffers
 
 if TYPE_CHECKING:
-    from .copy_event import Event
+    from .copy_event import CopyEvent
 
 
 def available() -> bool:
@@ -143,9 +143,9 @@ class CudaDevice:
         self,
         source: Tensor,
         target: Tensor,
-        after: Sequence[Event] = (),
+        after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
-    ) -> Event:
+    ) -> CopyEvent:
         # Nothing needs to wait for `after`: these copies are earlier on the same stream of copies, and the operations
         # that followed them are earlier on the same other stream.
         with self._on(self._stream):

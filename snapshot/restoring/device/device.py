@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from ....errors import SnapshotError
 from . import cuda
 from .buffers import HostBuffers
-from .copy_event import Event
+from .copy_event import CopyEvent
 
 OLDEST_TORCH = "2.11"
 """The oldest version of torch that supports weights on a device. tests/torch_names lists the names in that version."""
@@ -57,9 +57,9 @@ class Device(Protocol):
         self,
         source: Tensor,
         target: Tensor,
-        after: Sequence[Event] = (),
+        after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
-    ) -> Event:
+    ) -> CopyEvent:
         """Begin to copy `source`, which is on the host, to `target`, which is from `empty`.
 
         `then` submits operations that run after this copy and after the earlier copies `after`. The returned event is

@@ -34,7 +34,7 @@ CHECKED_BYTES = 8 << 20
 MOST_PARTS = 4
 """A piece of more parts is gathered in a buffer instead, because each part would be a copy of its own."""
 
-Part = tuple[Tensor, int]
+WindowPart = tuple[Tensor, int]
 """Bytes of a shard that lie in one window, and their offset in the piece."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,21 +82,21 @@ class PinnedShards:
         _libc.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTNEED)
         return True
 
-    def parts(self, piece: SlabPiece) -> list[Part] | None:
+    def parts(self, piece: SlabPiece) -> list[WindowPart] | None:
         """Return the bytes of a piece. None if they are not pinned, or are too many parts."""
         pinned = all(self._pinned[shard][window] for shard, window in _windows(piece))
         return self.divided(piece) if pinned else None
 
-    def divided(self, piece: SlabPiece) -> list[Part] | None:
+    def divided(self, piece: SlabPiece) -> list[WindowPart] | None:
         """Return the bytes of a piece, pinned or not. None if they are too many parts."""
-        found = list[Part]()
+        found = list[WindowPart]()
         for segment in piece.segments:
             if segment.step or len(found) > MOST_PARTS:
                 return None
             found += self._within_windows(segment)
         return found if len(found) <= MOST_PARTS else None
 
-    def _within_windows(self, segment: Segment) -> Iterator[Part]:
+    def _within_windows(self, segment: Segment) -> Iterator[WindowPart]:
         """Yield the parts of a segment that lie in one window each: a copy cannot read from two windows."""
         flat = self._flats[segment.shard]
         for window in _windows_of(segment):

@@ -9,9 +9,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from .copy_event import Event
+from .copy_event import CopyEvent
 from .device import Device
-from .pinned_shards import Part
+from .pinned_shards import WindowPart
 from .slab import PIECE_BYTES, SLAB, RawGroup, SlabLayout, SlabPiece, Span
 
 _SEED = 27
@@ -27,7 +27,7 @@ class SlabCopies:
         self._device, self._layout, self._slab, self._adds_up = device, layout, slab, sums
         self._changed = changed
         """Guards `events`. Notified when a copy is submitted."""
-        self.events: list[Event | None] = [None] * len(layout.pieces)
+        self.events: list[CopyEvent | None] = [None] * len(layout.pieces)
         """The end of the copy of each piece. None until the copy is submitted."""
         self.sums: dict[int, Tensor] = {}
         """For each span that is copied from the files, the checksum of the copied bytes, on the device."""
@@ -41,7 +41,7 @@ class SlabCopies:
         for piece in span.pieces:
             self.events[piece] = event
 
-    def submit(self, number: int, piece: SlabPiece, parts: Sequence[Part]) -> Event:
+    def submit(self, number: int, piece: SlabPiece, parts: Sequence[WindowPart]) -> CopyEvent:
         """Submit the copy of piece `number` from `parts`. Return its end."""
         # Store the event before another piece of the same group is submitted: the piece of a group that is
         # submitted last converts the group, and the events of the other pieces show which piece is last.
@@ -52,7 +52,7 @@ class SlabCopies:
                 self._changed.notify_all()
         return event
 
-    def _submit_next(self, number: int, piece: SlabPiece, parts: Sequence[Part]) -> Event:
+    def _submit_next(self, number: int, piece: SlabPiece, parts: Sequence[WindowPart]) -> CopyEvent:
         if piece.raw == SLAB:
             target = self._slab[piece.begin : piece.begin + piece.size_bytes]
             return self._copy(parts, target, then=self._sum(self._span_of[number]))
@@ -77,11 +77,11 @@ class SlabCopies:
 
     def _copy(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[WindowPart],
         target: Tensor,
-        after: Sequence[Event] = (),
+        after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
-    ) -> Event:
+    ) -> CopyEvent:
         """Copy the parts of a piece to `target`, as `Device.copy` does with one."""
         *others, (source, at) = parts
         before = [self._device.copy(one, target[begin : begin + len(one)]) for one, begin in others]

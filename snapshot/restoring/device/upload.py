@@ -17,7 +17,7 @@ from torch import Tensor
 from ....errors import PilotflameError, SnapshotChanged, SnapshotError, SourceUnavailable
 from ..mapping import Mapping
 from .buffers import copying_threads
-from .copy_event import Event
+from .copy_event import CopyEvent
 from .device import Device
 from .open_shards import OpenShards
 from .piece_queue import PieceQueue
@@ -141,7 +141,7 @@ class DeviceUpload:
         if isinstance(self._error, SnapshotChanged):
             raise self._error
 
-    def _submitted(self, pieces: Sequence[int], timeout_s: float | None) -> list[Event]:
+    def _submitted(self, pieces: Sequence[int], timeout_s: float | None) -> list[CopyEvent]:
         missing = [number for number in pieces if self._events[number] is None]
         # If all pieces are missing, no piece is more urgent than another, so keep the order.
         if missing and len(missing) < len(self._events):

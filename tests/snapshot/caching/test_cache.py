@@ -79,7 +79,7 @@ def test_what_was_opened_arrives_and_is_published(tmp_path: Path, source: Path, 
 def test_open_returns_before_the_bytes_are_there(tmp_path: Path, source: Path, manifest: Manifest) -> None:
     stopping = Stopping(source, stop_at=3 * CHUNK_BYTES)
     with Cache([tier(tmp_path)]).open(manifest, stopping) as lease:
-        mapping = Mapping(lease.root, manifest, keep=lease.hold)
+        mapping = Mapping(lease.root, manifest, keep=lease.lock)
         lease.arrival.wait(0, 2, LIMIT_S)
         assert not lease.arrival.complete
         assert not (lease.root / MANIFEST_NAME).exists()
@@ -554,7 +554,7 @@ def test_a_tmpfs_that_fills_up_meanwhile_is_continued_on_the_disk(
         lease.wait(LIMIT_S, copied=True)
         assert lease.root.is_relative_to(tmp_path / "slow")
         verify(lease.root, manifest)
-        late = Mapping(lease.root, manifest, keep=lease.hold)
+        late = Mapping(lease.root, manifest, keep=lease.lock)
         assert bytes(late.flats[0].numpy()) == whole
     # Chunks in the tmpfs were copied. Only the chunks that were being received are fetched again.
     assert stopping.given_bytes < manifest.total_bytes + 4 * CHUNK_BYTES

@@ -27,7 +27,7 @@ REALM = realm_of("s3://bucket/one")
 
 
 def mapped(lease: Lease) -> Mapping:
-    return Mapping(lease.root, lease.manifest, keep=lease.hold, arrival=lease.arrival)
+    return Mapping(lease.root, lease.manifest, keep=lease.lock, arrival=lease.arrival)
 
 
 def fetched(tiers: list[Tier], manifest: Manifest, source: Path, realm: str = "") -> int:

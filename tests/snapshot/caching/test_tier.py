@@ -95,7 +95,7 @@ def test_what_is_mapped_is_not_evicted_though_its_lease_is_closed(
     one, two, three = sources
     with Cache([tier]).open(one[1], FolderSource(one[0])) as lease:
         lease.wait(LIMIT_S)
-        mapping = Mapping(lease.root, one[1], keep=lease.hold)
+        mapping = Mapping(lease.root, one[1], keep=lease.lock)
     tensor = mapping.flats[0][100:]
     del mapping, lease
     pull(tier, two)
@@ -302,7 +302,7 @@ def test_a_spare_is_never_of_a_snapshot_that_is_mapped(
     tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs", spare_bytes=4 * MIB)
     with Cache([tier]).open(sources[0][1], FolderSource(sources[0][0])) as lease:
         lease.wait(LIMIT_S)
-        mapping = Mapping(lease.root, sources[0][1], keep=lease.hold)
+        mapping = Mapping(lease.root, sources[0][1], keep=lease.lock)
     with pytest.raises(CacheError, match="in use"):
         tier.evict(sources[0][1].digest)
     with pytest.raises(CacheError, match="is full"):

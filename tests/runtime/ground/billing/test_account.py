@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from pilotflame.runtime.ground.billing.account import Account, StoredUsage
 from pilotflame.runtime.ground.billing.budget import BudgetSpec, BudgetState
-from pilotflame.runtime.ground.billing.usage import Holding, Prices, Usage
+from pilotflame.runtime.ground.billing.usage import Footprint, Prices, Usage
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,12 +26,12 @@ class Workers:
     """A revision that has had `workers` workers since its start, all of them busy."""
 
     def __init__(self, clock: Clock, workers: int) -> None:
-        self.held_workers, self.told = workers, list[bool]()
+        self.worker_total, self.told = workers, list[bool]()
         self._clock, self._since_s = clock, clock.at
 
     def usage(self, now_s: float) -> Usage:
         seconds = now_s - self._since_s
-        return Usage(busy_s=seconds * self.held_workers, occupied_s=seconds)
+        return Usage(busy_s=seconds * self.worker_total, occupied_s=seconds)
 
     def on_budget(self, *, changed: bool) -> None:
         if changed:
@@ -111,10 +111,10 @@ async def test_what_was_used_before_the_first_measurement_is_priced_then(clock: 
     account.settle()
     assert account.today.cost == 0
     clock.at += 1800
-    account.measured(Holding(worker_gb=2.0))
+    account.measured(Footprint(worker_gb=2.0))
     assert account.today.cost == pytest.approx(2.0)
     clock.at += 3600
-    account.measured(Holding(worker_gb=4.0))
+    account.measured(Footprint(worker_gb=4.0))
     assert account.today.cost == pytest.approx(4.0)
     clock.at += 3600
     account.settle()

@@ -241,7 +241,7 @@ async def test_a_query_that_is_wrong_is_refused_by_name(gateway, query):
 class Spent:
     """A revision that has used five seconds and uses no more."""
 
-    held_workers = 0
+    worker_total = 0
 
     def usage(self, now_s: float) -> Usage:
         return Usage(busy_s=5.0)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.ground.billing.usage import FIGURES, Holding, Prices, RungClock, Usage, priced
+from pilotflame.runtime.ground.billing.usage import FIGURES, Footprint, Prices, RungClock, Usage, priced
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
 
 FIGURE = st.integers(0, 1_000_000).map(float)
 USAGES = st.builds(Usage, **dict.fromkeys(FIGURES, FIGURE))
 RAW = ("busy_s", "idle_s", "starting_s", "occupied_s", "zygote_s", "local_s")
 USED = st.builds(Usage, **dict.fromkeys(RAW, FIGURE))
-HELD = st.builds(Holding, *[st.floats(0, 100)] * 3, st.sampled_from([0.0, 1.0]), st.floats(0, 100))
+HELD = st.builds(Footprint, *[st.floats(0, 100)] * 3, st.sampled_from([0.0, 1.0]), st.floats(0, 100))
 PRICES = st.builds(Prices, *[st.floats(0, 100)] * 3)
 
 
@@ -24,24 +24,29 @@ def test_what_was_added_can_be_taken_away(one: Usage, other: Usage) -> None:
 
 
 @given(USED, USED, HELD, PRICES)
-def test_parts_cost_as_much_as_the_whole(one: Usage, other: Usage, held: Holding, prices: Prices) -> None:
-    whole, parts = priced(one + other, held, prices), priced(one, held, prices) + priced(other, held, prices)
+def test_parts_cost_as_much_as_the_whole(
+    one: Usage, other: Usage, footprint: Footprint, prices: Prices
+) -> None:
+    whole, parts = (
+        priced(one + other, footprint, prices),
+        priced(one, footprint, prices) + priced(other, footprint, prices),
+    )
     assert parts.cost == pytest.approx(whole.cost)
     assert parts.memory_gb_s == pytest.approx(whole.memory_gb_s)
 
 
 @given(USED, HELD, PRICES)
-def test_what_is_held_is_a_part_of_what_is_paid(used: Usage, held: Holding, prices: Prices) -> None:
-    found = priced(used, held, prices)
+def test_what_is_held_is_a_part_of_what_is_paid(used: Usage, footprint: Footprint, prices: Prices) -> None:
+    found = priced(used, footprint, prices)
     assert 0 <= found.holding_cost <= found.cost * (1 + 1e-9)
     assert 0 <= found.holding_gb_s <= found.memory_gb_s * (1 + 1e-9)
-    resting = priced(replace(used, busy_s=0.0, starting_s=0.0), held, prices)
+    resting = priced(replace(used, busy_s=0.0, starting_s=0.0), footprint, prices)
     assert resting.holding_cost == pytest.approx(resting.cost)
 
 
 @given(USED, HELD, PRICES)
-def test_nothing_is_cheaper_when_it_is_always_on(used: Usage, held: Holding, prices: Prices) -> None:
-    found = priced(used, held, prices)
+def test_nothing_is_cheaper_when_it_is_always_on(used: Usage, footprint: Footprint, prices: Prices) -> None:
+    found = priced(used, footprint, prices)
     assert 0 <= found.cost <= found.always_on_cost * (1 + 1e-9)
 
 
@@ -50,7 +55,7 @@ def test_a_day_with_an_hour_of_work_costs_what_the_list_says() -> None:
     used = Usage(
         busy_s=1800, idle_s=1700, starting_s=100, occupied_s=3600, zygote_s=4 * 3600, local_s=19 * 3600
     )
-    found = priced(used, Holding(2.0, 0.1, 5.0), Prices(memory_gb_hour=0.01, disk_gb_hour=0.001))
+    found = priced(used, Footprint(2.0, 0.1, 5.0), Prices(memory_gb_hour=0.01, disk_gb_hour=0.001))
     assert found.memory_gb_s == pytest.approx((2.0 + 5 * 0.1) * 3600)
     assert found.cost == pytest.approx(2.5 * 0.01 + 24 * 5 * 0.001)
     assert found.always_on_cost == pytest.approx(24 * 2.1 * 0.01 + 24 * 5 * 0.001)
@@ -58,9 +63,9 @@ def test_a_day_with_an_hour_of_work_costs_what_the_list_says() -> None:
     assert found.holding_gb_s == pytest.approx(1700 * 2.0 + 5 * 3600 * 0.1)
     assert found.cost - found.holding_cost == pytest.approx(1900 / 3600 * 2.0 * 0.01)
     # Beside the worker, the zygote's share of the common pages is smaller.
-    shared = priced(used, Holding(2.0, 0.1, 5.0, beside_gb=0.06), Prices())
+    shared = priced(used, Footprint(2.0, 0.1, 5.0, beside_gb=0.06), Prices())
     assert shared.memory_gb_s == pytest.approx((2.0 + 0.06 + 4 * 0.1) * 3600)
-    on_device = priced(used, Holding(devices=1.0), Prices(device_hour=3.0))
+    on_device = priced(used, Footprint(devices=1.0), Prices(device_hour=3.0))
     assert (on_device.device_s, on_device.cost) == (3600, pytest.approx(3.0))
     assert on_device.always_on_cost == pytest.approx(24 * 3.0)
 

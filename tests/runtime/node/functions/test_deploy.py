@@ -32,7 +32,7 @@ from pilotflame.runtime.node.functions.deploy import (
     requirements_of,
     worker_spec,
 )
-from pilotflame.runtime.node.functions.progress import Progress
+from pilotflame.runtime.node.functions.progress import DeployProgress
 from pilotflame.runtime.node.functions.revision_record import RevisionFields, RevisionRecord
 from pilotflame.runtime.node.functions.store import Store
 from pilotflame.runtime.node.packaging.requirements import requirements_digest
@@ -70,7 +70,7 @@ def preparation(
     store: Store, environments: Path, request: Deployment, log: Callable[[str], None] = lambda _text: None
 ) -> Preparation:
     return Preparation(
-        store, environments, installed_dialects(), request, log, lambda _function: {}, Progress(),
+        store, environments, installed_dialects(), request, log, lambda _function: {}, DeployProgress(),
         lambda _settings, _outside: None, DeployPolicies(),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from pilotflame.runtime.node.launching.confinements import Confinements
 from pilotflame.runtime.node.launching.listener import Listener
 from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
 from pilotflame.runtime.node.launching.process_launcher import ProcessLauncher
-from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.node.reconciling.gpu_bookings import GpuBookings
 from pilotflame.runtime.node.reconciling.standby import Standby
 from pilotflame.runtime.node.reconciling.zygote_supervisor import ZygoteSupervisor
 
@@ -249,7 +249,7 @@ async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
     async with launcher_of(state) as launcher, asyncio.TaskGroup() as tasks:
         logs, names, spec = LogChannel(), iter(["zygote-test"]), spec_of()
         standby = Standby(
-            GpuPlaces((), NvidiaDriver()), _Claimant(), names, logs, tasks, lambda: None, wanted=False
+            GpuBookings((), NvidiaDriver()), _Claimant(), names, logs, tasks, lambda: None, wanted=False
         )
         supervisor = ZygoteSupervisor(
             spec, launcher, logs, tasks, dict, names, standby, lambda: None, lambda: None, stays=True

@@ -124,7 +124,7 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
         functions = gateway.server.functions
         meter = MemoryMeter(gateway.server.node.revisions, gateway.server.tasks)
         pids = {
-            live.record.function: {pid for pid, _, _ in live.workers.holdings.processes()}
+            live.record.function: {pid for pid, _, _ in live.workers.inventory.processes()}
             for live in functions.all()
         }
         first = await meter.measure()
@@ -136,7 +136,7 @@ async def test_among_many_functions_only_what_changed_is_measured(state, measure
         assert first is not None
         assert second is not None
         assert meter.is_current
-        changed = {pid for pid, _, _ in functions.get("f3").workers.holdings.processes()}
+        changed = {pid for pid, _, _ in functions.get("f3").workers.inventory.processes()}
         assert changed <= set(measured)
         assert not set(measured) & set().union(*(found for name, found in pids.items() if name != "f3"))
         assert second.functions["f3"].workers == 1
@@ -177,4 +177,4 @@ async def test_shares_are_measured_again_when_many_processes_have_come(state, me
         another = await gateway.deploy(handler, name="another")
         await another.settled(standby=True)
         await meter.measure()
-        assert {pid for pid, _, _ in functions.get("few").workers.holdings.processes()} <= set(measured)
+        assert {pid for pid, _, _ in functions.get("few").workers.inventory.processes()} <= set(measured)

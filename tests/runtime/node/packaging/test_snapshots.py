@@ -29,7 +29,7 @@ from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, M
 from pilotflame.snapshot.format.signature import make_key, sign
 from pilotflame.snapshot.format.slices import Slice, part_of
 from pilotflame.snapshot.format.verify import verify
-from pilotflame.snapshot.sources.source import Progress
+from pilotflame.snapshot.sources.source import ReportProgress
 from remote_weights import LINEAR
 from safetensors.torch import save_file
 
@@ -214,7 +214,7 @@ async def test_local_weights_are_compared_in_the_background_and_only_after_a_cha
 ) -> None:
     begun, held, reads, stopped = threading.Event(), threading.Event(), list[Path](), threading.Event()
 
-    def slow(root: Path, manifest: Manifest, progress: Progress) -> None:
+    def slow(root: Path, manifest: Manifest, progress: ReportProgress) -> None:
         reads.append(root)
         begun.set()
         try:

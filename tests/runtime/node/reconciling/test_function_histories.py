@@ -134,7 +134,7 @@ class _Nothing:
 
     rung = RungName.LOCAL
     arrived, slow = 0, (0, 0)
-    held_until_s = None
+    warm_until_s = None
 
     def scale(self) -> None:
         """Nothing is held."""

@@ -268,7 +268,7 @@ class Warm:
 
     rung = RungName.READY
     slow = (0, 0)
-    held_until_s = None
+    warm_until_s = None
 
     def __init__(self) -> None:
         self.looks = 0

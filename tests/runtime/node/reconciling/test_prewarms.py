@@ -1,4 +1,4 @@
-"""Holds: how many workers signals want ahead of need. Workers that were started for them: whether they were used."""
+"""Requests: how many workers signals want ahead of need. Workers that were started for them: whether they were used."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.telemetry.decisions import DecisionRecord
 from pilotflame.runtime.node.reconciling.prewarms import signal_of
-from pilotflame.runtime.node.scaling.warm_holds import WarmHold, WarmHolds
+from pilotflame.runtime.node.scaling.warm_requests import WarmRequest, WarmRequests
 
 ECHO = "def handler(event):\n    return event"
 
-HOLDS = st.lists(st.builds(WarmHold, st.integers(1, 8), st.floats(0, 100), st.just("warmup")), max_size=20)
+REQUESTS = st.lists(
+    st.builds(WarmRequest, st.integers(1, 8), st.floats(0, 100), st.just("warmup")), max_size=20
+)
 
 
-@given(HOLDS, st.lists(st.floats(0, 120), min_size=1, max_size=5).map(sorted))
-def test_as_many_workers_as_the_largest_hold_wants(added: list[WarmHold], times_s: list[float]):
-    holds = WarmHolds()
-    for hold in added:
-        holds.add(hold)
+@given(REQUESTS, st.lists(st.floats(0, 120), min_size=1, max_size=5).map(sorted))
+def test_as_many_workers_as_the_largest_request_wants(added: list[WarmRequest], times_s: list[float]):
+    requests = WarmRequests()
+    for one in added:
+        requests.add(one)
     for now_s in times_s:
-        running = [hold for hold in added if hold.until_s > now_s]
-        found = holds.at(now_s)
-        assert (found.workers if found else 0) == max((hold.workers for hold in running), default=0)
-        # The result ends with the last hold of the largest number of workers.
+        running = [one for one in added if one.until_s > now_s]
+        found = requests.at(now_s)
+        assert (found.workers if found else 0) == max((one.workers for one in running), default=0)
+        # The result ends with the last request of the largest number of workers.
         if found is not None:
-            assert found.until_s == max(hold.until_s for hold in running if hold.workers == found.workers)
+            assert found.until_s == max(one.until_s for one in running if one.workers == found.workers)
 
 
-@given(HOLDS)
-def test_holds_are_bounded_by_the_number_of_workers(added: list[WarmHold]):
-    holds = WarmHolds()
-    for hold in added:
-        holds.add(hold)
+@given(REQUESTS)
+def test_requests_are_bounded_by_the_number_of_workers(added: list[WarmRequest]):
+    requests = WarmRequests()
+    for one in added:
+        requests.add(one)
     ends = []
-    while (hold := holds.at(ends[-1] if ends else -1.0)) is not None:
-        ends.append(hold.until_s)
+    while (one := requests.at(ends[-1] if ends else -1.0)) is not None:
+        ends.append(one.until_s)
     assert len(ends) <= 8
     assert ends == sorted(ends)
 
 
 def test_a_signal_that_wants_no_worker_holds_nothing():
-    holds = WarmHolds()
-    holds.add(WarmHold(0, 100.0, "warmup"))
-    assert holds.at(1.0) is None
+    requests = WarmRequests()
+    requests.add(WarmRequest(0, 100.0, "warmup"))
+    assert requests.at(1.0) is None
 
 
 def test_a_signal_is_the_first_word_of_its_cause():
@@ -86,7 +88,7 @@ class TestWorkers:
         assert found == [("schedule 0 8 * * *", 0.0), ("schedule 0 8 * * *", 1.0)]
         assert workers.function.prewarms.counts == {("schedule", True): 1, ("schedule", False): 1}
 
-    async def test_workers_end_with_the_hold(self, gateway, deploy):
+    async def test_workers_end_with_the_request(self, gateway, deploy):
         function = await deploy(ECHO, {"scale.idle_timeout_s": 0})
         gateway.server.functions.get(function.name).workers.warm(1, "warmup", 0.5)
         await function.settled(ready=1)

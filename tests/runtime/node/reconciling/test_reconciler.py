@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from live import LIMIT_S, TRUSTED, Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
-from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.node.reconciling.gpu_bookings import GpuBookings
 from pilotflame.runtime.node.reconciling.observed import LOOK_EVERY_S
 from pilotflame.runtime.node.reconciling.reconciler import Reconciler
 from pilotflame.runtime.node.scaling.claims import Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
@@ -246,7 +246,7 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda _loop, context: told.append(str(context["exception"])))
     try:
-        reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), None, lambda _owner: None, math.inf)
+        reconciler = Reconciler(GpuBookings((), NvidiaDriver()), None, lambda _owner: None, math.inf)
         members = [Due("first", fails=True), Due("second"), Due("third")]
         for number, one in enumerate(members):
             reconciler.limits.join(one)  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ class Wanting:
     """A revision with one draining worker, whose row wants a number of workers. It is its own observations and steps."""
 
     gpu_need, owner, urgent, row = None, "", False, Row(0, 0)
-    replicas = SimpleNamespace(held=1, parked=[])
+    replicas = SimpleNamespace(total=1, parked=[])
 
     def __init__(self, key: str, wants: dict[WorkerTier, int]) -> None:
         self.key, self.wants, self.granted = key, wants, list[Grant]()
@@ -293,7 +293,7 @@ class Wanting:
 
 
 async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_workers():
-    reconciler = Reconciler(GpuPlaces((), NvidiaDriver()), 3, lambda _owner: None, math.inf)
+    reconciler = Reconciler(GpuBookings((), NvidiaDriver()), 3, lambda _owner: None, math.inf)
     ends, waits = Wanting("ends", {WorkerTier.LOAD: 1}), Wanting("waits", {WorkerTier.AHEAD: 2})
     for one in (ends, waits):
         reconciler.limits.join(one)  # type: ignore[arg-type]

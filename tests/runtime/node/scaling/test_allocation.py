@@ -25,7 +25,7 @@ from pilotflame.runtime.node.scaling.claims import (
     RevisionClaim,
     WorkerTier,
 )
-from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding, candidates, fit, place
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, MemoryByGpu, candidates, fit, place
 
 STARTING, READY, PARKED, DRAINING, STANDBY, LEAVING = (
     ProcessState.STARTING, ProcessState.READY, ProcessState.PARKED, ProcessState.DRAINING,
@@ -43,27 +43,27 @@ TIERS = {"proof": PROOF, "minimum": OWNER, "load": LOAD, "ahead": AHEAD}
 # -- by hand
 
 
-def busy(key: str, on: Holding | None = None, calls: int = 1) -> NodeProcess:
+def busy(key: str, on: MemoryByGpu | None = None, calls: int = 1) -> NodeProcess:
     return NodeProcess(key, READY, calls, LONG_AGO_S, on or {}, on or {}, dict.fromkeys(on or {}, CONTEXT))
 
 
 def idle(
-    key: str, on: Holding | None = None, used_s: float = LONG_AGO_S, *, parks: bool = True
+    key: str, on: MemoryByGpu | None = None, used_s: float = LONG_AGO_S, *, parks: bool = True
 ) -> NodeProcess:
     left = dict.fromkeys(on, CONTEXT) if on and parks else None
     return NodeProcess(key, READY, 0, used_s, on or {}, on or {}, left)
 
 
-def parked(key: str, on: Holding, held: int = CONTEXT) -> NodeProcess:
+def parked(key: str, on: MemoryByGpu, held: int = CONTEXT) -> NodeProcess:
     left = dict.fromkeys(on, held)
     return NodeProcess(key, PARKED, 0, LONG_AGO_S, left, on, left)
 
 
-def starting(key: str, on: Holding | None = None) -> NodeProcess:
+def starting(key: str, on: MemoryByGpu | None = None) -> NodeProcess:
     return NodeProcess(key, STARTING, 0, NOW_S, on or {}, on or {})
 
 
-def draining(key: str, on: Holding | None = None) -> NodeProcess:
+def draining(key: str, on: MemoryByGpu | None = None) -> NodeProcess:
     return NodeProcess(key, DRAINING, 1, NOW_S, on or {}, on or {})
 
 
@@ -483,7 +483,7 @@ def situations(draw: st.DrawFn, *, on_gpus: bool = True) -> Situation:
     gpus = (
         tuple(Gpu(str(number), draw(SIZES)) for number in range(draw(st.integers(1, 3)))) if on_gpus else ()
     )
-    held, found = list[Holding](), list[RevisionClaim]()
+    held, found = list[MemoryByGpu](), list[RevisionClaim]()
     for number in range(draw(st.integers(1, 6))):
         need = (
             GpuNeed(draw(st.integers(1, min(2, len(gpus)))), draw(SIZES))
@@ -516,7 +516,7 @@ CONSTANT_COSTS: list[Callable[[float], float]] = [
 
 @st.composite
 def present(
-    draw: st.DrawFn, name: str, gpus: Sequence[Gpu], need: GpuNeed | None, held: list[Holding]
+    draw: st.DrawFn, name: str, gpus: Sequence[Gpu], need: GpuNeed | None, held: list[MemoryByGpu]
 ) -> list[NodeProcess]:
     states = draw(st.lists(st.sampled_from((STARTING, READY, READY, READY, PARKED, DRAINING)), max_size=4))
     found = list[NodeProcess]()

@@ -15,14 +15,14 @@ from pilotflame.runtime.node.scaling.idle_distribution import (
     cheapest,
     distribution_of,
 )
-from pilotflame.runtime.node.scaling.ladder import Costs, Ladder, Plan, Rung, Step
+from pilotflame.runtime.node.scaling.ladder import Costs, IdlePlan, Ladder, Rung, Step
 
 from .test_ladder import THREE, assert_orderly, ladders
 
 NO_PRIOR = Prior().cdf()
 
 
-def expected_bill(distribution: IdleDistribution, costs: Costs, plan: Plan) -> float:
+def expected_bill(distribution: IdleDistribution, costs: Costs, plan: IdlePlan) -> float:
     """The mean bill of `plan` for idle periods that follow `distribution`, each bin's in its middle."""
     total = sum(distribution.masses)
     middles = [

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.node.scaling.idle_distribution import Prior, cheapest, distribution_of
 from pilotflame.runtime.node.scaling.keep_alive import IDLES, INTERVALS, History, choose, learn
-from pilotflame.runtime.node.scaling.ladder import BurstWait, Costs, Ladder, Plan, Rung, Step
+from pilotflame.runtime.node.scaling.ladder import BurstWait, Costs, IdlePlan, Ladder, Rung, Step
 from pilotflame.runtime.node.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
 from pilotflame.runtime.node.scaling.route import clamped
 
@@ -41,7 +41,7 @@ def test_a_function_of_which_nothing_is_known_follows_the_ski_rental_schedule() 
     assert choose(History(), SLICE, 5.0).plan == SLICE.costs().ski_rental
 
 
-def assert_climbs_one_after_the_other(plan: Plan, ladder: Ladder) -> None:
+def assert_climbs_one_after_the_other(plan: IdlePlan, ladder: Ladder) -> None:
     """Each step begins when the one before has ended, also where a step up takes longer than the stay after it."""
     wakes, reached_s = [rung.wake_s for rung in ladder.rungs], 0.0
     for (_, before), (offset_s, rung) in pairwise(plan):
@@ -124,7 +124,7 @@ def test_a_prewarm_never_risks_more_than_it_has_saved(period_s: float, saved: fl
     assert choose(history, SLICE, 0.5) == ((3, affordable[-1]) if affordable else (1, steady))
 
 
-def risk_of(plan: Plan, steady: Plan, costs: Costs) -> float:
+def risk_of(plan: IdlePlan, steady: IdlePlan, costs: Costs) -> float:
     return max(
         costs.bill(plan, moment) - costs.bill(steady, moment)
         for step in (*plan, *steady)

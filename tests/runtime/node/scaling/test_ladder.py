@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.node.scaling.ladder import Costs, Ladder, Plan, Rung, Step
+from pilotflame.runtime.node.scaling.ladder import Costs, IdlePlan, Ladder, Rung, Step
 
 # READY 1 a second, 10 a second of waiting; PARKED half of that and 2 s; REMOTE free and 10 s.
 THREE = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), wait_per_s=10.0)
@@ -22,7 +22,7 @@ def ladders(draw: st.DrawFn) -> Ladder:
     return Ladder(rungs, draw(st.floats(1e-5, 10.0)))
 
 
-def assert_orderly(plan: Plan, rungs: int) -> None:
+def assert_orderly(plan: IdlePlan, rungs: int) -> None:
     offsets = [step.offset_s for step in plan]
     assert offsets[0] == 0
     assert offsets == sorted(offsets)

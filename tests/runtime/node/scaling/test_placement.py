@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.settings.resources import Resources
-from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding, fit, need_of, place
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, MemoryByGpu, fit, need_of, place
 
 TWO = [Gpu("0", 80), Gpu("1", 40)]
 
@@ -46,16 +46,16 @@ NEEDS = st.builds(GpuNeed, st.integers(1, 3), st.none() | SIZES)
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> tuple[list[Gpu], list[Holding]]:
+def nodes(draw: st.DrawFn) -> tuple[list[Gpu], list[MemoryByGpu]]:
     """Return a node on which everything has been placed by `place`."""
-    gpus, held = draw(GPUS), list[Holding]()
+    gpus, held = draw(GPUS), list[MemoryByGpu]()
     for need in draw(st.lists(NEEDS, max_size=8)):
         if (found := place(gpus, held, need)) is not None:
             held.append(found)
     return gpus, held
 
 
-def used(held: list[Holding]) -> Counter[str]:
+def used(held: list[MemoryByGpu]) -> Counter[str]:
     total = Counter[str]()
     for one in held:
         total.update(one)
@@ -63,14 +63,16 @@ def used(held: list[Holding]) -> Counter[str]:
 
 
 @given(nodes())
-def test_no_gpu_is_ever_overfilled(node: tuple[list[Gpu], list[Holding]]):
+def test_no_gpu_is_ever_overfilled(node: tuple[list[Gpu], list[MemoryByGpu]]):
     gpus, held = node
     total = used(held)
     assert all(total[gpu.id] <= gpu.memory_mb for gpu in gpus)
 
 
 @given(nodes(), NEEDS)
-def test_what_is_placed_has_as_many_gpus_as_it_needs(node: tuple[list[Gpu], list[Holding]], need: GpuNeed):
+def test_what_is_placed_has_as_many_gpus_as_it_needs(
+    node: tuple[list[Gpu], list[MemoryByGpu]], need: GpuNeed
+):
     gpus, held = node
     found = place(gpus, held, need)
     if found is None:

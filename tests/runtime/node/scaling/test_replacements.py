@@ -17,19 +17,19 @@ from pilotflame.runtime.node.scaling.claims import (
     RevisionClaim,
     WorkerTier,
 )
-from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, Holding
+from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed, MemoryByGpu
 
 DRAINING, READY = ProcessState.DRAINING, ProcessState.READY
 NOW_S, DRAIN_S = 1000.0, 30.0
 ONE_GPU = [Gpu("0", 1000)]
-WHOLE: Holding = {"0": 1000}
+WHOLE: MemoryByGpu = {"0": 1000}
 
 
-def draining(key: str, calls: int = 1, on: Holding | None = None) -> NodeProcess:
+def draining(key: str, calls: int = 1, on: MemoryByGpu | None = None) -> NodeProcess:
     return NodeProcess(key, DRAINING, calls, 900.0, on or {}, on or {})
 
 
-def ready(key: str, calls: int = 0, on: Holding | None = None) -> NodeProcess:
+def ready(key: str, calls: int = 0, on: MemoryByGpu | None = None) -> NodeProcess:
     return NodeProcess(key, READY, calls, 900.0, on or {}, on or {})
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.node.scaling.ladder import Ladder, Plan, Step
+from pilotflame.runtime.node.scaling.ladder import IdlePlan, Ladder, Step
 from pilotflame.runtime.node.scaling.route import PlanRoute, clamped
 
 from .test_ladder import THREE, assert_orderly, ladders
@@ -13,7 +13,7 @@ WAKES = THREE.costs().wakes
 
 
 @st.composite
-def routes(draw: st.DrawFn, ladder: Ladder, *, climbs: bool) -> Plan:
+def routes(draw: st.DrawFn, ladder: Ladder, *, climbs: bool) -> IdlePlan:
     """Plans that a strategy could make."""
     rungs = draw(st.lists(st.integers(0, len(ladder.rungs) - 1), min_size=1, max_size=6))
     if not climbs:
@@ -26,7 +26,7 @@ def routes(draw: st.DrawFn, ladder: Ladder, *, climbs: bool) -> Plan:
     return route.plan()
 
 
-def rung_at(plan: Plan, at_s: float) -> int:
+def rung_at(plan: IdlePlan, at_s: float) -> int:
     return [step.rung for step in plan if step.offset_s <= at_s][-1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.node.scaling.keep_alive import History, choose, learn
-from pilotflame.runtime.node.scaling.ladder import BurstWait, Ladder, Plan, Rung
+from pilotflame.runtime.node.scaling.ladder import BurstWait, IdlePlan, Ladder, Rung
 from pilotflame.runtime.node.scaling.rung_figures import differs
 from pilotflame.runtime.node.scaling.slow_share import MOST_DOUBLINGS, MOST_STEP, SlowShare
 
@@ -75,7 +75,7 @@ def test_the_share_comes_true_where_a_higher_price_makes_fewer_requests_slow(
     assert slow / requests <= 1.2 * target + 3 / math.sqrt(requests)
 
 
-def rung_at(plan: Plan, idle_s: float) -> int:
+def rung_at(plan: IdlePlan, idle_s: float) -> int:
     return [step.rung for step in plan if step.offset_s <= idle_s][-1]
 
 

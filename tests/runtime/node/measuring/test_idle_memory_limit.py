@@ -12,9 +12,9 @@ import pytest
 from live import Function, gateway_here, gone, until
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
 from pilotflame.runtime.node.functions.live import Live
-from pilotflame.runtime.node.measuring import node_memory, rest
+from pilotflame.runtime.node.measuring import idle_memory_limit, node_memory
+from pilotflame.runtime.node.measuring.idle_memory_limit import IdleStats, never_used, next_check_s
 from pilotflame.runtime.node.measuring.node_memory import FunctionMemory, NodeMemory
-from pilotflame.runtime.node.measuring.rest import RestStats, never_used, next_check_s
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.
@@ -28,38 +28,38 @@ def quick(monkeypatch):
     for name, seconds in (("FIRST_S", SETTLE_S), ("SETTLE_S", SETTLE_S), ("PAUSE", 0.0)):
         monkeypatch.setattr(node_memory, name, seconds)
     for name, seconds in (("SOONEST_S", SETTLE_S), ("RECHECK_S", 0.1), ("UNUSED_S", 1.0)):
-        monkeypatch.setattr(rest, name, seconds)
+        monkeypatch.setattr(idle_memory_limit, name, seconds)
 
 
-def one(name: str, held_mb: float = 10.0, **how: object) -> RestStats:
-    return RestStats(**{"name": name, "held_mb": held_mb, "idle": True, "light": False, "used_s": 1.0, "since_s": 0.0, **how})  # fmt: skip
+def one(name: str, held_mb: float = 10.0, **how: object) -> IdleStats:
+    return IdleStats(**{"name": name, "held_mb": held_mb, "idle": True, "light": False, "used_s": 1.0, "since_s": 0.0, **how})  # fmt: skip
 
 
 def test_light_functions_that_were_never_used_rest_after_a_while():
     stats = [one("used", light=True), one("unused", light=True, used_s=0.0), one("heavy", used_s=0.0)]
     stats += [one("busy", light=True, used_s=0.0, idle=False), one("gone", 0.0, light=True, used_s=0.0)]
-    assert never_used(stats, rest.UNUSED_S - 1) == []
-    assert never_used(stats, rest.UNUSED_S) == ["unused"]
+    assert never_used(stats, idle_memory_limit.UNUSED_S - 1) == []
+    assert never_used(stats, idle_memory_limit.UNUSED_S) == ["unused"]
 
 
 def test_functions_that_hold_nothing_or_were_used_are_not_checked_again() -> None:
     resting, used = one("resting", 0.0, light=True, used_s=0.0), one("used", light=True)
     assert next_check_s([resting, used, one("heavy", used_s=0.0)], 1e6) == math.inf
     waiting = one("waiting", light=True, used_s=0.0, since_s=100.0)
-    assert next_check_s([resting, used, waiting], 150.0) == rest.UNUSED_S - 50.0
+    assert next_check_s([resting, used, waiting], 150.0) == idle_memory_limit.UNUSED_S - 50.0
     in_use = one("in use", light=True, used_s=0.0, idle=False)
-    assert next_check_s([in_use], rest.UNUSED_S + 1) == rest.RECHECK_S
+    assert next_check_s([in_use], idle_memory_limit.UNUSED_S + 1) == idle_memory_limit.RECHECK_S
 
 
 @pytest.mark.asyncio
 async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeypatch) -> None:
-    checks, check = [], rest.Rest.check
+    checks, check = [], idle_memory_limit.IdleMemoryLimit.check
 
-    async def counted(self: rest.Rest, memory: NodeMemory) -> float:
+    async def counted(self: idle_memory_limit.IdleMemoryLimit, memory: NodeMemory) -> float:
         checks.append(self)
         return await check(self, memory)
 
-    monkeypatch.setattr(rest.Rest, "check", counted)
+    monkeypatch.setattr(idle_memory_limit.IdleMemoryLimit, "check", counted)
     async with gateway_here(state, keep_bases=False) as gateway:
         function = await gateway.deploy(LIGHT, {"scale.idle_timeout_s": 0})
         await function.settled(zygote=False, standby=False)
@@ -72,13 +72,13 @@ async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeyp
 
 @pytest.mark.asyncio
 async def test_a_check_measures_only_functions_that_have_changed(state, quick, monkeypatch) -> None:
-    measured, note = list[str](), rest._noted
+    measured, note = list[str](), idle_memory_limit._noted
 
-    def noted(live: Live, memory: FunctionMemory) -> RestStats:
+    def noted(live: Live, memory: FunctionMemory) -> IdleStats:
         measured.append(live.record.function)
         return note(live, memory)
 
-    monkeypatch.setattr(rest, "_noted", noted)
+    monkeypatch.setattr(idle_memory_limit, "_noted", noted)
     monkeypatch.setattr(node_memory, "DRIFT", 10.0)
     async with gateway_here(state, keep_bases=False) as gateway:
         first, second = [await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0.5}) for _ in range(2)]
@@ -226,7 +226,7 @@ async def test_warm_ups_end_when_memory_is_short_and_no_other_function_can_step_
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(rest, "MemoryPressure", Pressure)
+    monkeypatch.setattr(idle_memory_limit, "MemoryPressure", Pressure)
     async with gateway_here(state) as gateway:
         idle, held = [await gateway.deploy(LIGHT) for _ in range(2)]
         assert await idle.answer() > 0

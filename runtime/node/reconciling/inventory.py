@@ -10,7 +10,7 @@ from ...ground.telemetry.rung_name import RungName
 from .revision_parts import RevisionParts
 
 
-class Holdings:
+class Inventory:
     """The processes and the weights of one revision, for its status, the metrics and the measurement of memory."""
 
     def __init__(self, one: RevisionParts) -> None:
@@ -38,7 +38,7 @@ class Holdings:
     @property
     def exist(self) -> bool:
         """True if there is a zygote or a worker, or one of them is being started."""
-        return self._one.pool.zygote.exists or self._one.replicas.held > 0
+        return self._one.pool.zygote.exists or self._one.replicas.total > 0
 
     def processes(self) -> list[tuple[int, str, str]]:
         """Return the pid, the role and the name of each of its processes."""
@@ -73,9 +73,9 @@ class Holdings:
         )  # fmt: skip
 
     def devices(self, replica: Replica) -> float:
-        """Return the number of GPUs that a worker holds: the sum of the shares that its place has.
+        """Return the number of GPUs that a worker holds: the sum of the shares that its booking has.
 
-        Without a place, return 1 if the worker uses a device, else 0.
+        Without a booking, return 1 if the worker uses a device, else 0.
         """
         placed = self._one.node.gpus.share(replica)
         return float(replica.start.uses_device) if placed is None else placed

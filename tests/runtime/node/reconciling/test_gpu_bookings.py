@@ -19,7 +19,7 @@ from live import Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.calls.serving import replica
 from pilotflame.runtime.ground.settings.resources import CONTEXT_MB
 from pilotflame.runtime.node.launching.nvidia_gpus import NvidiaDriver
-from pilotflame.runtime.node.reconciling.gpu_places import GpuPlaces, node_processes
+from pilotflame.runtime.node.reconciling.gpu_bookings import GpuBookings, node_processes
 from pilotflame.runtime.node.scaling import allocation
 from pilotflame.runtime.node.scaling.claims import ProcessState
 from pilotflame.runtime.node.scaling.placement import Gpu, GpuNeed
@@ -72,7 +72,7 @@ def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
 
 async def test_the_place_of_a_start_whose_process_has_died_may_be_given_back() -> None:
     """The start goes on, because it fetches weights."""
-    places = GpuPlaces((Gpu("0", MEMORY_MB),), NvidiaDriver())
+    places = GpuBookings((Gpu("0", MEMORY_MB),), NvidiaDriver())
     one = SimpleNamespace(gpu_need=GpuNeed(1, 1000), renew_standby=lambda: False)
     place = places.take(one, {"0": 1000})  # type: ignore[arg-type]
     places.free(place)

@@ -56,7 +56,7 @@ _GIVEN_UP = {
 
 
 @dataclass(frozen=True, slots=True)
-class RestStats:
+class IdleStats:
     """The memory that a function holds at rest, and the times of its last use and its deploy."""
 
     name: str
@@ -65,18 +65,18 @@ class RestStats:
     """True if the function has no worker and no invocation."""
     light: bool
     used_s: float
-    """`Holdings.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
+    """`Inventory.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
     since_s: float
     """The time at which the function's revision became live."""
 
 
-def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
+def never_used(stats: Iterable[IdleStats], now_s: float) -> list[str]:
     """Return the light functions whose zygotes should end, because no call came within UNUSED_S after the deploy."""
     unused = [one for one in stats if one.light and not one.used_s and now_s - one.since_s >= UNUSED_S]
     return [one.name for one in unused if one.idle and one.held_mb]
 
 
-def next_check_s(stats: Iterable[RestStats], now_s: float) -> float:
+def next_check_s(stats: Iterable[IdleStats], now_s: float) -> float:
     """Return the seconds until a light function may lose its zygote as unused; infinity if no function may."""
     waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
     # A function may be due but in use. Then check it again after RECHECK_S.
@@ -91,7 +91,7 @@ class EvictionCandidate(NamedTuple):
     step: StepDown
 
 
-class Rest:
+class IdleMemoryLimit:
     """Keeps the memory of functions at rest below the limit, at each measurement of the node."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Rest:
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
         # The last measurement of each function. Most of a thousand functions have not changed since the last check.
-        self._measured: dict[str, tuple[FunctionMemory, RestStats]] = {}
+        self._measured: dict[str, tuple[FunctionMemory, IdleStats]] = {}
         # The functions that were busy at the last check, or whose rung was not measured.
         self._unsettled = set[str]()
 
@@ -196,7 +196,7 @@ class Rest:
 
     def _end_a_warm_up(self) -> bool:
         """End the warm-ups of the function whose warm-up would last longest. Return False if no function has one."""
-        until_s = {live: live.workers.held_until_s or 0.0 for live in self._functions()}
+        until_s = {live: live.workers.warm_until_s or 0.0 for live in self._functions()}
         longest = max(until_s, key=until_s.__getitem__, default=None)
         if longest is None or not until_s[longest]:
             return False
@@ -231,10 +231,10 @@ class Rest:
         return bool(chosen)
 
 
-def _noted(live: Live, memory: FunctionMemory) -> RestStats:
+def _noted(live: Live, memory: FunctionMemory) -> IdleStats:
     """Report the memory of a function's rungs to its ladder."""
     workers, rest_bytes, idle = live.workers, memory.rest_bytes, memory.idle
-    ladder, resident_bytes = live.function.ladder, workers.holdings.resident_bytes
+    ladder, resident_bytes = live.function.ladder, workers.inventory.resident_bytes
     if idle.held_bytes:
         ladder.note_held(RungName.RESIDENT, resident_bytes)
         ladder.note_held(RungName.READY, rest_bytes + idle.held_bytes)
@@ -245,8 +245,8 @@ def _noted(live: Live, memory: FunctionMemory) -> RestStats:
         ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
     live.note_rest(rest_bytes / _MIB)
     light = live.builds_within(LIGHT_S)
-    return RestStats(
-        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.holdings.used_s, live.since_s
+    return IdleStats(
+        live.record.function, rest_bytes / _MIB, _idle(workers), light, workers.inventory.used_s, live.since_s
     )
 
 
@@ -257,13 +257,13 @@ def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> It
     weights may also leave the memory.
     """
     workers, upper = live.workers, live.workers.rung
-    if workers.held_until_s is not None:
+    if workers.warm_until_s is not None:
         # A prewarm signal holds the function's workers, so they must stay.
         return
     spare = private_bytes is not None and _spare(workers)
     if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
         return
-    resident_bytes = float(workers.holdings.resident_bytes)
+    resident_bytes = float(workers.inventory.resident_bytes)
     freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
     for lower in live.function.ladder.measured.spec.below(upper):
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
@@ -282,7 +282,7 @@ class _Family(NamedTuple):
     @classmethod
     def of(cls, workers: RevisionWorkers) -> _Family:
         pids = (replica.child.pid for replica in workers.replicas.ready + workers.replicas.parked)
-        return cls(workers.holdings.zygote_pid, tuple(pids))
+        return cls(workers.inventory.zygote_pid, tuple(pids))
 
 
 def _private(families: Mapping[str, _Family]) -> dict[str, float]:
@@ -308,18 +308,18 @@ def _unmeasured(workers: RevisionWorkers) -> bool:
     The memory of a rung is not known if the workers were busy in all checks so far.
     """
     known = workers.function.ladder.measured.figures.held_bytes
-    rests = any(role != "worker" for _, role, _ in workers.holdings.processes())
+    rests = any(role != "worker" for _, role, _ in workers.inventory.processes())
     held = {RungName.READY: bool(workers.replicas.ready), RungName.ZYGOTE: rests}
     return any(there and rung not in known for rung, there in held.items())
 
 
 def _idle(workers: RevisionWorkers) -> bool:
-    return not workers.replicas.held and not len(workers.revision.dispatcher.queue)
+    return not workers.replicas.total and not len(workers.revision.dispatcher.queue)
 
 
 def _spare(workers: RevisionWorkers) -> bool:
     """Return True if a function has ready or parked workers that no call, no setting and no prewarm signal needs."""
     replicas, revision = workers.replicas, workers.revision
     calls = replicas.in_flight or replicas.starting or len(revision.dispatcher.queue)
-    kept = revision.policy.scale.min or workers.held_until_s is not None
+    kept = revision.policy.scale.min or workers.warm_until_s is not None
     return bool(replicas.ready or replicas.parked) and not calls and not kept

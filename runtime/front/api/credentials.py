@@ -47,7 +47,7 @@ class CreatedKey(ShownKey, title="CreatedKey"):
 
 
 @dataclass(frozen=True, slots=True)
-class AccessControl:
+class CredentialsApi:
     """The routes below /v1/keys, and the routes of each function's secrets."""
 
     keyring: Keyring
