@@ -51,7 +51,7 @@ class GeneratedText:
         """Return an event for each token of a piece. The last event has the whole text."""
         before = self._made
         self._note(delta)
-        events = [
+        events: list[dict[str, Any]] = [
             {"index": number, "token": token.shown, "generated_text": None, "details": None}
             | self._top(token)
             for number, token in enumerate(_tokens_of(delta), before + 1)
