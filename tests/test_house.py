@@ -46,7 +46,7 @@ house, weight = _load("house"), _load("weight")
 # Names of types with two definitions. The list only shrinks.
 TWO_DEFINITIONS = {"Handler", "Source"}
 # The largest number of lines of code in a room.
-MOST_LINES = 2600
+MOST_LINES = 2620
 
 
 @cache
@@ -400,6 +400,8 @@ PARSED = {
     "runtime.plugins.aws_lambda.routes", "runtime.plugins.oip.repository",
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
+    # A message of a queue, counted before, in a thread.
+    "runtime.plugins.sqs.queue",
     # Outputs of a handler, in its own process.
     "handlers.dialect_calls", "handlers.language_model.answer_form", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",

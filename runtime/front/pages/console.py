@@ -114,7 +114,7 @@ class ConsoleView(TypedDict):
 
 
 # The JSON of a row for the owner of the function, and for other callers.
-Row = tuple[bytes, bytes]
+ConsoleRow = tuple[bytes, bytes]
 PUBLIC_FIELDS = frozenset({
     "name", "revision", "rung", "standby", "workers", "queued", "in_flight", "stopped", "failed_starts", "codes", "durations",
     "cold_starts", "cold_phases_s",
@@ -135,7 +135,7 @@ class Console:
             path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
         }
         # The rows for followers, by function.
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, ConsoleRow] = {}
         self._made_s = 0.0
         self._refreshing = asyncio.Lock()
 
@@ -197,12 +197,12 @@ class Console:
             await asyncio.sleep(EVERY_S)
             since_s = time.monotonic() - EVERY_S
 
-    def _visible(self, rows: Mapping[str, Row], caller: Caller) -> dict[str, bytes]:
+    def _visible(self, rows: Mapping[str, ConsoleRow], caller: Caller) -> dict[str, bytes]:
         """Return what the caller may see of each function."""
         allowed = [(name, row) for name, row in rows.items() if caller.allows(name)]
         return {name: row[not self._functions.owns(caller, name)] for name, row in allowed}
 
-    async def _latest(self, since_s: float) -> dict[str, Row]:
+    async def _latest(self, since_s: float) -> dict[str, ConsoleRow]:
         """Return the rows of all functions, as they were at `since_s` of the monotonic clock or later."""
         async with self._refreshing:
             if self._made_s < since_s:
@@ -211,9 +211,9 @@ class Console:
                 self._made_s = began_s
             return self._rows
 
-    async def _made(self, allows: Callable[[str], bool]) -> dict[str, Row]:
+    async def _made(self, allows: Callable[[str], bool]) -> dict[str, ConsoleRow]:
         """Return a row for each of the functions that `allows` accepts."""
-        rows: dict[str, Row] = {}
+        rows: dict[str, ConsoleRow] = {}
         for number, live in enumerate(self._functions.all(), 1):
             if allows(live.record.function):
                 row: Mapping[str, Any] = self._row(live)
