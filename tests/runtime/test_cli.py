@@ -768,3 +768,47 @@ def test_status_says_what_rest_costs(pilotflame, deployed):
     while "MiB" not in said and time.monotonic() < until_s:
         said = pilotflame("status", name).stdout
     assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MiB", said)
+
+
+@pytest.mark.parametrize("closed", ["1 2", "2", "0 1 2"])
+def test_a_gateway_serves_without_standard_streams(run, short_tmp: Path, tmp_path: Path, closed: str):
+    """Old init scripts and some supervisors start programs so."""
+    folder, state = tmp_path / "echo", short_tmp / f"closed{closed.replace(' ', '')}"
+    folder.mkdir()
+    (folder / "handler.py").write_text(ECHO)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    words = [
+        sys.executable,
+        "-m",
+        "pilotflame.runtime.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--state-dir",
+        str(state),
+    ]
+    redirections = " ".join(f"{number}>&-" for number in closed.split())
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$0" "$@" {redirections}', *words], stdin=subprocess.DEVNULL
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert run("deploy", folder, PILOTFLAME_URL=url).returncode == 0
+        assert json.loads(run("invoke", "echo", "7", PILOTFLAME_URL=url).stdout) == 7
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_plain_http_reads_no_authorities(run, served):
+    assert run("list", PILOTFLAME_URL=served, SSL_CERT_FILE="/removed/cacert.pem").returncode == 0
+    missing = run("list", PILOTFLAME_URL="http://gateway.invalid:8600", SSL_CERT_FILE="/removed/cacert.pem")
+    assert missing.returncode == 3, missing.stderr
+    one_paragraph(
+        run("list", PILOTFLAME_URL="https://gateway.invalid:8600", SSL_CERT_FILE="/removed/cacert.pem"),
+        "SSL_CERT_FILE is /removed/cacert.pem",
+    )
