@@ -106,9 +106,11 @@ def _gateway_options(command: Any) -> Any:
 @click.option("--tls-key", type=_FILE, help="The PEM file with the key of --tls-cert.")
 @click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
 @_url_as_json
+@click.option("--url-fd", type=int, hidden=True, help="Write the URL to this descriptor once it listens.")
 def serve(
-    *, source: options.FunctionSource | None, as_json: bool, state_dir: Path | None, **settings: Any
-) -> None:
+    *, source: options.FunctionSource | None, as_json: bool, url_fd: int | None, state_dir: Path | None,
+    **settings: Any,
+) -> None:  # fmt: skip
     """Run the gateway until Ctrl-C, and let running calls finish. With FOLDER, serve that function alone.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
@@ -127,6 +129,9 @@ def serve(
     become_child_of_init()
 
     def listening(url: str) -> None:
+        if url_fd is not None:
+            with os.fdopen(url_fd, "w", encoding="ascii") as announced:
+                announced.write(f"{url}\n")
         if as_json:
             return display.print_json({"url": url})
         what = f"serves {source.folder} on" if source is not None else "listens on"

@@ -812,3 +812,26 @@ def test_plain_http_reads_no_authorities(run, served):
         run("list", PILOTFLAME_URL="https://gateway.invalid:8600", SSL_CERT_FILE="/removed/cacert.pem"),
         "SSL_CERT_FILE is /removed/cacert.pem",
     )
+
+
+def test_functions_inherit_what_an_operator_sets_for_all_programs(run, tmp_path: Path, short_tmp: Path):
+    """`test` starts a gateway and a base. Anything may print at the start of Python."""
+    site, folder = tmp_path / "site", tmp_path / "inherits"
+    for made in (site, folder):
+        made.mkdir()
+    (site / "companylib.py").write_text("NAME = 'companylib'\n")
+    (site / "sitecustomize.py").write_text("print('a line of the cluster', flush=True)\n")
+    (folder / "handler.py").write_text(
+        "import os, companylib\ndef handler(event):\n    return [companylib.NAME, *map(os.environ.get, event)]\n"
+    )
+    passed = {
+        "SSL_CERT_FILE": "/etc/ca.pem", "REQUESTS_CA_BUNDLE": "/etc/ca.pem", "CURL_CA_BUNDLE": "/etc/ca.pem",
+        "NO_PROXY": "127.0.0.1,.example", "no_proxy": "127.0.0.1,.example", "MALLOC_ARENA_MAX": "2",
+        "https_proxy": "http://proxy.example:3128",
+    }  # fmt: skip
+    withheld = {"HTTP_PROXY": "http://user:secret@proxy.example:3128", "MALLOC_KEY": "x", "AWS_PROFILE": "x"}
+    (folder / "test_input.json").write_text(json.dumps([*passed, *withheld]))
+    done = run("test", folder, **passed, **withheld, PYTHONPATH=f"{site}:", TMPDIR=str(short_tmp))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout[done.stdout.index("[") :])
+    assert answer == ["companylib", *passed.values(), *[None] * len(withheld)]
