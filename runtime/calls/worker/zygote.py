@@ -520,6 +520,8 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
     fork_safety.detach(os.getppid())
+    if kind == "base":
+        processes.yield_memory()
     ticket = Ticket(request["address"], request["token"])
     if kind == "solo":
         run_spawned(
