@@ -677,6 +677,7 @@ def test_doctor_says_what_this_kernel_does_not_keep_apart():
 
 def test_doctor_names_the_keys_that_are_useless_without_a_container_engine(run, short_tmp: Path):
     state, engine = short_tmp / "contained", {"DOCKER_HOST": "unix:///nonexistent/engine.sock"}
+    assert run("keys", "create", "me", "--scope", "admin", "--state-dir", state).returncode == 0
     for name, *options in (("team", "--image", "registry/*"), ("ci", "--trusted")):
         made = run("keys", "create", name, "--scope", "deploy", *options, "--state-dir", state, **engine)
         assert made.returncode == 0, made.stderr
