@@ -191,7 +191,9 @@ class Zygote:
             pid = os.fork()
         except OSError as error:
             # The operating system refuses another process for now. This zygote and its children go on.
-            link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
+            link.send(
+                FrameKind.UNFORKED, {"token": request["token"], "why": str(error), "errno": error.errno}
+            )
             return None
         if pid != 0:
             self._children[pid] = kills

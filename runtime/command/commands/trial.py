@@ -6,6 +6,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -98,7 +99,7 @@ def private_gateway() -> Iterator[str]:
 def _started(state_dir: Path, errors: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """Start a gateway. Yield it, and the pipe on which it announces its URL: anything may print on its stdout."""
     libc = ctypes.CDLL(None)
-    where = ["--port", "0", "--host", "127.0.0.1", "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
+    where = ["--port", "0", "--host", _loopback(), "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as announced:
         try:
@@ -118,6 +119,16 @@ def _started(state_dir: Path, errors: IO[bytes]) -> Iterator[tuple[subprocess.Po
             os.close(writing)
         with process:
             yield process, announced
+
+
+def _loopback() -> str:
+    """Return 127.0.0.1, or ::1 if this machine has only IPv6."""
+    try:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+    except OSError:
+        return "::1"
+    return "127.0.0.1"
 
 
 def _wait_for_url(announced: IO[bytes], log: Path) -> str:

@@ -281,8 +281,8 @@ def check_engine(new: NewKey, engine: str | None) -> None:
 
 
 def check_first(scopes: Collection[str]) -> None:
-    """Raise BadInput if a key with these scopes may not be a gateway's first one: without an admin key, nobody could make another
-    key over HTTP.
+    """Raise BadInput if a key with these scopes may not be a gateway's first one: only an admin key can make another key
+    over HTTP.
     """
     if Scope.ADMIN not in scopes:
         remedy = "Make it first: pilotflame keys create NAME --scope admin"

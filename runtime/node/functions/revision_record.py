@@ -88,7 +88,7 @@ class LostRevision(RevisionRecord):
 
     @classmethod
     def like(cls, record: RevisionRecord | None, function: str, revision: str) -> LostRevision:
-        """Return the stand-in. Its settings and its owner are those of `record`, an older revision, if there is one."""
+        """Return the stand-in. It has the settings and the owner of `record`, an older revision, if `record` is given."""
         given = dict(record) if record is not None else {
             "code_digest": "", "settings": FunctionSettings(name=function), "python": Path(sys.executable),
             "requirements_digest": "", "created_at": datetime.now(UTC),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import LauncherError
+from ....machine import Operation, refusal
 from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Confinement, WorkerSpec
 from ...ground.telemetry.logs import Log, LogChannel
@@ -224,8 +225,8 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        remedy = "Deploy again if its environment was moved."
-        raise LauncherError(f"{python} cannot be started: {error.strerror}.", remedy=remedy) from error
+        refused = refusal(Operation.PYTHON, error.errno, "Run `pilotflame doctor`.")
+        raise LauncherError(f"{python} cannot be started: {refused.why}.", remedy=refused.remedy) from error
     if process.stdin is not None:
         process.stdin.write(json.dumps(request).encode())
         process.stdin.close()

@@ -221,7 +221,7 @@ async def test_invalid_function_names_are_refused(gateway: Gateway):
 async def test_a_token_is_shown_once_and_a_key_can_be_revoked(state: Path):
     async with gateway_here(state) as gateway, gateway.at_home() as owner:
         order = {"name": "a", "functions": ["f"], "rate_per_s": 1.5}
-        # One request of anybody on this machine would lock everybody out.
+        # One request of a program on this machine would lock its owner out.
         error = failure(await gateway.client.post("/v1/keys", json=order))
         assert (error["status"], "keys create NAME --scope admin" in error["remedy"]) == (400, True)
         first = (await gateway.client.post("/v1/keys", json={"name": "first", "scopes": ["admin"]})).json()
