@@ -50,7 +50,7 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── FunctionStopped             the function may run nothing now
     │   │   │   ├── BudgetExhausted             it has used what its owner allows for a day
     │   │   │   ├── FunctionPaused              its owner has paused it
-    │   │   │   └── FunctionBarred              a policy no longer allows it to run, or its weights are still compared
+    │   │   │   └── FunctionBarred              a policy forbids it, its files are damaged, or its weights are still compared
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -368,7 +368,7 @@ class FunctionPaused(FunctionStopped, code="function_paused", status=503):
 
 
 class FunctionBarred(FunctionStopped, code="function_barred", status=503):
-    """The policy of the gateway, or of the function's API key, no longer allows the function to run."""
+    """The policy of the gateway, or of the function's API key, no longer allows the function to run, or its files are damaged."""
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .ground.settings.gateway_settings import GatewaySettings
 
 PROGRAM = "pilotflame"
+_STDERR = 2
 _FILE = click.Path(dir_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
@@ -104,9 +106,11 @@ def _gateway_options(command: Any) -> Any:
 @click.option("--tls-key", type=_FILE, help="The PEM file with the key of --tls-cert.")
 @click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
 @_url_as_json
+@click.option("--url-fd", type=int, hidden=True, help="Write the URL to this descriptor once it listens.")
 def serve(
-    *, source: options.FunctionSource | None, as_json: bool, state_dir: Path | None, **settings: Any
-) -> None:
+    *, source: options.FunctionSource | None, as_json: bool, url_fd: int | None, state_dir: Path | None,
+    **settings: Any,
+) -> None:  # fmt: skip
     """Run the gateway until Ctrl-C, and let running calls finish. With FOLDER, serve that function alone.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
@@ -125,6 +129,9 @@ def serve(
     become_child_of_init()
 
     def listening(url: str) -> None:
+        if url_fd is not None:
+            with os.fdopen(url_fd, "w", encoding="ascii") as announced:
+                announced.write(f"{url}\n")
         if as_json:
             return display.print_json({"url": url})
         what = f"serves {source.folder} on" if source is not None else "listens on"
@@ -188,8 +195,23 @@ def _announce(gateway: GatewaySettings, text: str) -> None:
     display.say(in_log if gateway.log_format == "json" else text)
 
 
+def _open_standard_streams() -> None:
+    """Open /dev/null as each of the descriptors 0 to 2 that the parent process has left closed.
+
+    Otherwise the next files and sockets get these descriptors, and libraries write messages into them.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    # Python makes no stream for a closed descriptor. The gateway's children get the descriptor of sys.stderr.
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
+    _open_standard_streams()
     # httpx imports its own command line with rich and pygments, which no command needs. None means that it is not installed.
     sys.modules.setdefault("httpx._main", cast("ModuleType", None))
     words = sys.argv[1:] if arguments is None else arguments

@@ -96,7 +96,7 @@ async def open_node(
         functions.worker_counts, tasks.failures, [fetcher.metrics.readings], lambda: state.logs.files.dropped
     )
     metrics.readers += [
-        state.keyring.readings, ledger.readings, state.readings, revisions.reconciler.gpus.readings,
+        functions.readings, state.keyring.readings, ledger.readings, state.readings, revisions.reconciler.gpus.readings,
         revisions.reconciler.readings,
     ]  # fmt: skip
     memory = observe(revisions, metrics, ledger, state.keyring, settings, stack)

@@ -677,6 +677,7 @@ def test_doctor_says_what_this_kernel_does_not_keep_apart():
 
 def test_doctor_names_the_keys_that_are_useless_without_a_container_engine(run, short_tmp: Path):
     state, engine = short_tmp / "contained", {"DOCKER_HOST": "unix:///nonexistent/engine.sock"}
+    assert run("keys", "create", "me", "--scope", "admin", "--state-dir", state).returncode == 0
     for name, *options in (("team", "--image", "registry/*"), ("ci", "--trusted")):
         made = run("keys", "create", name, "--scope", "deploy", *options, "--state-dir", state, **engine)
         assert made.returncode == 0, made.stderr
@@ -768,3 +769,70 @@ def test_status_says_what_rest_costs(pilotflame, deployed):
     while "MiB" not in said and time.monotonic() < until_s:
         said = pilotflame("status", name).stdout
     assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MiB", said)
+
+
+@pytest.mark.parametrize("closed", ["1 2", "2", "0 1 2"])
+def test_a_gateway_serves_without_standard_streams(run, short_tmp: Path, tmp_path: Path, closed: str):
+    """Old init scripts and some supervisors start programs so."""
+    folder, state = tmp_path / "echo", short_tmp / f"closed{closed.replace(' ', '')}"
+    folder.mkdir()
+    (folder / "handler.py").write_text(ECHO)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    words = [
+        sys.executable,
+        "-m",
+        "pilotflame.runtime.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--state-dir",
+        str(state),
+    ]
+    redirections = " ".join(f"{number}>&-" for number in closed.split())
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$0" "$@" {redirections}', *words], stdin=subprocess.DEVNULL
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert run("deploy", folder, PILOTFLAME_URL=url).returncode == 0
+        assert json.loads(run("invoke", "echo", "7", PILOTFLAME_URL=url).stdout) == 7
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_plain_http_reads_no_authorities(run, served):
+    assert run("list", PILOTFLAME_URL=served, SSL_CERT_FILE="/removed/cacert.pem").returncode == 0
+    missing = run("list", PILOTFLAME_URL="http://gateway.invalid:8600", SSL_CERT_FILE="/removed/cacert.pem")
+    assert missing.returncode == 3, missing.stderr
+    one_paragraph(
+        run("list", PILOTFLAME_URL="https://gateway.invalid:8600", SSL_CERT_FILE="/removed/cacert.pem"),
+        "SSL_CERT_FILE is /removed/cacert.pem",
+    )
+
+
+def test_functions_inherit_what_an_operator_sets_for_all_programs(run, tmp_path: Path, short_tmp: Path):
+    """`test` starts a gateway and a base. Anything may print at the start of Python."""
+    site, folder = tmp_path / "site", tmp_path / "inherits"
+    for made in (site, folder):
+        made.mkdir()
+    (site / "companylib.py").write_text("NAME = 'companylib'\n")
+    (site / "sitecustomize.py").write_text("print('a line of the cluster', flush=True)\n")
+    (folder / "handler.py").write_text(
+        "import os, companylib\ndef handler(event):\n    return [companylib.NAME, *map(os.environ.get, event)]\n"
+    )
+    passed = {
+        "SSL_CERT_FILE": "/etc/ca.pem", "REQUESTS_CA_BUNDLE": "/etc/ca.pem", "CURL_CA_BUNDLE": "/etc/ca.pem",
+        "NO_PROXY": "127.0.0.1,.example", "no_proxy": "127.0.0.1,.example", "MALLOC_ARENA_MAX": "2",
+        "https_proxy": "http://proxy.example:3128",
+    }  # fmt: skip
+    withheld = {"HTTP_PROXY": "http://user:secret@proxy.example:3128", "MALLOC_KEY": "x", "AWS_PROFILE": "x"}
+    (folder / "test_input.json").write_text(json.dumps([*passed, *withheld]))
+    done = run("test", folder, **passed, **withheld, PYTHONPATH=f"{site}:", TMPDIR=str(short_tmp))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout[done.stdout.index("[") :])
+    assert answer == ["companylib", *passed.values(), *[None] * len(withheld)]

@@ -17,6 +17,9 @@ PR_SET_CHILD_SUBREAPER = 36
 # The variable with the pid of the worker or zygote in which a program was started.
 OWNER = "PILOTFLAME_PROCESS"
 ENDED = "a process that has ended"
+# Added to the score of the base, which zygotes and workers inherit. 1000 stands for all memory of the machine.
+OOM_SCORE, MOST_OOM_SCORE = 500, 1000
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -29,6 +32,13 @@ def adopt_orphans() -> None:
 def own_programs() -> None:
     """Let the programs that this process starts from now on belong to it."""
     os.environ[OWNER] = str(os.getpid())
+
+
+def yield_memory() -> None:
+    """Let the kernel end this process and all processes below it before the gateway, if memory runs out."""
+    with suppress(OSError, ValueError):
+        given = int(_OOM_SCORE.read_text(encoding="ascii"))
+        _OOM_SCORE.write_text(f"{min(MOST_OOM_SCORE, max(given, 0) + OOM_SCORE)}", encoding="ascii")
 
 
 def has_children() -> bool:

@@ -191,7 +191,9 @@ class Zygote:
             pid = os.fork()
         except OSError as error:
             # The operating system refuses another process for now. This zygote and its children go on.
-            link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
+            link.send(
+                FrameKind.UNFORKED, {"token": request["token"], "why": str(error), "errno": error.errno}
+            )
             return None
         if pid != 0:
             self._children[pid] = kills
@@ -520,6 +522,8 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
     fork_safety.detach(os.getppid())
+    if kind == "base":
+        processes.yield_memory()
     ticket = Ticket(request["address"], request["token"])
     if kind == "solo":
         run_spawned(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.request import getproxies
 
 import httpx
 
@@ -42,8 +43,9 @@ class GatewayConnection:
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(_host(self.url))
         self._on_wait = on_wait if self.on_loopback and control is None else None
-        # Without TLS and proxies, no certificate is checked. To read the well-known authorities takes 36 ms.
-        plain = self.on_loopback and not self.url.startswith("https:")
+        # Without TLS, also of a proxy, no certificate is checked. To read the well-known authorities takes 36 ms.
+        proxies = () if self.on_loopback else getproxies().values()
+        plain = not any(url.lower().startswith("https:") for url in (self.url, *proxies))
         # A proxy that the environment names cannot reach a gateway on this machine. So ignore the proxy on loopback.
         self._http = httpx.Client(
             base_url=self.url,

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ....errors import GatewayUnreachable, PilotflameError
+from ....machine import explained
 from .display import function_trace, json_text, say
 
 ERROR = 1
@@ -54,8 +55,9 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
         # The reader of stdout has closed the pipe. Redirect stdout, so that the interpreter can flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
-    except OSError as error:
-        message = f"{error.filename or 'The system'}: {error.strerror or error}."
+    except (OSError, RuntimeError, MemoryError, ExceptionGroup) as error:
+        if (message := explained(error)) is None:
+            raise
         if as_json:
             _say_json({"type": "system_error", "message": message})
         else:

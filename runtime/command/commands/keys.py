@@ -20,7 +20,7 @@ import orjson
 from ....errors import UnknownKey
 from ...ground.access.control_socket import find_control_socket
 from ...ground.access.keyring import Keyring
-from ...ground.access.keys import check_engine, check_issuer, parse_new_key
+from ...ground.access.keys import check_engine, check_first, check_issuer, parse_new_key
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.settings.state_dir import locked_state_dir
 from ...ground.telemetry.log_files import AUDIT, LogFiles, LogLine
@@ -223,7 +223,8 @@ def create_key(
     if trusted or given:
         wanted["policy"] = ({"kind": "trusted"} if trusted else {}) | given
     wanted |= _issuer(issuer, audience=audience, subject=subject, owner_claim=owner_claim)
-    first = not _shown_keys(store)
+    if first := not _shown_keys(store):
+        check_first(fields["scopes"])
     if isinstance(store, Client):
         key = store.post("v1", "keys", body=wanted)
     else:
@@ -277,7 +278,8 @@ def revoke_key(*, id_or_name: str, store: Client | Keyring, as_json: bool) -> No
     The next request with the key is refused. Requests that already run are finished.
 
     The gateway asks for a key even when the last key is revoked. To open the gateway again, stop it and remove the files
-    access/keys.json and access/closed from its state folder.
+    access/keys.json and access/closed from its state folder. With `pilotflame serve --auth always` it then stays closed
+    until it has a key.
 
     \b
     Examples:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -84,9 +84,9 @@ def private_gateway() -> Iterator[str]:
     """Run a gateway on a free port with a temporary state folder, and yield its URL. Stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-test-") as folder:
         log = Path(folder) / "gateway.log"
-        with log.open("wb") as errors, _start(Path(folder) / "state", errors) as process:
+        with log.open("wb") as errors, _started(Path(folder) / "state", errors) as (process, announced):
             try:
-                yield _wait_for_url(process, log)
+                yield _wait_for_url(announced, log)
             finally:
                 process.terminate()
                 try:
@@ -95,29 +95,47 @@ def private_gateway() -> Iterator[str]:
                     process.kill()
 
 
-def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+@contextmanager
+def _started(state_dir: Path, errors: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """Start a gateway. Yield it, and the pipe on which it announces its URL: anything may print on its stdout."""
     libc = ctypes.CDLL(None)
-    where = ["--port", "0", "--host", "127.0.0.1", "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
-    return subprocess.Popen(
-        [sys.executable, "-m", _PROGRAM, "serve", "--json", *where],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        # With its own process group, the gateway does not get Ctrl-C from the terminal: this process gets it, and stops
-        # the gateway. If this process is killed, the kernel sends SIGTERM to the gateway.
-        process_group=0,
-        env={name: value for name, value in os.environ.items() if name not in AUTH_VARIABLES},
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
-    )
+    where = ["--port", "0", "--host", _loopback(), "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as announced:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM, "serve", "--url-fd", str(writing), *where],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                # With its own process group, the gateway does not get Ctrl-C from the terminal: this process gets it, and
+                # stops the gateway. If this process is killed, the kernel sends SIGTERM to the gateway.
+                process_group=0,
+                pass_fds=(writing,),
+                env={name: value for name, value in os.environ.items() if name not in AUTH_VARIABLES},
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
+            )
+        finally:
+            os.close(writing)
+        with process:
+            yield process, announced
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    if process.stdout is None:
-        raise TypeError("the gateway's output is not a pipe")
-    ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
-    line = process.stdout.readline() if ready else b""
+def _loopback() -> str:
+    """Return 127.0.0.1, or ::1 if this machine has only IPv6."""
+    try:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+    except OSError:
+        return "::1"
+    return "127.0.0.1"
+
+
+def _wait_for_url(announced: IO[bytes], log: Path) -> str:
+    ready, _, _ = select.select([announced], [], [], START_TIMEOUT_S)
+    line = announced.readline() if ready else b""
     if not line:
         text = " ".join(log.read_text(errors="replace").split())[-500:]
         why = "ended during its start" if ready else "did not start in time"
         raise GatewayError(f"The gateway of this test {why}: {text}", remedy="Run `pilotflame doctor`.")
-    return str(json.loads(line)["url"])
+    return line.decode().strip()

@@ -11,7 +11,15 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from ...ground.access.keyring import Keyring
-from ...ground.access.keys import KeyFields, NewKey, Scope, check_engine, check_issuer, parse_new_key
+from ...ground.access.keys import (
+    KeyFields,
+    NewKey,
+    Scope,
+    check_engine,
+    check_first,
+    check_issuer,
+    parse_new_key,
+)
 from ...ground.access.secrets import MAX_VALUE_BYTES, Secrets
 from ...node.functions.rollouts import Rollouts
 from ..http.audit import note
@@ -87,6 +95,9 @@ class CredentialsApi:
         check_engine(new, self.engine)
         check_issuer(new)
         open_before = not self.keyring.exists
+        # The owner of the control socket can make another key at any time.
+        if open_before and request.remote:
+            check_first(new.scopes)
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
         if open_before:
             # From now on, callers need a key. End the answers to callers without a key.

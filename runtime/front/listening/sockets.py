@@ -6,6 +6,7 @@ import os
 import socket
 
 from ....errors import GatewayError
+from ....machine import Operation, refusal
 
 # The file descriptor of the first socket that systemd passes.
 FIRST_PASSED = 3
@@ -31,8 +32,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        remedy = "Choose another --port (0 picks a free one), or stop the program that listens there."
-        raise GatewayError(f"Cannot listen on {host}:{port}: {error.strerror}.", remedy=remedy) from None
+        refused = refusal(Operation.LISTEN, error.errno, "Choose another --host or --port.")
+        raise GatewayError(f"Cannot listen on {host}:{port}: {refused.why}.", remedy=refused.remedy) from None
     return sock
 
 

@@ -259,7 +259,8 @@ class Keyring:
         private_files.remove_leftovers(self.path.parent)
         if self._mark.exists() and not self.path.exists():
             fault = f"{self.path} is missing, and this gateway has had API keys."
-            remedy = f"Restore it from a backup. To admit callers without a key, remove {self._mark}, too."
+            remedy = f"Restore it from a backup. To make new keys, remove {self._mark}, too, and start with `--auth always`:"
+            remedy += " otherwise the gateway admits callers without a key."
             raise GatewayError(fault, remedy=remedy)
         if file := private_files.load(self.path, KeysFile):
             self._held = {key.id: Held(key) for key in file.keys}

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -277,6 +278,17 @@ def check_engine(new: NewKey, engine: str | None) -> None:
     """Raise BadInput if only code in containers may be deployed with the key, and there is no container engine."""
     if new.granted is not None and new.granted.kind == "container" and engine is None:
         raise BadInput(NO_ENGINE, remedy=NO_ENGINE_REMEDY)
+
+
+def check_first(scopes: Collection[str]) -> None:
+    """Raise BadInput if a key with these scopes may not be a gateway's first one: only an admin key can make another key
+    over HTTP.
+    """
+    if Scope.ADMIN not in scopes:
+        remedy = "Make it first: pilotflame keys create NAME --scope admin"
+        raise BadInput(
+            "The gateway has no API key, and its first key must have the scope admin.", remedy=remedy
+        )
 
 
 def check_issuer(new: NewKey) -> None:

@@ -7,12 +7,15 @@ methods block, and may be called in several threads.
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import operator
+import os
+import secrets
 import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +24,8 @@ from ....errors import GatewayError
 from ..settings.state_dir import create_private
 from .usage import DAY_S, FIGURES, HOUR_S, Footprint, Usage, figures
 
+LOG = logging.getLogger(__name__)
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 HOURS_KEPT_S, DAYS_KEPT_S = 14 * DAY_S, 400 * DAY_S
 BUSY_TIMEOUT_S = 10.0
 _SUMS = ", ".join(f"SUM({name})" for name in FIGURES)
@@ -103,7 +108,15 @@ class UsageStore:
         self._connection: sqlite3.Connection | None = None
 
     def open(self) -> None:
-        """Open or create the file. Raise GatewayError if it cannot be used."""
+        """Open or create the file. Move a damaged file aside. Raise GatewayError if the file cannot be used."""
+        if self._path.is_file() and (damage := self._damage()):
+            aside = f"{self._path}.damaged-{secrets.token_hex(4)}"
+            for suffix in ("", "-wal", "-shm"):
+                with suppress(FileNotFoundError):
+                    os.rename(f"{self._path}{suffix}", f"{aside}{suffix}")  # noqa: PTH104
+            LOG.warning(
+                "the usage before now is lost: %s was damaged (%s), and is now %s", self._path, damage, aside
+            )
         create_private(self._path)
         with self._errors():
             connection = sqlite3.connect(
@@ -120,6 +133,15 @@ class UsageStore:
                 _add_columns(connection, table, FIGURES)
             connection.execute("CREATE TABLE IF NOT EXISTS standings (function TEXT PRIMARY KEY)")
             _add_columns(connection, "standings", _NAMES)
+
+    def _damage(self) -> str:
+        """Return what is wrong with the content of the file; "" if nothing is, or if it cannot be opened."""
+        try:
+            with closing(sqlite3.connect(self._path, timeout=BUSY_TIMEOUT_S)) as connection:
+                (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                return "" if found == "ok" else str(found)
+        except sqlite3.DatabaseError as error:
+            return str(error) if error.sqlite_errorcode in DAMAGED else ""
 
     def close(self) -> None:
         with self._lock:

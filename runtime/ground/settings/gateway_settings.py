@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
+from ....errors import SettingsError
 from .validation import (
     ENV_PREFIX,
     MOST_PROBLEMS,
@@ -33,14 +34,30 @@ MIN_TOKEN_CHARS = 16
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the default state folder, which is `pilotflame` in the user's XDG state folder."""
-    return _xdg(environ, "XDG_STATE_HOME", ".local/state") / "pilotflame"
+    """Return the default state folder, which is `pilotflame` in the user's XDG state folder. Raise SettingsError if the
+    user has no home.
+    """
+    if (base := _xdg(environ, "XDG_STATE_HOME", ".local/state")) is None:
+        message = f"User {os.getuid()} has no home directory, so there is no default state folder."
+        raise SettingsError(message, remedy="Set HOME or PILOTFLAME_STATE_DIR, or XDG_STATE_HOME.")
+    return base / "pilotflame"
 
 
-def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
+def _default_cache_dir(settings: Mapping[str, Any]) -> Path:
+    base = _xdg(os.environ, "XDG_CACHE_HOME", ".cache")
+    return base / "pilotflame" / "snapshots" if base is not None else settings["state_dir"] / "snapshots"
+
+
+def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path | None:
+    """Return a folder of the user; None if the user has no home, as a user id without an entry in /etc/passwd."""
     base = Path(environ.get(variable, ""))
     # The XDG specification requires that a relative path is ignored.
-    return base if base.is_absolute() else Path(environ.get("HOME") or Path.home()) / below_home
+    if base.is_absolute():
+        return base
+    try:
+        return Path(environ.get("HOME") or Path.home()) / below_home
+    except RuntimeError:
+        return None
 
 
 class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
@@ -62,8 +79,9 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         json_schema_extra={"shown_default": "~/.local/state/pilotflame"},
     )
     cache_dir: Path = Field(
-        default_factory=lambda: _xdg(os.environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots",
-        description="Folder of the node's cache of fetched snapshots. It does not follow state_dir: all gateways of a user share it.",
+        default_factory=_default_cache_dir,
+        description="Folder of the node's cache of fetched snapshots. It does not follow state_dir, unless the user has no home:"
+        " all gateways of a user share it.",
         json_schema_extra={"shown_default": "~/.cache/pilotflame/snapshots"},
     )
     cache_memory_mb: int | None = Field(
@@ -348,11 +366,13 @@ def read_gateway_settings(
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
     problems = [unknown_key(name, known) for name in sorted(found - known.keys())[:MOST_PROBLEMS]]
-    raw: dict[str, Any] = {"state_dir": default_state_dir(environ), **defaults}
+    raw: dict[str, Any] = dict(defaults)
     if config is not None:
         raw |= _read_config(config)
     raw |= {known[name]: environ[name] for name in found & known.keys()}
     raw |= {key: value for key, value in overrides.items() if value is not None}
+    if "state_dir" not in raw:
+        raw["state_dir"] = default_state_dir(environ)
     places = f"{config}, " if config is not None else ""
     remedy = f"Correct {places}the {ENV_PREFIX}* variables or the options."
     return validate(GatewaySettings, raw, problems, "The gateway's settings", remedy)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ....errors import BadInput, GatewayError, UnknownRevision
 from ....snapshot.publish import sync
 from ...ground.access import private_files
-from .revision_record import RevisionRecord
+from .revision_record import LostRevision, RevisionRecord
 
 CODE_FOLDER, RECORD_FILE = "code", "revision.json"
 
@@ -52,7 +52,7 @@ class FunctionFolder:
             raise GatewayError(f"{revision!r}: that is not a revision's id.")
         record = private_files.load(self._record_file(revision), RevisionRecord)
         code = self.path / revision / CODE_FOLDER
-        found = record and code.is_dir() and (record.function, record.revision)
+        found = record and _is_whole(code, record) and (record.function, record.revision)
         if record is None or found != (self.name, revision):
             raise GatewayError(f"{self.path / revision} is not that revision.")
         return record
@@ -67,6 +67,23 @@ class FunctionFolder:
         except GatewayError as error:
             self._report(f"function {self.name} is skipped: {error.message}")
         return None
+
+    def lost(self) -> LostRevision | None:
+        """Return a stand-in for the live revision if its files are damaged; None if they are not, or if no revision was live."""
+        revision = ""
+        try:
+            if (found := private_files.read(self.live_file)) is not None:
+                revision = found.decode(errors="replace").strip()
+                self.read(revision)
+                return None
+        except GatewayError:
+            pass
+        readable = self.records()
+        # Only the record of a revision that was live has the facts of its handler.
+        if not revision and not any(record.handler for record in readable):
+            return None
+        known = revision if revision in self.ids() else f"r{self.next_number()}-{0:08x}"
+        return LostRevision.like(next(iter(readable), None), self.name, known)
 
     def records(self) -> list[RevisionRecord]:
         """Return the records of the revisions that can be read, the newest first."""
@@ -117,6 +134,15 @@ class FunctionFolder:
             # If the disk has failed, the next deploy of this name must not be removed with the rest.
             self.deleted_file.unlink()
             sync(self.path)
+
+
+def _is_whole(code: Path, record: RevisionRecord) -> bool:
+    """Return True if the code is there, with the file of the handler."""
+    file = str(record.handler.get("entry", "")).partition(":")[0]
+    try:
+        return code.is_dir() and not (file.endswith(".py") and (code / file).stat().st_size == 0)
+    except OSError:
+        return False
 
 
 def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:

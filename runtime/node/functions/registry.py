@@ -17,7 +17,7 @@ from ...ground.access.secrets import Secrets
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.logs import Logs
-from ...ground.telemetry.metrics import WorkerCounts
+from ...ground.telemetry.metrics import Numbers, Reading, WorkerCounts
 from ..scaling.rung_figures import HoldingPrices
 from .function_events import FunctionEvents
 from .live import Live, ladder_spec_of
@@ -85,6 +85,15 @@ class Functions:
     def worker_counts(self) -> Mapping[str, WorkerCounts]:
         """Return the counts of workers and calls of each function's live revision, by the function's name."""
         return {name: live.workers.worker_counts() for name, live in self._live.items()}
+
+    async def readings(self) -> list[Reading]:
+        """Return the metric of the functions that may not run."""
+        stopped: Numbers = {
+            (name, live.function.stopped): 1 for name, live in self._live.items() if live.function.stopped
+        }
+        return [
+            Reading("function_stopped", "Functions that may not run now.", stopped, ("function", "reason"))
+        ]
 
     def check_open(self) -> None:
         """Raise GatewayError if the gateway is shutting down."""

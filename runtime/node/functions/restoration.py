@@ -16,6 +16,7 @@ from .revisions import Revisions
 
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
+LOST = "The stored files of the live revision of {} are damaged. Roll back to another revision, or deploy it again."
 UNREAD = "The gateway still compares the weights with their signed digests. Try again later."
 """The fault of a function after a start of the gateway, until its local weights have been read."""
 
@@ -34,7 +35,9 @@ class Restoration:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         store, tasks = self.functions.store, self.functions.tasks
         paused = await asyncio.to_thread(store.paused)
-        for name, record in sorted((await asyncio.to_thread(store.functions)).items()):
+        found = await asyncio.to_thread(store.functions)
+        lost = {record.function: record for record in await asyncio.to_thread(store.lost, found)}
+        for name, record in sorted((found | lost).items()):
             await self._restore(record, paused=name in paused)
         self.functions.hosts.update()
         self._warming.sort(key=_expected_waiting, reverse=True)
@@ -61,6 +64,8 @@ class Restoration:
 
         Without `read`, return UNREAD if weights have to be read. Raise GatewayError if the gateway shuts down meanwhile.
         """
+        if record.lost:
+            return LOST.format(record.function)
         policies, outside = self.functions.policies, stored_outside(record)
         if fault := policies.fault(record.settings, outside, record.deployed_by):
             return fault

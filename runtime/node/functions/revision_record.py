@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +75,11 @@ class RevisionRecord(RevisionFields):
         """The API key that deployed it."""
         return Deployer(self.deployed_by, self.deployer)
 
+    @property
+    def lost(self) -> bool:
+        """True if it stands in for a live revision whose files are damaged. No process can run it."""
+        return False
+
     @classmethod
     def of(cls, fields: RevisionFields, number: int) -> RevisionRecord:
         """Return the record of a new revision, with the id that the revision gets."""
@@ -81,3 +87,24 @@ class RevisionRecord(RevisionFields):
         content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
         revision = f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}"
         return cls(**dict(fields), function=name, revision=revision, number=number, created_at=now)
+
+
+class LostRevision(RevisionRecord):
+    """Stands in for a live revision whose files are damaged, so that its function is listed and can be rolled back."""
+
+    @property
+    def lost(self) -> bool:
+        return True
+
+    @classmethod
+    def like(cls, record: RevisionRecord | None, function: str, revision: str) -> LostRevision:
+        """Return the stand-in. It has the settings and the owner of `record`, an older revision, if `record` is given."""
+        given = dict(record) if record is not None else {
+            "code_digest": "", "settings": FunctionSettings(name=function), "python": Path(sys.executable),
+            "requirements_digest": "", "created_at": datetime.now(UTC),
+        }  # fmt: skip
+        number = int(revision[1:].partition("-")[0])
+        return cls(
+            **given
+            | {"function": function, "revision": revision, "number": number, "warnings": (), "snapshots": {}}
+        )

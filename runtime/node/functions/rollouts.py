@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....errors import Forbidden, PilotflameError
+from ....errors import Forbidden, FunctionBarred, PilotflameError
 from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.log_files import NOT_DEPLOYED
@@ -171,6 +171,9 @@ class Rollouts:
 
         If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
         """
+        if record.lost:
+            remedy = f"Roll back, or deploy it again. See `pilotflame revisions {record.function}`."
+            raise FunctionBarred(f"The files of {record.revision} are damaged.", remedy=remedy)
         functions, progress = self.functions, progress or DeployProgress()
         old, logs = functions.find(record.function), functions.logs.of_function(record.function)
         live: Live | None = None

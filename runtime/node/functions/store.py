@@ -36,7 +36,7 @@ from ...ground.access import private_files
 from ...ground.settings.function_settings import check_name, name_problem
 from . import shared_weights
 from .function_folder import CODE_FOLDER, RECORD_FILE, FunctionFolder
-from .revision_record import RevisionFields, RevisionRecord
+from .revision_record import LostRevision, RevisionFields, RevisionRecord
 
 _PAUSED = "paused"
 
@@ -258,6 +258,12 @@ class Store:
             elif record := self.function(path.name).current():
                 records[path.name] = record
         return records
+
+    def lost(self, known: Collection[str]) -> list[LostRevision]:
+        """Return a stand-in for each function whose live revision is damaged. `known` are the functions that can be read."""
+        names = [path.name for path in self._functions.glob("*/") if name_problem(path.name) is None]
+        found = (self.function(name).lost() for name in sorted(set(names).difference(known)))
+        return [record for record in found if record is not None]
 
     def function(self, name: str) -> FunctionFolder:
         """Return the folder of a function, which need not exist. Raise SettingsError if no function can have this name."""

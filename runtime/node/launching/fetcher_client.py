@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import sys
 import time
@@ -24,6 +25,7 @@ from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Weights, WorkerSpec
 from ...ground.telemetry.snapshot_metrics import SnapshotMetrics
 from ...ground.telemetry.timeline import Fetch
+from .process_launcher import python_path
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
@@ -298,6 +300,7 @@ class FetcherClient:
                 sys.executable, "-m", "pilotflame.runtime.node.launching.fetcher", str(self.cache),
                 orjson.dumps(self._budgets),
                 stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/", start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path())},
             )  # fmt: skip
         except OSError as error:
             ours.close()

@@ -56,7 +56,7 @@ class Listener:
     def __init__(self, path: Path) -> None:
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
             message = f"The path of the link socket is longer than {MAX_SOCKET_PATH} bytes: {path}."
-            raise GatewayError(message, remedy="Use a shorter --state-dir.")
+            raise GatewayError(message, remedy="Use a shorter --state-dir, or a shorter TMPDIR.")
         self.path = path
         self._expected: dict[str, Expected] = {}
         # In the order of their arrival.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import LauncherError
+from ....machine import Operation, refusal
 from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Confinement, WorkerSpec
 from ...ground.telemetry.logs import Log, LogChannel
@@ -25,10 +26,15 @@ from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 BASE_TIMEOUT_S = 300.0
 # How long a base may take to end after its link is closed. Then it is killed.
 BASE_EXIT_S = 10.0
-# The variables of the gateway's environment that functions inherit. They contain no credentials.
+# The variables of the gateway's environment that functions inherit. They contain no credentials. docs/environment.md lists them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
-             "LD_LIBRARY_PATH")  # fmt: skip
-INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "COVERAGE_", *PREFIXES)
+             "LD_LIBRARY_PATH", "LD_PRELOAD", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+             "AWS_CA_BUNDLE", "GLIBC_TUNABLES", "NLTK_DATA", "MPLCONFIGDIR", "NUMBA_CACHE_DIR",
+             "CONDA_PREFIX", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE")  # fmt: skip
+INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "COVERAGE_", "MALLOC_", "TORCH_",
+                      *PREFIXES)  # fmt: skip
+# Programs read these variables in upper and in lower case. A URL with a user name or a password is not passed.
+PROXIES = ("NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These variables stop libraries from starting thread pools at import, because a zygote must not have threads. In
 # workers, `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
@@ -214,26 +220,37 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
     try:
         process = await asyncio.create_subprocess_exec(
             python, "-m", "pilotflame.zygote", "base",
-            stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
+            stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(python), cwd="/",
             # No signal of the gateway's terminal reaches it.
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        remedy = "Deploy again if its environment was moved."
-        raise LauncherError(f"{python} cannot be started: {error.strerror}.", remedy=remedy) from error
+        refused = refusal(Operation.PYTHON, error.errno, "Run `pilotflame doctor`.")
+        raise LauncherError(f"{python} cannot be started: {refused.why}.", remedy=refused.remedy) from error
     if process.stdin is not None:
         process.stdin.write(json.dumps(request).encode())
         process.stdin.close()
     return process
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a base: without credentials of the gateway, without thread pools, and with
-    ASK_WITHOUT_USE.
+def environment(python: str) -> dict[str, str]:
+    """Return the environment of a base that runs `python`: without credentials of the gateway, without thread pools, and
+    with ASK_WITHOUT_USE.
     """
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
-    }
+    kept = {key: value for key, value in os.environ.items() if _passes(key, value)}
+    # In the environment of requirements, a .pth file names these folders, after the packages of the requirements.
+    if python == sys.executable and (folders := python_path()):
+        kept["PYTHONPATH"] = os.pathsep.join(folders)
     return {**kept, **SINGLE_THREADED, **ASK_WITHOUT_USE, "PYTHONUNBUFFERED": ""}
+
+
+def _passes(key: str, value: str) -> bool:
+    """Return True if functions inherit a variable of the gateway."""
+    if key.upper() in PROXIES:
+        return "@" not in value
+    return (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
+
+
+def python_path() -> list[str]:
+    """Return the entries of the gateway's PYTHONPATH. They are absolute: functions have another working folder."""
+    return [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....errors import LauncherError, PilotflameError
+from ....machine import Operation, refusal
 from ...calls.link import handler_facts
 from ...calls.link.child import KILLED_S, Child
 from ...calls.link.connection import Link
@@ -191,7 +192,9 @@ class ZygoteProcess:
         if frame.kind == FrameKind.FORKED:
             self._token_of[head["pid"]] = head["token"]
         elif frame.kind == FrameKind.UNFORKED:
-            self._fail_fork(head["token"], f"{self.child.name} could not fork: {head['why']}.")
+            refused = refusal(Operation.FORK, head.get("errno"))
+            text = f"{self.child.name} could not fork: {head['why']}. {refused.remedy}"
+            self._fail_fork(head["token"], text.strip())
         elif frame.kind == FrameKind.EXITED:
             self._child_ended(**head)
         elif frame.kind == FrameKind.BUILT and not self._built.done():

@@ -35,6 +35,7 @@ from packaging.version import InvalidVersion, Version
 
 from ....errors import RequirementsError
 from ....snapshot.publish import publish
+from ..launching.process_launcher import python_path
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 from .streamed_command import run_streamed
 
@@ -168,8 +169,8 @@ def _key(digest: str) -> str:
 
 
 def _base_paths() -> list[str]:
-    """Return the site-packages folders of the environment in which the gateway runs."""
-    paths = site.getsitepackages()
+    """Return the folders of packages of the environment in which the gateway runs."""
+    paths = [*python_path(), *site.getsitepackages()]
     if site.ENABLE_USER_SITE:
         paths.insert(0, site.getusersitepackages())
     return [path for path in paths if Path(path).is_dir()]

@@ -8,12 +8,15 @@ are refused.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
@@ -22,6 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from ....errors import RequirementsError
+from ....machine import Operation, refusal
 
 FILE = "requirements.txt"
 MAX_CHARS, MAX_LINE_CHARS, MAX_LINES = 256 << 10, 1000, 2000
@@ -118,6 +122,9 @@ def check_requirements(
             if problem := _unmet(requirement, versions):
                 unmet.setdefault(line.number, []).append(problem)
                 wanted.append(f"'{requirement.name}{requirement.specifier}'")
+    if unmet and installed is None and not Path(sys.executable).exists():
+        refused = refusal(Operation.PYTHON, errno.ENOENT)
+        raise RequirementsError(f"{sys.executable} is missing: {refused.why}.", remedy=refused.remedy)
     if unmet:
         shown = islice(unmet.items(), _MOST_FAULTS)
         problems = "; ".join(f"line {number}: {', '.join(found)}" for number, found in shown)

@@ -91,7 +91,7 @@ async def _run(
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        authorities = trusted_authorities()
+        authorities = trusted_authorities() if url.lower().startswith("https:") else None
         async with Submitter(
             url, function, api_key=api_key, run=journal.run, authorities=authorities
         ) as submitter:

@@ -47,6 +47,18 @@ async def test_a_zygote_holds_one_thread(deploy):
     assert zygote.parent().num_threads() == 1
 
 
+async def test_the_kernel_ends_functions_before_the_gateway(deploy):
+    """When memory runs out, it chooses by the score. A worker below a spawned interpreter inherits it, too."""
+    function = await deploy(
+        "from pathlib import Path\ndef handler(event):\n    return Path('/proc/self/oom_score_adj').read_text()"
+    )
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    rows = (await function.status(memory=True))["processes"]
+    scores = [int(Path(f"/proc/{row['pid']}/oom_score_adj").read_text()) for row in rows]
+    assert min(scores, default=0) > own
+    assert int(await function.answer()) > own
+
+
 async def test_all_processes_end_with_a_killed_gateway(state):
     async with gateway_process(state) as gateway:
         source = "import gate, os\ndef handler(event):\n    return os.getpid()"

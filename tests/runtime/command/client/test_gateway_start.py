@@ -33,7 +33,9 @@ def test_keys_wait_for_a_gateway_that_starts(start, short_tmp: Path, port: int):
         announcement.listen()
         announcement.settimeout(10)
         with locked_state_dir(state):
-            process = start("keys", "create", "first", "--state-dir", state, PILOTFLAME_PORT=str(port))
+            process = start(
+                "keys", "create", "first", "--scope", "admin", "--state-dir", state, PILOTFLAME_PORT=str(port)
+            )
             waiting, _ = announcement.accept()
         waiting.close()
     _, said = process.communicate(timeout=20)

@@ -61,10 +61,11 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
 def test_a_key_of_an_issuer_has_no_token(run: Run, short_tmp: Path):
     home = ("--state-dir", short_tmp / "issuer-home")
     rule = ("--issuer", "https://issuer.example", "--audience", "here", "--subject", "repo:me/*")
+    assert run("keys", "create", "me", "--scope", "admin", *home).returncode == 0
     made = run("keys", "create", "ci", *rule, *home)
     assert "pf_" not in made.stdout + made.stderr
     assert "tokens of https://issuer.example act as it" in made.stdout
-    (key,) = json.loads(run("keys", "list", "--json", *home).stdout)["keys"]
+    _, key = json.loads(run("keys", "list", "--json", *home).stdout)["keys"]
     assert key["issuer"] == {
         "url": "https://issuer.example", "audience": "here", "subject": "repo:me/*", "owner_claim": None,
     }  # fmt: skip
@@ -78,7 +79,7 @@ def test_a_key_that_could_not_be_printed_is_in_the_audit_log(short_tmp: Path):
     home = short_tmp / "unprinted"
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [*COMMAND, "keys", "create", "a", "--state-dir", home], stdout=full, env=environment(), check=False,
+            [*COMMAND, "keys", "create", "a", "--scope", "admin", "--state-dir", home], stdout=full, env=environment(), check=False,
         )  # fmt: skip
     assert done.returncode == 1
     (line,) = (home / "logs/audit.jsonl").read_text().splitlines()
@@ -88,7 +89,11 @@ def test_a_key_that_could_not_be_printed_is_in_the_audit_log(short_tmp: Path):
 
 def test_the_first_key_warns_of_what_closes(run: Run, short_tmp: Path):
     home = ("--state-dir", short_tmp / "first-key")
-    first = run("keys", "create", "a", *home)
+    for scope in ("invoke", "deploy", "read"):
+        refused = run("keys", "create", "a", "--scope", scope, *home)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "pilotflame keys create NAME --scope admin" in refused.stderr
+    first = run("keys", "create", "a", "--scope", "admin", *home)
     assert "warning: this is the gateway's first key" in first.stderr
     assert "PILOTFLAME_API_KEY" in first.stderr
     assert "warning" not in run("keys", "create", "b", *home).stderr
@@ -97,7 +102,7 @@ def test_the_first_key_warns_of_what_closes(run: Run, short_tmp: Path):
 def test_a_key_is_revoked_by_its_name(run: Run, short_tmp: Path):
     home = ("--state-dir", short_tmp / "by-name")
     for name in ("laptop", "shop", "shop"):
-        run("keys", "create", name, *home)
+        run("keys", "create", name, "--scope", "admin", *home)
     ids = {key["id"]: key["name"] for key in json.loads(run("keys", "list", *home, "--json").stdout)["keys"]}
     several = run("keys", "revoke", "shop", *home)
     assert several.returncode == 1

@@ -124,11 +124,33 @@ def test_threads_that_write_at_the_same_time_lose_nothing(store: UsageStore) -> 
     assert read(store, UsageKey.FUNCTION) == {"a": 80}
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", ["no database", "a torn page", "a short file"])
+def test_a_damaged_file_is_moved_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
     path = tmp_path / "usage.sqlite3"
-    path.write_bytes(b"no database" * 1000)
+    store = UsageStore(path)
+    store.open()
+    store.add(DAY, [used(f"f{number}", 1) for number in range(300)])
+    store.close()
+    whole = path.read_bytes()
+    damaged = {
+        "no database": b"no database" * 1000,
+        "a torn page": whole[:8192] + b"\xa5" * 4096 + whole[12288:],
+        "a short file": whole[: len(whole) // 2],
+    }[harm]
+    path.write_bytes(damaged)
+    store.open()
+    store.add(DAY, [used("a", 1)])
+    assert read(store, UsageKey.FUNCTION) == {"a": 1}
+    store.close()
+    (aside,) = tmp_path.glob("usage.sqlite3.damaged-*")
+    assert aside.read_bytes() == damaged
+    assert str(aside) in caplog.text
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "usage.sqlite3").mkdir()
     with pytest.raises(GatewayError, match=r"usage\.sqlite3.* cannot be used"):
-        UsageStore(path).open()
+        UsageStore(tmp_path / "usage.sqlite3").open()
 
 
 def test_a_closed_store_says_so(store: UsageStore) -> None:

@@ -188,3 +188,19 @@ def test_a_mistake_in_the_file_is_refused(tmp_path: Path, text: str, said: str) 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml cannot be read"):
         read_gateway_settings({}, config=tmp_path / "none.toml")
+
+
+def test_a_user_without_a_home_uses_the_folders_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The platform gave the container a user id that has no entry in /etc/passwd, and no HOME."""
+
+    def no_entry(_uid: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    given = read_gateway_settings({"PILOTFLAME_STATE_DIR": "/s", "PILOTFLAME_CACHE_DIR": "/c"})
+    assert (given.state_dir, given.cache_dir) == (Path("/s"), Path("/c"))
+    assert read_gateway_settings({}, state_dir=Path("/s")).cache_dir == Path("/s/snapshots")
+    with pytest.raises(SettingsError, match="Set HOME or PILOTFLAME_STATE_DIR"):
+        read_gateway_settings({})

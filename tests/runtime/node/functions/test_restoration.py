@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 
 import pytest
-from live import Gate, gateway_here
+from live import Gate, failure, gateway_here
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,3 +67,42 @@ async def test_after_a_start_zygotes_warm_one_after_the_other_by_expected_need(s
         for arrival in (first, second):
             arrival.go()
         assert await call == 1
+
+
+DAMAGE = {
+    "a torn record": lambda folder, live: (folder / live / "revision.json").write_text('{"code_dig'),
+    "no record": lambda folder, live: (folder / live / "revision.json").unlink(),
+    "no code": lambda folder, live: shutil.rmtree(folder / live / "code"),
+    "an empty code": lambda folder, live: [path.unlink() for path in (folder / live / "code").glob("*.py")],
+    "no folder": lambda folder, live: shutil.rmtree(folder / live),
+    "bytes in current": lambda folder, _live: (folder / "current").write_bytes(b"\0\xff"),
+    "an empty current": lambda folder, _live: (folder / "current").write_bytes(b""),
+    "no current": lambda folder, _live: (folder / "current").unlink(),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE)
+async def test_a_function_whose_files_are_damaged_is_barred_and_can_be_rolled_back(state, harm: str):
+    async with gateway_here(state) as gateway:
+        await gateway.deploy("def handler(event):\n    return 1", name="torn")
+        await gateway.deploy("def handler(event):\n    return 2", name="torn")
+        await gateway.deploy("def handler(event):\n    return 'whole'", name="whole")
+    folder = state / "functions" / "torn"
+    DAMAGE[harm](folder, (folder / "current").read_text().strip())
+    async with gateway_here(state) as gateway:
+        torn = gateway.function("torn")
+        error = failure(await torn.call())
+        assert (error["status"], error["type"]) == (503, "function_barred")
+        assert "pilotflame" not in error["message"].lower()
+        assert str(state) not in error["message"]
+        assert await gateway.function("whole").answer() == "whole"
+        listed = (await gateway.client.get("/v1/functions")).json()["functions"]
+        assert [(one["name"], bool(one["stopped"])) for one in listed] == [("torn", True), ("whole", False)]
+        metrics = (await gateway.client.get("/metrics")).text
+        assert 'pilotflame_function_stopped{function="torn",reason="policy"} 1' in metrics
+        restarted = failure(await gateway.client.post("/v1/functions/torn/restart"))
+        assert (restarted["type"], restarted["status"]) == ("function_barred", 503)
+        assert (await gateway.client.post("/v1/functions/torn/rollback", json={})).status_code == 200
+        assert await torn.answer() in (1, 2)
+    async with gateway_here(state) as gateway:
+        assert await gateway.function("torn").answer() in (1, 2)
