@@ -207,6 +207,7 @@ async def test_a_key_may_come_in_the_header_that_the_route_names(gateway: Gatewa
             return (await client.post(path, json={}, headers=headers)).status_code
 
         named = {
+            "/v1/messages": "x-api-key",
             "/openai/v1/embeddings": "api-key",
             "/openai/deployments/mine/embeddings": "api-key",
         }
