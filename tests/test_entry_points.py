@@ -19,11 +19,12 @@ from pilotflame.errors import PluginError
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 PLUGINS = (
-    "asgi", "aws_lambda", "cloudevents", "cog", "kserve", "oip", "openai", "replicate", "request_log", "runpod", "sagemaker",
+    "anthropic", "asgi", "aws_lambda", "azure", "cloudevents", "cog", "kserve", "oip", "openai", "replicate", "request_log", "runpod", "sagemaker",
     "tensorflow_serving", "tgi", "torchserve", "vertex",
 )  # fmt: skip
 # A route of each plugin that calls a function by its name, for a function that is not there.
 ROUTES = {
+    "anthropic": "/anthropic/v1/messages", "azure": "/openai/deployments/gone/completions",
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict",
     "oip": "/oip/v2/models/gone/infer", "openai": "/openai/v1/completions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync", "tgi": "/tgi/gone/generate",

@@ -49,6 +49,8 @@ class OpenApi:
         """`statuses` returns the functions that the caller of a request may see. `plugins` may change the document."""
         self._statuses, self._plugins = statuses, plugins
         self._described: dict[str, _Described] = {}
+        names = {route.key_header for route in routes} - {""}
+        self._key_headers = {name: {"type": "apiKey", "in": "header", "name": name} for name in sorted(names)}
         own = Route(
             "GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any],
             errors=(404,), parameters=(FUNCTION,),
@@ -68,7 +70,7 @@ class OpenApi:
                 described = self._describe(function)
                 paths[f"/invoke/{function.name}"] = described.path
                 schemas |= described.components
-        components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES}
+        components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES | self._key_headers}
         document = {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
         for plugin in self._plugins:
             document = plugin.describe(document, found, named=named)
@@ -151,7 +153,8 @@ def _operation(route: Route, types: RouteTypes) -> dict[str, Any]:
         responses[str(status)] = response
     operation["responses"] = responses
     if not route.public:
-        operation["security"] = [{}, {"key": []}, *([{"aws": []}] if route.aws_signed else [])]
+        others = ["aws"] * route.aws_signed + [route.key_header] * bool(route.key_header)
+        operation["security"] = [{}, {"key": []}, *({name: []} for name in others)]
     return operation
 
 

@@ -100,8 +100,7 @@ class Guard:
         cors: CrossOrigin, connections: OpenConnections, *, local: bool, required: bool, max_body_bytes: int,
         names: Callable[[], Iterable[str]] = tuple, check_owner: Callable[[Caller, str], None] = lambda _caller, _function: None, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
-        """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
-        no key exists.
+        """`local` is True if only this machine can reach the gateway, `required` if requests need a key even if no key exists.
 
         While requests need no key, their caller is `anybody`. This caller may use the routes (method and path) in
         `open_to_anybody`, whatever scope these routes require. `max_body_bytes` limits the bodies of signed requests,
@@ -113,6 +112,7 @@ class Guard:
             (method, route.path) for route in routes if route.public for method in _methods(route)
         }
         self._signed = {route.path for route in routes if route.aws_signed}
+        self._key_headers = {route.canonical: route.key_header for route in routes if route.key_header}
         self._scopes = scopes_by_route(routes)
         self._max_body_bytes = max_body_bytes
         self._unverified, self._connections = UnverifiedBodies(), connections
@@ -183,7 +183,7 @@ class Guard:
                 raise
         if not closed:
             return self._admit_anybody(headers, route, transport)
-        held = signer or self._find_key(headers, transport)
+        held = signer or self._find_key(headers, transport, route[1])
         if held is None:
             return UNKNOWN_CALLER
         if signer is None:
@@ -230,11 +230,11 @@ class Guard:
         if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
             caller.check_scope(scope)
 
-    def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
-        """Return the key that the request holds, or None if the request needs no key. Raises Unauthorized if the key is
-        missing or invalid.
-        """
+    def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None, path: str) -> Held | None:
+        """Return the key that the request holds, or None if it needs no key. Raise Unauthorized if the key is missing or invalid."""
         sent = headers.get("Authorization")
+        if sent is None and path in self._key_headers:
+            sent = headers.get(self._key_headers[path])
         if sent is None:
             if self._control.admits(headers, transport):
                 return None

@@ -170,6 +170,8 @@ class Route:
     """True if the route changes nothing although its method is not GET. The audit log leaves such a route out."""
     aws_signed: bool = False
     """True if, instead of sending an API key, a caller may sign the request with it, as AWS's clients do."""
+    key_header: str = ""
+    """The header of the platform's clients that holds the API key if there is no Authorization header; "" for none."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
     """Chooses between rows with the same method and path. The first row whose `accepts` returns True for the request's
     headers serves the request. If there is no such row, the row without `accepts` serves it.

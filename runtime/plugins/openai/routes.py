@@ -97,14 +97,15 @@ class OpenAiApi(ApiPlugin):
     """The routes below /openai/v1 and /v1; and for one function, at the paths that RunPod's and TGI's servers have."""
 
     base = "/openai"
-    other_bases = ("/v2/{function}/openai", "/tgi/{function}")
+    other_bases: ClassVar[tuple[str, ...]] = ("/v2/{function}/openai", "/tgi/{function}")
     always_bare = "/v1/"
     unrouted: ClassVar = {"/v1/": unrouted_reply, "/openai/": unrouted_reply}
 
     def routes(self) -> Sequence[Route]:
         call = Scope.INVOKE
-        shared: dict[str, Any] = {"errors": _STATUSES, **ERRORS}
-        listed: dict[str, Any] = {"errors": (400, 404, 503), **ERRORS}
+        # Azure's clients send the key in this header.
+        shared: dict[str, Any] = {"errors": _STATUSES, "key_header": "api-key", **ERRORS}
+        listed: dict[str, Any] = {**shared, "errors": (400, 404, 503)}
         generates: dict[str, Any] = {**shared, "parameters": TARGETS}
         either: dict[str, Any] = {"application/json": Completion, **EVENTS}
         return [

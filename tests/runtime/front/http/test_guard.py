@@ -199,6 +199,28 @@ async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: 
         assert (await client.post("/invoke/mine", json=1, headers=both)).status_code == 401
 
 
+async def test_a_key_may_come_in_the_header_that_the_route_names(gateway: Gateway):
+    key = await made(gateway)
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+
+        async def status(path: str, headers: dict[str, str]) -> int:
+            return (await client.post(path, json={}, headers=headers)).status_code
+
+        named = {
+            "/v1/messages": "x-api-key",
+            "/openai/v1/embeddings": "api-key",
+            "/openai/deployments/mine/embeddings": "api-key",
+        }
+        for path, header in named.items():
+            assert await status(path, {header: key["key"]}) == 400
+            assert await status(path, {header: key["key"][:-1] + "x"}) == 401
+            # The standard header is the key, if a request has both.
+            assert await status(path, {header: key["key"], "Authorization": "Bearer x"}) == 401
+            other = {"x-api-key", "api-key"} - {header}
+            assert await status(path, dict.fromkeys(other, key["key"])) == 401
+        assert await status("/invoke/mine", dict.fromkeys(named.values(), key["key"])) == 401
+
+
 @pytest.mark.parametrize(
     ("header", "token"), [("Bearer x", "x"), ("BEARER x ", "x"), ("x", "x"), ("Basic x", "Basic x"), ("", "")]
 )

@@ -144,6 +144,7 @@ def test_dialects_have_errors_of_their_own():
     lambdas = [path for path in found if path.startswith("/lambda/")]
     assert lambdas == ["/lambda/2015-03-31/functions/", "/lambda/2021-11-15/functions/"]
     assert {path.strip("/").partition("/")[0] for path in found} == {
+        "anthropic",
         "cog",
         "lambda",
         "oip",

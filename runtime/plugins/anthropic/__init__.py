@@ -1,0 +1,1 @@
+"""This package offers language models to clients of Anthropic's API."""

@@ -1,0 +1,183 @@
+"""Turns the deltas of a language model into messages and events of Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from ....errors import BadInput, NotSupported, OutputInvalid, PilotflameError
+from ....handlers.language_model.contract import Delta, TokenUsage, ToolCall
+from ...front.http.requests import load_json
+from .errors import error_body
+from .requests import CountRequest, MessagesRequest
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageBlocks:
+    """The answer to one request, in blocks. It grows with each delta. A streamed answer keeps no texts."""
+
+    def __init__(self, request_id: str, asked: MessagesRequest) -> None:
+        self._request_id, self._asked = request_id, asked
+        self._blocks: list[tuple[str, list[Any]]] = []
+        """The kind of each block, and its pieces: texts, or one call."""
+        self._begun = self._called = False
+        self._index, self._open, self._sent, self._blank = -1, "", "", ""
+        self._made, self._usage = 0, TokenUsage(prompt_tokens=0)
+        self._reason: str | None = None
+        self._stopped_by: str | None = None
+
+    def add(self, _prompt: int, delta: Delta) -> None:
+        for kind, piece in self._pieces(delta):
+            if kind == "tool_use" or not self._blocks or self._blocks[-1][0] != kind:
+                self._blocks.append((kind, []))
+            self._blocks[-1][1].append(piece)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the response to a request without `stream`."""
+        return self._message([_block(kind, pieces) for kind, pieces in self._blocks], ended=True)
+
+    def piece(self, _prompt: int, delta: Delta) -> bytes:
+        """Return the events of a stream for a delta."""
+        events = [event for kind, piece in self._pieces(delta) for event in self._events(kind, piece)]
+        return b"".join([*self._beginning(), *events])
+
+    def end(self) -> bytes:
+        """Return the events that end the stream."""
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stopped_by}
+        last = [
+            _event("message_delta", delta=delta, usage=self._counts()),
+            _event("message_stop"),
+        ]
+        return b"".join([*self._beginning(), *self._closing(), *last])
+
+    def failed(self, error: PilotflameError) -> bytes:
+        body: dict[str, Any] = {**error_body(error, self._request_id)}
+        return _event(body.pop("type"), **body)
+
+    def _pieces(self, delta: Delta) -> Iterator[tuple[str, Any]]:
+        """Count a delta, and yield the kind and the content of what it adds to the answer."""
+        self._made += len(delta.tokens)
+        if delta.usage is not None:
+            self._usage = delta.usage
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+            self._stopped_by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        if delta.reasoning and self._asked.shows_thinking:
+            yield from self._said("thinking", delta.reasoning)
+        if delta.text:
+            yield from self._said("text", delta.text)
+        for call in delta.tool_calls:
+            self._called = True
+            yield from self._said("tool_use", call)
+        if delta.finish_reason is not None and self._blank and not self._open:
+            yield "text", self._blank
+
+    def _said(self, kind: str, piece: Any) -> Iterator[tuple[str, Any]]:
+        """Yield a piece. A text block has more than blanks, because Anthropic's API takes no other back: blanks wait for more."""
+        if kind == "text" and self._open != "text":
+            piece, self._blank = self._blank + piece, ""
+            if not piece.strip():
+                self._blank = piece
+                return
+        self._open = kind
+        yield kind, piece
+
+    def _beginning(self) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield _event("message_start", message=self._message([], ended=False))
+
+    def _events(self, kind: str, piece: Any) -> Iterator[bytes]:
+        if kind == "tool_use" or self._sent != kind:
+            yield from self._closing()
+            self._index, self._sent = self._index + 1, kind
+            empty = {**_block(kind, [piece]), "input": {}} if kind == "tool_use" else _block(kind, [])
+            yield _event("content_block_start", index=self._index, content_block=empty)
+        if kind == "tool_use":
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments or "{}"}
+        else:
+            delta = {"type": f"{kind}_delta", kind: piece}
+        yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _closing(self) -> Iterator[bytes]:
+        if self._sent:
+            self._sent = ""
+            yield _event("content_block_stop", index=self._index)
+
+    def _message(self, content: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._request_id}", "type": "message", "role": "assistant", "model": self._asked.model, "content": content,
+            "stop_reason": self._stop_reason if ended else None, "stop_sequence": self._stopped_by if ended else None,
+            "usage": self._counts(),
+        }  # fmt: skip
+
+    @property
+    def _stop_reason(self) -> str:
+        if self._reason == "stop":
+            return "tool_use" if self._called else "stop_sequence" if self._stopped_by else "end_turn"
+        return _REASONS.get(self._reason or "", "end_turn")
+
+    def _counts(self) -> dict[str, int]:
+        """Return the tokens as Anthropic counts them: `input_tokens` without the cached ones."""
+        usage = self._usage
+        return {
+            "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens), "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens, "output_tokens": max(self._made, usage.completion_tokens),
+        }  # fmt: skip
+
+
+class TokenCount:
+    """The number of tokens of a prompt."""
+
+    def __init__(self, asked: CountRequest) -> None:
+        self._asked = asked
+        self._found: int | None = None
+
+    def add(self, _prompt: int, delta: Delta) -> None:
+        if delta.prompt is not None:
+            self._found = len(delta.prompt.ids)
+        elif delta.usage is not None and self._found is None:
+            self._found = delta.usage.prompt_tokens
+
+    def whole(self) -> dict[str, int]:
+        """Return the response. Raise NotSupported if the function does not tell the tokens."""
+        if self._found is None:
+            message = f"{self._asked.model} does not tell the tokens of prompts."
+            raise NotSupported(message, remedy="Let its handler yield them as `Delta.prompt`.")
+        return {"input_tokens": self._found}
+
+    def piece(self, _prompt: int, _delta: Delta) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, _error: PilotflameError) -> bytes:
+        return b""
+
+
+def _block(kind: str, pieces: list[Any]) -> dict[str, Any]:
+    if kind == "tool_use":
+        call: ToolCall = pieces[0]
+        return {"type": kind, "id": call.id, "name": call.name, "input": _input(call)}
+    signature = {"signature": ""} if kind == "thinking" else {}
+    return {"type": kind, kind: "".join(pieces), **signature}
+
+
+def _input(call: ToolCall) -> orjson.Fragment:
+    """Return the arguments of a call, with its numbers as the model wrote them. Raise OutputInvalid if they are no object."""
+    try:
+        found = load_json(call.arguments or "{}")
+    except BadInput:
+        found = None
+    if not isinstance(found, dict):
+        message = f"The call of {call.name} has no JSON object as arguments."
+        raise OutputInvalid(message, remedy="Let the handler yield it as text.")
+    return orjson.Fragment(call.arguments or "{}")
+
+
+def _event(kind: str, **members: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps({"type": kind, **members}))
