@@ -1,5 +1,6 @@
-"""Tells how much a process may use, of the machine, or less in a container or a limited service; and names what the operating system
-refuses, in one table by operation and errno.
+"""Tells how much of the machine a process may use, and names what the operating system refuses.
+
+A container or a service may be limited to less than the machine. One table has the refusals by operation and errno.
 """
 
 from __future__ import annotations
@@ -110,27 +111,27 @@ class Operation(StrEnum):
     FILE = "a file or a folder"
 
 
-class Refusal(NamedTuple):
+class SystemRefusal(NamedTuple):
     """Why an operation failed, and a remedy."""
 
     why: str
     remedy: str
 
 
-_PROCESSES = Refusal(
+_PROCESSES = SystemRefusal(
     "the number of processes and threads is limited",
     "Raise the limit: `ulimit -u`, TasksMax= of systemd, or --pids-limit of the container.",
 )
-_MEMORY = Refusal(
+_MEMORY = SystemRefusal(
     "memory is limited",
     "Raise the limit: `ulimit -v`, MemoryMax= of systemd, or --memory of the container.",
 )
-_MOVED = Refusal(
+_MOVED = SystemRefusal(
     "the environment was moved or removed while the gateway runs",
     "Start the gateway again, from the place where the environment is now.",
 )
-_FULL = Refusal("the disk or its quota is full", "Free space, or name another folder.")
-TABLE: dict[tuple[Operation, int], Refusal] = {
+_FULL = SystemRefusal("the disk or its quota is full", "Free space, or name another folder.")
+TABLE: dict[tuple[Operation, int], SystemRefusal] = {
     (Operation.FORK, errno.EAGAIN): _PROCESSES,
     (Operation.FORK, errno.ENOMEM): _MEMORY,
     (Operation.MEMORY, errno.ENOMEM): _MEMORY,
@@ -139,39 +140,39 @@ TABLE: dict[tuple[Operation, int], Refusal] = {
     (Operation.PYTHON, errno.ENOTDIR): _MOVED,
     (Operation.PYTHON, errno.EAGAIN): _PROCESSES,
     (Operation.PYTHON, errno.ENOMEM): _MEMORY,
-    (Operation.FOLDER, errno.ENOENT): Refusal(
+    (Operation.FOLDER, errno.ENOENT): SystemRefusal(
         "the current folder no longer exists", "Change to another folder."
     ),
     (Operation.FILE, errno.ENOSPC): _FULL,
     (Operation.FILE, errno.EDQUOT): _FULL,
-    (Operation.FILE, errno.EROFS): Refusal(
+    (Operation.FILE, errno.EROFS): SystemRefusal(
         "the file system is read-only", "Name a folder that can be written."
     ),
-    (Operation.FILE, errno.EMFILE): Refusal(
+    (Operation.FILE, errno.EMFILE): SystemRefusal(
         "the number of open files is limited", "Raise the limit: `ulimit -n`."
     ),
-    (Operation.LISTEN, errno.EADDRINUSE): Refusal(
+    (Operation.LISTEN, errno.EADDRINUSE): SystemRefusal(
         "another program listens there", "Choose another --port (0 picks a free one), or stop that program."
     ),
-    (Operation.LISTEN, errno.EADDRNOTAVAIL): Refusal(
+    (Operation.LISTEN, errno.EADDRNOTAVAIL): SystemRefusal(
         "this machine does not have the address",
         "Use --host ::1 on a machine with IPv6 only, or see `ip address`.",
     ),
-    (Operation.LISTEN, errno.EAFNOSUPPORT): Refusal(
+    (Operation.LISTEN, errno.EAFNOSUPPORT): SystemRefusal(
         "this machine does not have this kind of address",
         "Use --host ::1 for IPv6, or --host 127.0.0.1 for IPv4.",
     ),
-    (Operation.LISTEN, errno.EACCES): Refusal(
+    (Operation.LISTEN, errno.EACCES): SystemRefusal(
         "this user may not use the port",
         "Choose a --port of 1024 or more, or give the right CAP_NET_BIND_SERVICE.",
     ),
 }
 
 
-def refusal(operation: Operation, number: int | None, remedy: str = "") -> Refusal:
+def refusal(operation: Operation, number: int | None, remedy: str = "") -> SystemRefusal:
     """Return the row of the table, or the text of the operating system with this `remedy`."""
     known = TABLE.get((operation, number or 0))
-    return known or Refusal(os.strerror(number) if number else "it was refused", remedy)
+    return known or SystemRefusal(os.strerror(number) if number else "it was refused", remedy)
 
 
 def explained(error: BaseException) -> str | None:

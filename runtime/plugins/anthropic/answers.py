@@ -129,7 +129,7 @@ class MessageBlocks:
         }  # fmt: skip
 
 
-class TokenCount:
+class InputTokens:
     """The number of tokens of a prompt."""
 
     def __init__(self, asked: CountRequest) -> None:

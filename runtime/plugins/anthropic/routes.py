@@ -21,7 +21,7 @@ from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import id_of, load_json, read_body, validate
 from ...front.http.routes import Route, header
 from ...ground.access.keys import Scope
-from .answers import MessageBlocks, TokenCount
+from .answers import InputTokens, MessageBlocks
 from .errors import ERRORS, anthropic_error_reply
 from .requests import REMEDY, CountRequest, MessagesRequest, supported
 
@@ -68,7 +68,7 @@ class AnthropicApi(ApiPlugin):
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         asked, event = await self._asked(request, CountRequest)
-        return await self._respond(request, asked, event, TokenCount(asked))
+        return await self._respond(request, asked, event, InputTokens(asked))
 
     async def _asked(self, request: web.Request, kind: type[T]) -> tuple[T, GenerationRequest]:
         """Return the body of a request, and its event. Raise BadInput, which names the field."""
@@ -77,7 +77,7 @@ class AnthropicApi(ApiPlugin):
             asked = validate(kind, supported(load_json(body)), REMEDY)
             return asked, asked.event()
 
-        body = await read_body(request, self.backend.max_body_bytes, self.backend.body_timeout_s)
+        body = await read_body(request, self.backend.max_body_bytes)
         return await parsed(request, body, read)
 
     async def _respond(
@@ -85,7 +85,7 @@ class AnthropicApi(ApiPlugin):
         request: web.Request,
         asked: CountRequest,
         event: GenerationRequest,
-        answer: MessageBlocks | TokenCount,
+        answer: MessageBlocks | InputTokens,
         *,
         stream: bool = False,
     ) -> web.StreamResponse:

@@ -180,10 +180,13 @@ async def test_every_route_but_public_ones_describes_the_response_without_a_key(
         "/docs/page.css",
         "/docs/page.js",
         "/healthz",
-        "/openai/health",
-        "/openai/version",
         "/readyz",
         "/replicate/v1/streams/{id}",
+        *(
+            base + path
+            for base in ("/openai", "/v2/{function}/openai", "/tgi/{function}")
+            for path in ("/health", "/version")
+        ),
         *(base + path for base in ("", "/oip") for path in ("/v2", "/v2/health/live", "/v2/health/ready")),
     )
     for path, operations in paths.items():
