@@ -59,9 +59,10 @@ class Stack:
         return done.stdout
 
     def write_key(self) -> None:
-        """Make the key with which Prometheus reads the metrics, as docs/operations.md says."""
-        create = ("keys", "create", "prometheus", "--scope", "read")
-        key = self.compose("run", "--rm", "--no-deps", "-T", "gateway", *create)
+        """Make the operator's key, and the key with which Prometheus reads the metrics, as docs/operations.md says."""
+        create = ("run", "--rm", "--no-deps", "-T", "gateway", "keys", "create")
+        self.compose(*create, "laptop", "--scope", "admin")
+        key = self.compose(*create, "prometheus", "--scope", "read")
         assert key.startswith("pf_")
         (self._folder / "metrics.key").write_text(key)
 
