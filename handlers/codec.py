@@ -31,6 +31,8 @@ FORM_TYPE = "application/x-www-form-urlencoded"
 MAX_PROBLEMS = 20
 # orjson refuses values that are nested deeper than this.
 MAX_DEPTH = 254
+LARGEST_BITS = 63
+"""orjson writes longer integers only if they are positive and have 64 bits."""
 ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
 DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
 
@@ -106,9 +108,9 @@ class OutputCodec(_Codec):
         if accept and (raw := _as_bytes(answer, accept)) is not None:
             return raw
         try:
-            payload = orjson.dumps(plain, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+            payload = _dumped(plain)
         except (TypeError, orjson.JSONEncodeError) as error:
-            raise _not_json(plain, error) from None
+            payload = _dumped_with_long_integers(plain, error)
         if b"null" in payload and (path := _find_nan(answer)):
             # orjson and pydantic write NaN and infinities as null, which would be a wrong answer.
             fault = f"The answer is not JSON: {path} is NaN or infinite."
@@ -225,6 +227,29 @@ def _plain(value: Any) -> Any:
     if callable(tolist := getattr(value, "tolist", None)) and type(value).__module__ == "numpy":
         return tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _dumped(plain: Any) -> bytes:
+    return orjson.dumps(plain, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _dumped_with_long_integers(plain: Any, error: Exception) -> bytes:
+    """Return the JSON of an answer with integers of over 64 bits, which orjson does not write. Raise OutputInvalid for another fault."""
+    try:
+        return _dumped(_fragments(plain))
+    except (TypeError, orjson.JSONEncodeError, RecursionError, ValueError):
+        raise _not_json(plain, error) from None
+
+
+def _fragments(value: Any) -> Any:
+    """Return a value in which fragments of JSON replace the integers of over 64 bits."""
+    if isinstance(value, dict):
+        return {key: _fragments(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_fragments(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+        return orjson.Fragment(int.__repr__(value))
+    return value
 
 
 def _not_json(answer: Any, error: Exception) -> OutputInvalid:

@@ -262,7 +262,7 @@ async def test_the_next_gateway_removes_what_a_killed_gateway_has_left(state: Pa
         gateway.process.kill()
         await gateway.process.wait()
         await gone(found["pid"])
-    assert root_of(found["cwd"]).exists()
+    # A gateway of another test process may have removed it already.
     async with gateway_here(state):
         # No function is called.
         await removed(root_of(found["cwd"]))
