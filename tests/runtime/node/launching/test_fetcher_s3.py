@@ -110,7 +110,12 @@ async def function(gateway: Gateway, right: Any) -> Function:
 
 
 def of_the_cloud(names: Any) -> list[str]:
-    return [name for name in names if name.upper().startswith(("AWS_", "BOTO"))]
+    # A function inherits which certificate authorities are trusted: they are no credentials.
+    return [
+        name
+        for name in names
+        if name.upper().startswith(("AWS_", "BOTO")) and name.upper() != "AWS_CA_BUNDLE"
+    ]
 
 
 def holds(pid: int, secret: str) -> bool:
