@@ -27,7 +27,6 @@ from pilotflame.snapshot.registries import upload
 from pilotflame.snapshot.registries.oci import OciSource
 from pilotflame.snapshot.registries.upload import BlobFile, BlobUpload
 from pilotflame.snapshot.sources import retries
-from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.realm import realm_of
 from registry_server import (
     FILEPATH,
@@ -451,9 +450,3 @@ def test_more_files_than_a_reader_takes_are_refused_before_any_is_sent(
         with pytest.raises(SourceError, match=r"5 files, .* at most 4"):
             push(folder, manifest, OciSource(f"oci://{front.host}/org/many:v1"), force=True)
         assert not front.logins
-
-
-def test_an_artifact_has_no_base(opened: Registry, tmp_path: Path) -> None:
-    folder, manifest = weights(tmp_path / "here")
-    with pytest.raises(SnapshotError, match="cannot copy from"):
-        push(folder, manifest, OciSource(f"oci://{opened.host}/org/based:v1"), base=FolderSource(folder))
