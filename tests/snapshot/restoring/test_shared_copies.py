@@ -11,7 +11,7 @@ import pytest
 import torch
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import Plan, make_plan, restore
+from pilotflame.snapshot.restoring.plan import RestorePlan, make_plan, restore
 from pilotflame.snapshot.restoring.shared_copies import SharedCopies
 from safetensors.torch import save_file
 from shared_memory import copies_kb
@@ -21,7 +21,7 @@ FORKS = multiprocessing.get_context("fork")
 WIDTH = 512
 
 
-def work(plan: Plan, folder: Path, sent: Connection, *, writes: bool) -> None:
+def work(plan: RestorePlan, folder: Path, sent: Connection, *, writes: bool) -> None:
     torch.set_num_threads(1)
     restore(plan, Mapping(folder, plan.manifest))
     total = sum(float(parameter.detach().double().sum()) for parameter in plan.module.parameters())
@@ -34,7 +34,7 @@ def work(plan: Plan, folder: Path, sent: Connection, *, writes: bool) -> None:
     os._exit(0)
 
 
-def forked(plan: Plan, folder: Path, *, writes: bool = False) -> tuple[float, int, int]:
+def forked(plan: RestorePlan, folder: Path, *, writes: bool = False) -> tuple[float, int, int]:
     received, sent = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=work, args=(plan, folder, sent), kwargs={"writes": writes})
     process.start()

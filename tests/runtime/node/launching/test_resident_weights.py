@@ -9,7 +9,7 @@ import pytest
 from live import Function, Gateway, gateway_here, until
 from pilotflame.runtime.ground.telemetry.decisions import describe
 from pilotflame.runtime.ground.telemetry.rung_name import RungName
-from pilotflame.runtime.node.measuring import rest
+from pilotflame.runtime.node.measuring import idle_memory_limit
 from pilotflame.runtime.node.reconciling.revision_workers import RevisionWorkers
 from pilotflame.snapshot.caching.node import node_tiers
 from remote_weights import HANDLER, WIDTH, Weights, deployed, in_tier, served_weights
@@ -94,7 +94,7 @@ async def test_when_memory_is_short_weights_of_idle_functions_leave_it(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(rest, "MemoryPressure", Pressure)
+    monkeypatch.setattr(idle_memory_limit, "MemoryPressure", Pressure)
     async with gateway_here(state, cache_dir=tmp_path / "cache") as gateway:
         function = await deployed(gateway, weights)
         assert await function.answer([1.0] * WIDTH) == weights.right
