@@ -15,7 +15,7 @@ CHECK = Path(__file__).parents[4] / "infra" / "bench" / "schema.py"
 
 
 def test_every_response_is_as_described() -> None:
-    arguments = ["--examples", "8", "--phases", "fuzzing", "--least", "280"]
+    arguments = ["--examples", "10", "--phases", "fuzzing", "--least", "280"]
     done = subprocess.run(
         [sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=110, check=False
     )
