@@ -172,3 +172,11 @@ def test_many_unknown_fields_are_counted_and_not_described() -> None:
     with pytest.raises(ValidationError) as found:
         failing_fast(TypeAdapter(Item)).validate_python(value)
     assert len(first_errors(found.value, 20)) == 20
+
+
+@pytest.mark.parametrize(
+    "number", ["0.1234567890123456789", "1.0000000000000000000001", "5e0000000000000000000001"]
+)
+def test_a_float_with_a_long_fraction_hides_no_integer_behind_it(number: str) -> None:
+    for text in (f"[{number},{2**64}]", f"[{number},[{number}],{-(2**64)}]", f'{{"a":{number},"b":{2**64}}}'):
+        assert repr(loads(text)) == repr(json.loads(text))
