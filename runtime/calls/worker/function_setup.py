@@ -76,7 +76,7 @@ class Built:
 def build(
     spec: WorkerSpec, secrets: Mapping[str, str] | None = None, working_directory: Path | None = None
 ) -> Built:
-    """Import the handler, call its `build`, and configure logging. Raise HandlerError if import or `build` fails.
+    """Import the handler, call its `build`, and begin logging. Raise HandlerError if import or `build` fails.
 
     `secrets` are environment variables of the function and take precedence over its settings. Without a
     `working_directory`, the import runs in the folder of the code.
@@ -88,8 +88,7 @@ def build(
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
     threads = spec.threads or inherited or fork_safety.torch_threads()
     os.chdir(working_directory or spec.code)
-    if (root := logging.getLogger()).level == DEFAULT_LEVEL:
-        root.setLevel(DEFAULT_LEVEL)
+    begin_logging()
     handler = resolve(spec.code, spec.handler, spec.function, spec.resolver)
     if not keeps:
         _keep_compiled(spec)
@@ -108,7 +107,7 @@ def build(
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
         if snapshots is not None:
             snapshots.check()
-    configure_logging()
+    default_level()
     return Built(handler, state, snapshots, threads, import_s, tuple(_observers(spec)), prefixes)
 
 
@@ -261,13 +260,18 @@ class _Default(int):
 DEFAULT_LEVEL = _Default(logging.WARNING)
 
 
-def configure_logging() -> None:
-    """Let `context.log` and the logging module write to standard error, which is the function's log.
+def begin_logging() -> None:
+    """Let lines for which the function's code has no logging handler go to standard error, which is the function's log.
 
-    The handler's own configuration stays: its level, and its logging handlers in place of `MarkedHandler`.
+    The code may configure the module logging at any time, because its root logger has no handlers yet.
     """
+    logging.lastResort = MarkedHandler()
+    if (root := logging.getLogger()).level == DEFAULT_LEVEL:
+        root.setLevel(DEFAULT_LEVEL)
+
+
+def default_level() -> None:
+    """Log lines from INFO on, unless the function's code has set a level or handlers."""
     root = logging.getLogger()
-    if not root.handlers:
-        root.addHandler(MarkedHandler())
-        if root.level is DEFAULT_LEVEL:
-            root.setLevel(logging.INFO)
+    if root.level is DEFAULT_LEVEL and not root.handlers:
+        root.setLevel(logging.INFO)

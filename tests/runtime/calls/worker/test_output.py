@@ -206,3 +206,22 @@ JSON_LINES = """logging.config.dictConfig({
 async def test_the_handlers_own_logging_stays(deploy, configuration: str, expected: list[str]):
     function = await deploy(LOGS.replace("{configuration}", configuration))
     assert (await ended(function, await submit(function, 1))).get("logs", "").splitlines() == expected
+
+
+@pytest.mark.parametrize("place", ["setup", "handler"])
+async def test_logging_can_be_configured_after_the_import_too(deploy, place: str):
+    source = f"""
+import logging
+def configure():
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s: %(message)s")
+def setup(context):
+    if {place!r} == "setup":
+        configure()
+def handler(event):
+    if {place!r} == "handler":
+        configure()
+    logging.getLogger("mine").warning("hidden")
+    logging.getLogger("mine").error("shown")
+"""
+    function = await deploy(source)
+    assert (await ended(function, await submit(function, 1)))["logs"].splitlines() == ["ERROR: shown"]
