@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ....errors import GatewayUnreachable, PilotflameError
-from ....machine import explained
+from ...ground.telemetry.refusals import explained
 from .display import function_trace, json_text, say
 
 ERROR = 1

@@ -6,7 +6,7 @@ import os
 import socket
 
 from ....errors import GatewayError
-from ....machine import Operation, refusal
+from ...ground.telemetry.refusals import Operation, refusal
 
 # The file descriptor of the first socket that systemd passes.
 FIRST_PASSED = 3

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import LauncherError
-from ....machine import Operation, refusal
 from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Confinement, WorkerSpec
 from ...ground.telemetry.logs import Log, LogChannel
+from ...ground.telemetry.refusals import Operation, refusal
 from .confinements import Confinements
 from .gpus import ASK_WITHOUT_USE, PREFIXES
 from .launcher import NO_SECRETS

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ....errors import LauncherError, PilotflameError
-from ....machine import Operation, refusal
 from ...calls.link import handler_facts
 from ...calls.link.child import KILLED_S, Child
 from ...calls.link.connection import Link
@@ -18,6 +17,7 @@ from ...calls.link.frames import Frame, FrameKind
 from ...calls.link.worker_spec import Confinement, WorkerSpec
 from ...ground.telemetry.log_stream import LogStream
 from ...ground.telemetry.logs import Log
+from ...ground.telemetry.refusals import Operation, refusal
 from .launcher import NO_SECRETS
 from .listener import Listener
 from .slow_build import SlowBuild

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from ....errors import RequirementsError
-from ....machine import Operation, refusal
+from ...ground.telemetry.refusals import Operation, refusal
 
 FILE = "requirements.txt"
 MAX_CHARS, MAX_LINE_CHARS, MAX_LINES = 256 << 10, 1000, 2000
