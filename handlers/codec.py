@@ -242,11 +242,13 @@ def _dumped_with_long_integers(plain: Any, error: Exception) -> bytes:
 
 
 def _fragments(value: Any) -> Any:
-    """Return a value in which fragments of JSON replace the integers of over 64 bits."""
+    """Return a value in which fragments of JSON replace the integers of over 64 bits, except in models, which write themselves."""
     if isinstance(value, dict):
         return {key: _fragments(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return [_fragments(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _fragments(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
         return orjson.Fragment(int.__repr__(value))
     return value

@@ -16,9 +16,9 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from ..addresses import INPUT_NETWORKS, Addresses
 from ..snapshot.sources.dialer import AddressRefused, Dialer
+from ..snapshot.sources.location import PATH, QUERY
 
 MAX_CONNECT_S = 60.0
-_ALLOWED = "/:@!$&'()*+,;=~?%"
 
 
 def encoded(url: str) -> str:
@@ -27,7 +27,7 @@ def encoded(url: str) -> str:
     if parts.scheme == "data" or (url.isascii() and url.isprintable() and " " not in url):
         return url
     host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
-    path, query = quote(parts.path, _ALLOWED), quote(parts.query, _ALLOWED)
+    path, query = quote(parts.path, PATH), quote(parts.query, QUERY)
     return urlunsplit((parts.scheme, host, path, query, ""))
 
 

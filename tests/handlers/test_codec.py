@@ -354,3 +354,7 @@ def test_integers_of_any_size_are_written_with_all_digits(value: int) -> None:
     assert json.loads(payload) == {"a": [value, [value, "x"]], "b": [1.5]}
     with pytest.raises(OutputInvalid, match="key 1 of type int"):
         OutputCodec(None).encode({1: value})
+    model = create_model("Found", n=(int, ...))
+    for nested in (dataclasses.make_dataclass("Told", ["n"])(value), {"n": {value}}):
+        assert str(value).encode() in OutputCodec(None).encode(nested)[0]
+    assert str(value).encode() in OutputCodec(model).encode(model(n=value))[0]

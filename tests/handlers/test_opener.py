@@ -30,6 +30,7 @@ class Answers(BaseHTTPRequestHandler):
     """Redirects to the path's `to`, else sends a body. /short announces more than it sends."""
 
     def do_GET(self) -> None:
+        targets.append(self.path)
         target = self.path.partition("?to=")[2]
         self.send_response(302 if target else 200)
         if target:
@@ -38,7 +39,6 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         if not target:
             self.wfile.write(b"body")
-        targets.append(self.path)
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""

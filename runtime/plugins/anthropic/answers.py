@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 
-from ....errors import BadInput, NotSupported, OutputInvalid, PilotflameError
+from ....errors import BadInput, OutputInvalid, PilotflameError
 from ....handlers.language_model.contract import Delta, TokenUsage, ToolCall
 from ...front.http.requests import load_json
+from ..completions.prompt_answer import PromptAnswer
 from .errors import error_body
 from .requests import CountRequest, MessagesRequest
 
@@ -129,34 +130,15 @@ class MessageBlocks:
         }  # fmt: skip
 
 
-class InputTokens:
-    """The number of tokens of a prompt."""
+def input_tokens(asked: CountRequest) -> PromptAnswer:
+    """Return the answer with the number of tokens of a prompt."""
 
-    def __init__(self, asked: CountRequest) -> None:
-        self._asked = asked
-        self._found: int | None = None
-
-    def add(self, _prompt: int, delta: Delta) -> None:
+    def show(delta: Delta) -> dict[str, int] | None:
         if delta.prompt is not None:
-            self._found = len(delta.prompt.ids)
-        elif delta.usage is not None and self._found is None:
-            self._found = delta.usage.prompt_tokens
+            return {"input_tokens": len(delta.prompt.ids)}
+        return None if delta.usage is None else {"input_tokens": delta.usage.prompt_tokens}
 
-    def whole(self) -> dict[str, int]:
-        """Return the response. Raise NotSupported if the function does not tell the tokens."""
-        if self._found is None:
-            message = f"{self._asked.model} does not tell the tokens of prompts."
-            raise NotSupported(message, remedy="Let its handler yield them as `Delta.prompt`.")
-        return {"input_tokens": self._found}
-
-    def piece(self, _prompt: int, _delta: Delta) -> bytes:
-        return b""
-
-    def end(self) -> bytes:
-        return b""
-
-    def failed(self, _error: PilotflameError) -> bytes:
-        return b""
+    return PromptAnswer(asked.model, show)
 
 
 def _block(kind: str, pieces: list[Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import id_of, load_json, read_body, validate
 from ...front.http.routes import Route, header
 from ...ground.access.keys import Scope
-from .answers import InputTokens, MessageBlocks
+from ..completions.prompt_answer import PromptAnswer
+from .answers import MessageBlocks, input_tokens
 from .errors import ERRORS, anthropic_error_reply
 from .requests import REMEDY, CountRequest, MessagesRequest, supported
 
@@ -68,7 +69,7 @@ class AnthropicApi(ApiPlugin):
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         asked, event = await self._asked(request, CountRequest)
-        return await self._respond(request, asked, event, InputTokens(asked))
+        return await self._respond(request, asked, event, input_tokens(asked))
 
     async def _asked(self, request: web.Request, kind: type[T]) -> tuple[T, GenerationRequest]:
         """Return the body of a request, and its event. Raise BadInput, which names the field."""
@@ -85,7 +86,7 @@ class AnthropicApi(ApiPlugin):
         request: web.Request,
         asked: CountRequest,
         event: GenerationRequest,
-        answer: MessageBlocks | InputTokens,
+        answer: MessageBlocks | PromptAnswer,
         *,
         stream: bool = False,
     ) -> web.StreamResponse:

@@ -31,7 +31,6 @@ SQS = "aws:sqs"
 DEFAULT_REGION = "us-east-1"
 # The remaining time that an invocation without a deadline reports. It is the longest timeout that Lambda allows.
 _MAX_REMAINING_MS = 900_000
-_LEAST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 _CLIENT = ("installation_id", "app_title", "app_version_name", "app_version_code", "app_package_name")
 
 
@@ -65,7 +64,7 @@ class ObjectInput(InputCodec):
 
 
 class ExactOutput(LenientOutput):
-    """Encodes all that AWS's runtime encodes, including Decimals and integers of any size, with all their digits."""
+    """Encodes all that AWS's runtime encodes, including Decimals with all their digits."""
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         try:
@@ -80,7 +79,7 @@ class ExactOutput(LenientOutput):
 
 
 def _exact(value: Any) -> Any:
-    """Return `value`, in which fragments of JSON replace all numbers that orjson cannot write."""
+    """Return `value`, in which fragments of JSON replace Decimals, and text replaces the keys."""
     if isinstance(value, dict):
         return {_key(key): _exact(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -89,8 +88,6 @@ def _exact(value: Any) -> Any:
         if not value.is_finite():
             raise ValueError("no JSON number")
         return orjson.Fragment(str(value))
-    if isinstance(value, int) and not _LEAST_INT <= value <= _LARGEST_INT:
-        return orjson.Fragment(int.__repr__(value))
     return value
 
 

@@ -41,7 +41,7 @@ from .encodings import EmbeddingsAnswer, EmbeddingsRequest, RankingAnswer, Ranki
 from .response_answers import ResponseAnswer
 from .response_requests import ResponseRequest
 from .together import TogetherModel, is_together, together_model
-from .tokens import DetokenizedText, DetokenizeRequest, PromptAnswer, TokenizeRequest, Tokens
+from .tokens import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens, prompt_answer
 
 _STATUSES = (400, 404, 408, 413, 422, 429, 500, 503, 504)
 
@@ -142,7 +142,7 @@ class OpenAiApi(ApiPlugin):
 
         asked, event = await self._asked(request, kind, event_of)
         writes = self._writer(request, asked.model)
-        return await respond(self.backend, request, writes.live, [event], PromptAnswer(asked), stream=False)
+        return await respond(self.backend, request, writes.live, [event], prompt_answer(asked), stream=False)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         lives = self._models(request)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from ....errors import NotSupported, PilotflameError
 from ....handlers.language_model.contract import Delta, GenerationRequest, PromptTokens, Tool
 from ...front.http.requests import validate
 from ..completions.messages import plain_message
+from ..completions.prompt_answer import PromptAnswer
 from ..completions.requests import REMEDY
 
 
@@ -85,28 +84,8 @@ def _event(fields: dict[str, Any]) -> GenerationRequest:
     return validate(GenerationRequest, {**fields, "prompt_only": True, "max_tokens": 1}, REMEDY)
 
 
-@dataclass
-class PromptAnswer:
-    """The answer to one request."""
+def prompt_answer(asked: TokenizeRequest | DetokenizeRequest) -> PromptAnswer:
+    def show(delta: Delta) -> Tokens | DetokenizedText | None:
+        return None if delta.prompt is None else asked.answer(delta.prompt)
 
-    asked: TokenizeRequest | DetokenizeRequest
-    _found: PromptTokens | None = None
-
-    def add(self, _prompt: int, delta: Delta) -> None:
-        self._found = self._found or delta.prompt
-
-    def whole(self) -> Any:
-        """Return the response. Raise NotSupported if the function does not tell the tokens."""
-        if self._found is None:
-            message = f"{self.asked.model} does not tell the tokens of prompts."
-            raise NotSupported(message, remedy="Let its handler yield them as `Delta.prompt`.")
-        return self.asked.answer(self._found)
-
-    def piece(self, _prompt: int, _delta: Delta) -> bytes:
-        return b""
-
-    def end(self) -> bytes:
-        return b""
-
-    def failed(self, _error: PilotflameError) -> bytes:
-        return b""
+    return PromptAnswer(asked.model, show)
