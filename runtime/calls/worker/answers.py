@@ -20,6 +20,7 @@ from ....errors import (
     PilotflameError,
     SnapshotChanged,
     SnapshotError,
+    UnsupportedMedia,
     not_whole,
 )
 from ....handlers.arrays import TENSORS_TYPE
@@ -29,6 +30,9 @@ from ....handlers.handler import Handler
 from ..link.frames import HEADER, MAX_PAYLOAD_BYTES, FrameKind, Timing, check_output, encode, encode_json
 from .call import Call
 from .devices import may_be_of_device
+
+# The errors that callers get as they are. Any other exception is a failure of the handler.
+TOLD = (BadInput, HandlerFailed, InputInvalid, InputTooLarge, OutputInvalid, Overloaded, UnsupportedMedia)
 
 
 class AnswerFrames:
@@ -115,7 +119,7 @@ class AnswerFrames:
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""
         self.suspicious = self.suspicious or may_be_of_device(error) or isinstance(error, SnapshotChanged)
-        if isinstance(error, (BadInput, HandlerFailed, InputInvalid, InputTooLarge, OutputInvalid, Overloaded)):  # fmt: skip
+        if isinstance(error, TOLD):
             return error
         if isinstance(error, SnapshotError) and not isinstance(error, OF_HANDLERS):
             return not_whole(error)

@@ -646,3 +646,14 @@ async def test_a_failed_call_keeps_nothing(deploy, failing: str, path: str):
     finally:
         tracemalloc.stop()
         gc.enable()
+
+
+async def test_a_form_of_several_parts_is_refused_unless_the_handler_takes_bytes(deploy):
+    for source, status in (
+        ("def handler(event):\n    return 1\n", 415),
+        ("def handler(event: bytes):\n    return 1\n", 200),
+    ):
+        function = await deploy(source)
+        answer = await function.client.post(function.path, files={"a": b"b"})
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["type"] == "unsupported_media"
