@@ -25,7 +25,7 @@ from ..http.event_stream import LAST_EVENT_S
 from ..http.guard import UNKNOWN_CALLER, Admitted, Guard, count_calls
 from ..http.parsed_bodies import parsed
 from ..http.requests import Headers, dump_json, id_of, load_json, load_output, timeout_of
-from ..http.responses import ErrorFormat, outputs_response
+from ..http.responses import ErrorFormat, dumped, outputs_response
 from ..http.routes import Route, based
 from ..listening.tls import Certificate
 from .backend import Backend
@@ -146,7 +146,8 @@ class ApiPlugin:
     async def _json_of(
         self, request: web.Request, function: str, event: Any, number: int, extra: Mapping[str, Any] | None
     ) -> bytes:
-        output = await Invoker(self.backend).call(request, function, dump_json(event), number, extra)
+        body = await dumped(request, dump_json, event)
+        output = await Invoker(self.backend).call(request, function, body, number, extra)
         if output.content_type != JSON_TYPE:
             raise OutputInvalid(
                 f"The output of {function} is {output.content_type}, not JSON.", remedy=CALL_REMEDY

@@ -19,7 +19,7 @@ from ...node.functions.live import Live
 from ..api.invoke import Invoker
 from ..http.parsed_bodies import parsed
 from ..http.requests import dump_json, request_id_of, validate_output
-from ..http.responses import invocation_headers
+from ..http.responses import dumped, invocation_headers
 
 MOST_UNREAD = 64
 """The pieces of an answer that wait for its caller."""
@@ -85,11 +85,11 @@ class Deltas:
             self._running.pop().cancel()
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
-        body = dump_json(event.model_dump(mode="json", exclude_unset=True))
         read = partial(delta_of, self._live.record.function)
         usage, made = TokenUsage(prompt_tokens=0), 0
         first_s, last_s, failure = 0.0, 0.0, None
         try:
+            body = await dumped(self._request, _event_of, event)
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
                     self._count(piece)
@@ -145,3 +145,7 @@ def delta_of(name: str, piece: bytes) -> Delta:
     """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta, or has too many values."""
     wrong = f"{name} is no language model: its handler yields something else than Delta."
     return validate_output(Delta, piece, wrong, "Yield pilotflame's Delta, or call it at /invoke.")
+
+
+def _event_of(asked: GenerationRequest) -> bytes:
+    return dump_json(asked.model_dump(mode="json", exclude_unset=True))

@@ -38,6 +38,8 @@ LONGEST_ANSWER = 1 << 17
 """The most tokens of an answer whose caller sets no limit: the context of the largest usual models."""
 PARSED_BYTES = 64 << 10
 """In a longer body, the limits are searched for. To parse it would block the event loop."""
+END_BYTES = 512 << 10
+"""A search reads this much of both ends of a text: of 19 MB of quotation marks, it would block the event loop for half a second."""
 USUAL_ANSWER = 128.0
 """The tokens of an answer before any has ended."""
 SMOOTHING = 0.1
@@ -46,7 +48,7 @@ _ANSWERS = re.compile(rb'"n"\s*:\s*(?:"\s*)?\+?(\d{1,9})')
 MOST_FOUND = 1000
 """With more such numbers in a body, the call counts as one for the most answers."""
 _NUMBER = TypeAdapter(int)
-_MADE = re.compile(rb'"tokens"\s*:\s*\[([\d,\s]*)\]')
+_MADE = re.compile(rb'"tokens"\s*:\s*\[')
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]{0,4096}\})')
 _TOKENS = re.compile(rb'"tokens"\s*:\s*(\d{1,9})')
 
@@ -133,8 +135,11 @@ def _asked(body: bytes) -> Asked:
     """Return what the input of a model asks for. If it is invalid, the handler refuses it."""
     prompt = math.ceil(len(body) / CHARS_A_TOKEN)
     if len(body) > PARSED_BYTES:
-        # The largest number counts, wherever it is. In a text, the quotation marks of a name would be escaped.
-        found = [int(match[1]) for match in itertools.islice(_ANSWERS.finditer(body), MOST_FOUND + 1)]
+        # The largest number counts. In a text, the quotation marks of a name would be escaped. What a caller hides between the ends
+        # is not reserved, and still counts when the call ends.
+        last = _ANSWERS.finditer(body, max(END_BYTES, len(body) - END_BYTES))
+        matches = itertools.chain(_ANSWERS.finditer(body, 0, END_BYTES), last)
+        found = [int(match[1]) for match in itertools.islice(matches, MOST_FOUND + 1)]
         largest = max(found, default=1) if len(found) <= MOST_FOUND else MOST_ANSWERS
         return Asked(max(1, min(largest, MOST_ANSWERS)), prompt, math.inf)
     try:
@@ -173,7 +178,7 @@ class AnswerTokens:
 
     def note_input(self, payload: bytes) -> None:
         """Count the tokens that an encoder or a reranker has read. Its answer may be large, so it is not parsed."""
-        if (match := _TOKENS.search(payload)) is not None:
+        if (match := _search(_TOKENS, payload)) is not None:
             self._add(min(int(match[1]), MOST_TOKENS), 0, 0)
 
     def note(self, piece: bytes) -> None:
@@ -204,10 +209,15 @@ class AnswerTokens:
         self._account.note_tokens(prompt=more[0], cached=more[1], generated=more[2])
 
 
+def _search(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
+    return pattern.search(text, 0, END_BYTES) or pattern.search(text, max(0, len(text) - END_BYTES))
+
+
 def _found_in(piece: bytes) -> dict[str, Any]:
     """Return the tokens and the usage of a large piece, which are searched for."""
-    made, usage = _MADE.search(piece), _USAGE.search(piece)
-    count = made[1].count(b",") + 1 if made is not None and made[1].strip() else 0
+    made, usage, count = _search(_MADE, piece), _search(_USAGE, piece), 0
+    if made is not None and (end := piece.find(b"]", made.end())) > made.end():
+        count = piece.count(b",", made.end(), end) + 1
     with contextlib.suppress(orjson.JSONDecodeError):
         return {"tokens": range(count), "usage": orjson.loads(usage[1]) if usage is not None else None}
     return {"tokens": range(count)}

@@ -55,7 +55,7 @@ class ClientConnection(web.RequestHandler):
         self._header, self._place = HeaderLimit(), place
         self._request: web.Request | None = None
         self._lost: asyncio.Future[None] | None = None
-        self._unparsed = UnparsedData(place.turns, self._header)
+        self._unparsed = UnparsedData(place.take_turn, self._header)
         self.discards = False
         """True while it throws away the rest of a request whose response has been sent."""
         self.on_data: Callable[[int], None] | None = None
@@ -134,7 +134,7 @@ class ClientConnection(web.RequestHandler):
         if self.transport is None or self._header.size > DISCARDED_BYTES:
             return self.abort()
         self.transport.pause_reading()
-        self._place.turns.add(self._discard_on)
+        self._place.take_turn(self._discard_on)
         if self.discards:
             return None
         self.discards = True

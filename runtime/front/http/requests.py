@@ -29,6 +29,7 @@ from .incoming_bodies import INCOMING
 
 CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
+BODY_BYTES = web.RequestKey("body_bytes", int)
 """The body of a request that the guard had to read, as it was sent. `read_body` unpacks and returns it."""
 CALLS = web.RequestKey("calls", bool)
 """Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
@@ -97,12 +98,14 @@ async def read_body(
     """
     body = await read_sent(request, limit, timeout_s, remedy=remedy)
     coding = coding_of(request.headers)
+    request[BODY_BYTES] = len(body)
     if coding not in CODINGS:
         return body
     work = functools.partial(unpack, coding=coding, limit=limit)
     body = await request.app[INCOMING].unpack(caller_of(request).owner, body, work)
     if len(body) > limit:
         raise too_large(limit, remedy)
+    request[BODY_BYTES] = len(body)
     return body
 
 

@@ -31,7 +31,7 @@ from ....handlers.contract import NOTHING
 from ....handlers.negotiation import weigh
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keys import Caller, Scope
-from .requests import Headers, awaits_continue, in_turn
+from .requests import BODY_BYTES, Headers, awaits_continue, in_turn
 from .sliced_body import SlicedBody
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
@@ -103,6 +103,11 @@ def json_response(
 async def made(request: web.Request, size: int, make: Callable[[], T]) -> T:
     """Return the result of `make`, which makes an answer from `size` bytes of outputs: in a thread if they are many."""
     return await in_turn(request, make) if size > MAX_ON_LOOP_BYTES else make()
+
+
+async def dumped(request: web.Request, dump: Callable[[T], bytes], event: T) -> bytes:
+    """Return an event that was made of the request's body as bytes."""
+    return await made(request, request.get(BODY_BYTES, 0), functools.partial(dump, event))
 
 
 async def outputs_response(

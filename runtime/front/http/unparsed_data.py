@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from aiohttp.streams import StreamReader
 
-from ..listening.reading_turns import ReadingTurns
 from .header_limit import MAX_HEADER_BYTES, HeaderLimit
 
 SLICE_BYTES, PARSING_S = 2 << 10, 0.5e-3
@@ -35,10 +35,11 @@ class ParsingConnection(Protocol):
 class UnparsedData:
     """The bytes that have arrived and that aiohttp gets in later turns. While there are many, the transport does not read."""
 
-    __slots__ = ("_data", "_header", "_in_turns", "_turns", "body", "full", "is_socket")
+    __slots__ = ("_data", "_header", "_in_turns", "_take_later", "body", "full", "is_socket")
 
-    def __init__(self, turns: ReadingTurns, header: HeaderLimit) -> None:
-        self._turns, self._header = turns, header
+    def __init__(self, take_later: Callable[[Callable[[], None]], None], header: HeaderLimit) -> None:
+        """`take_later` calls its argument in a later turn of the event loop."""
+        self._take_later, self._header = take_later, header
         self._data, self._in_turns = b"", False
         self.body: StreamReader | None = None
         """The body of the running request. What arrives behind it waits for the response."""
@@ -68,7 +69,7 @@ class UnparsedData:
         waits = self._waits()
         if self._data and not waits and not self._in_turns:
             self._in_turns = True
-            self._turns.add(partial(self._take_turn, connection))
+            self._take_later(partial(self._take_turn, connection))
         # While a request runs, the transport reads: it may find that the client has left.
         if len(self._data) > (MAX_HEADER_BYTES if waits else 0) or self._header.size > MAX_HEADER_BYTES:
             transport.pause_reading()

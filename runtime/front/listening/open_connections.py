@@ -51,10 +51,9 @@ class ConnectionPlace:
     def is_busy(self) -> bool:
         return self.connection is not None and self.connection.is_busy
 
-    @property
-    def turns(self) -> ReadingTurns:
-        """The turns in which the connections of this port read on."""
-        return self._among.turns
+    def take_turn(self, read_on: Callable[[], None]) -> None:
+        """Call `read_on` in a later turn of the event loop, after the other clients' turns."""
+        self._among.turns.add(read_on, self.client)
 
     def admit(self) -> None:
         """Note that a request was admitted."""

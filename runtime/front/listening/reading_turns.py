@@ -1,4 +1,4 @@
-"""Lets the connections that have more bytes than one read takes read on in turns.
+"""Lets the connections that have more bytes than one read takes read on in turns. The clients take turns, and so do the connections of each.
 
 Otherwise, one turn of the event loop could read from all of them, and libuv reads up to 32 times from each.
 """
@@ -17,27 +17,38 @@ READS, READING_S = 4, 0.5e-3
 
 
 class ReadingTurns:
-    """The paused connections, in the order in which they read on."""
+    """The paused connections of each client, in the order in which they read on."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._is_due = False
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        self._count, self._is_due = 0, False
 
-    def add(self, read_on: Callable[[], None]) -> None:
+    def add(self, read_on: Callable[[], None], client: str = "") -> None:
         """Call `read_on` in a later turn of the event loop. The caller has paused its connection."""
-        self._waiting.append(read_on)
+        self._waiting.setdefault(client, deque()).append(read_on)
+        self._count += 1
         self._schedule()
 
+    def _next(self) -> Callable[[], None]:
+        """Remove the next connection of the client whose turn it is."""
+        client = next(iter(self._waiting))
+        own = self._waiting.pop(client)
+        read_on = own.popleft()
+        self._count -= 1
+        if own:
+            self._waiting[client] = own
+        return read_on
+
     def _schedule(self) -> None:
-        if self._waiting and not self._is_due:
+        if self._count and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._take)
 
     def _take(self) -> None:
         until_s = time.perf_counter() + READING_S
-        for _ in range(min(READS, len(self._waiting))):
+        for _ in range(min(READS, self._count)):
             try:
-                self._waiting.popleft()()
+                self._next()()
             except Exception:
                 # The other connections must have their turns all the same.
                 LOG.exception("a connection failed to read on")

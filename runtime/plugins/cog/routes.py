@@ -26,7 +26,7 @@ from ...front.api.job_events import JobEncoder, send_job
 from ...front.api.plugin import ApiPlugin
 from ...front.http.event_stream import EVENTS, accepts_events, event
 from ...front.http.requests import caller_of, dump_json, preferences_of
-from ...front.http.responses import json_response
+from ...front.http.responses import dumped, json_response
 from ...front.http.routes import Parameter, Route, header
 from ...ground.access.keys import Scope
 from ...jobs.stored.job import Job, JobState
@@ -144,10 +144,11 @@ class PredictionsApi(ApiPlugin):
         fields = wanted.fields(path_id, owner, request.headers, waits=wait_s is None)
         live = self._live(request, wanted.version)
         check_size(live, body)
-        job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
+        event = await dumped(request, dump_json, wanted.input)
+        job, replayed = await self._backend.submit(request, live, event, **fields)
         # While the caller waits, the input is not kept, neither as bytes nor parsed.
         job = job.bare()
-        del wanted, body, fields
+        del wanted, body, fields, event
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
         if wait_s is None:

@@ -17,7 +17,6 @@ from ...front.api.backend import Backend
 from ...front.http.incoming_bodies import ArrivingBytes, IncomingBodies, no_room
 from ...front.listening.acceptor import Acceptor
 from ...front.listening.open_connections import ConnectionPlace, OpenConnections, most_connections
-from ...front.listening.reading_turns import ReadingTurns
 
 READ_BYTES = 32 << 10
 """The most bytes that are read from one connection at a time."""
@@ -32,9 +31,9 @@ _received = memoryview(bytearray(READ_BYTES))
 class _Side(asyncio.BufferedProtocol):
     """One side of a connection. It sends the bytes that the other side has read, and the other side pauses while it cannot."""
 
-    def __init__(self, turns: ReadingTurns) -> None:
+    def __init__(self, place: ConnectionPlace) -> None:
         self.other: _Side
-        self._turns = turns
+        self._place = place
         self.transport: asyncio.Transport | None = None
         self.waits = False
         """True while the other side has not sent what it got."""
@@ -49,7 +48,7 @@ class _Side(asyncio.BufferedProtocol):
         self.received(bytes(_received[:nbytes]))
         if nbytes == READ_BYTES:
             self.pause()
-            self._turns.add(self.go_on)
+            self._place.take_turn(self.go_on)
 
     def received(self, data: bytes) -> None:
         """Pass bytes on to the other side."""
@@ -81,10 +80,10 @@ class GrpcConnection(_Side):
     """A client's connection."""
 
     def __init__(self, port: GrpcPort, place: ConnectionPlace) -> None:
-        super().__init__(place.turns)
-        self.other = _Side(place.turns)
+        super().__init__(place)
+        self.other = _Side(place)
         self.other.other = self
-        self._port, self._place = port, place
+        self._port = port
         self._name, self._early = "", list[bytes]()
         self._calls = 0
         # Until its first call is admitted, the client owns what arrives.

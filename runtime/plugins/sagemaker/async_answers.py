@@ -18,6 +18,7 @@ from ....handlers.codec import JSON_TYPE
 from ....snapshot.publish import publish
 from ...front.api.backend import Backend
 from ...jobs.stored.job import Job, JobState
+from ...node.functions.live import Live
 from .objects import Objects
 
 FOLDER = "sagemaker"
@@ -83,10 +84,10 @@ class AsyncAnswers:
 
     async def _written(self, pending: PendingAnswer, job: Job) -> bool:
         """Write an answer and return True, or return False if all tries fail. Raise UnknownFunction."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, function = FIRST_PAUSE_S, self._backend.functions.get(pending.function).function
         for _ in range(TRIES):
             try:
-                await self._write(pending, job)
+                await self._write(self._live(pending, function), pending, job)
             except UnknownFunction:
                 raise
             except PilotflameError as error:
@@ -105,8 +106,15 @@ class AsyncAnswers:
             if job.state.final:
                 return job
 
-    async def _write(self, pending: PendingAnswer, job: Job) -> None:
-        live, write = self._backend.functions.get(pending.function), self._objects.write
+    def _live(self, pending: PendingAnswer, function: object) -> Live:
+        """Raise UnknownFunction also if another function has the name now: its secrets write no answer of this one."""
+        live = self._backend.functions.get(pending.function)
+        if live.function is not function:
+            raise UnknownFunction(f"{pending.function} was deleted, and its name is another function's.")
+        return live
+
+    async def _write(self, live: Live, pending: PendingAnswer, job: Job) -> None:
+        write = self._objects.write
         if job.state is JobState.COMPLETED:
             await write(live, pending.output, job.output or b"null", job.output_type or JSON_TYPE)
             return

@@ -77,7 +77,8 @@ class TorchServeApi(ApiPlugin):
         payload, kind = await Invoker(self.backend).call(request, name, body, extra=extra, content_type=kind)
         # TorchServe sends text as it is.
         if kind == JSON_TYPE and payload.startswith(b'"'):
-            payload, kind = (await parsed(request, payload, load_output)).encode(), TEXT_TYPE
+            payload = await parsed(request, payload, lambda text: load_output(text).encode())
+            kind = TEXT_TYPE
         return web.Response(body=payload, headers={"X-Request-Id": id_of(request), "Content-Type": kind})
 
     async def refuse(self, request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,13 @@ from live import Gateway, failure, gateway_here, home_client, short_folder
 from pilotflame.errors import HandlerFailed
 from pilotflame.handlers.language_model.contract import MOST_ANSWERS, GenerationRequest
 from pilotflame.runtime.calls.serving.invocation import Invocation, Output
-from pilotflame.runtime.front.generation.token_counts import PARSED_BYTES, AnswerTokens, ModelCalls, _asked
+from pilotflame.runtime.front.generation.token_counts import (
+    END_BYTES,
+    PARSED_BYTES,
+    AnswerTokens,
+    ModelCalls,
+    _asked,
+)
 from pilotflame.runtime.ground.access.keyring import Meter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -260,6 +266,16 @@ async def test_the_tokens_of_a_large_piece_are_counted_without_parsing_it(
 async def test_blanks_in_a_body_take_no_longer_than_their_number(blanks: bytes) -> None:
     """Two neighbours in a pattern that match the same blanks would take days for a million."""
     assert _asked(b'{"n":' + blanks + b"null}").answers == 1
+
+
+async def test_the_ends_of_a_long_body_and_of_a_long_output_are_searched() -> None:
+    middle = b'"' * 4 * END_BYTES
+    assert _asked(b'{"n": 3, "prompt": "' + middle).answers == 3
+    assert _asked(b'{"prompt": "' + middle + b'", "n": 4}').answers == 4
+    tally = Tally()
+    AnswerTokens(tally).note_input(middle + b'"tokens": 7}')  # type: ignore[arg-type]
+    AnswerTokens(tally).note(b'{"tokens": [1, 2], "text": "' + middle + b'"}')  # type: ignore[arg-type]
+    assert (tally.prompt, tally.generated) == (7, 2)
 
 
 async def test_a_body_with_very_many_numbers_of_answers_counts_for_the_most() -> None:

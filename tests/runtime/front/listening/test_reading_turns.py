@@ -51,3 +51,12 @@ async def test_a_connection_that_fails_takes_no_turn_from_another(caplog: pytest
     await asyncio.sleep(0)
     assert read == [0, 1, 2]
     assert "failed to read on" in caplog.text
+
+
+async def test_a_client_with_many_connections_delays_another_by_one_turn():
+    turns, read = ReadingTurns(), list[str]()
+    for number in range(100):
+        turns.add(lambda number=number: read.append(f"many {number}"), "many")
+    turns.add(lambda: read.append("one"), "one")
+    await asyncio.sleep(0)
+    assert read == ["many 0", "one", "many 1", "many 2"]

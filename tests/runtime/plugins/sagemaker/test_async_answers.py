@@ -19,7 +19,7 @@ from moto_server import moto_server
 from pilotflame.errors import JobStoreFailed
 from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies, DeployPolicy
 from pilotflame.runtime.jobs.stored.job import Job
-from pilotflame.runtime.plugins.sagemaker import objects
+from pilotflame.runtime.plugins.sagemaker import async_answers, objects
 from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER, AsyncAnswers, PendingAnswer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -257,6 +257,27 @@ async def test_a_job_that_cannot_be_read_holds_up_no_other(
 
     await until(alone, "only the file of the job that could not be read")
     (gateway.state / FOLDER / f"{failed[0]}.json").unlink()
+
+
+async def test_the_next_owner_of_a_name_writes_no_answer_of_the_last_one(
+    gateway: Gateway, endpoint: str, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_answers, "FIRST_PAUSE_S", 0.5)
+    first = await with_secrets(await gateway.deploy(ECHO, PLACES, name="passed-on"), "http://127.0.0.1:1")
+    path = f"/sagemaker/endpoints/{first.name}/async-invocations"
+    response = await gateway.client.post(path, json=1)
+    assert response.status_code == 202, response.text
+
+    async def has_failed() -> bool:
+        return "could not be written" in (await gateway.client.get(f"/v1/functions/{first.name}/logs")).text
+
+    await until(has_failed, "a failed write")
+    assert (await gateway.client.delete(f"/v1/functions/{first.name}")).status_code == 200
+    await with_secrets(await gateway.deploy(ECHO, PLACES, name="passed-on"), endpoint)
+    await forgotten(gateway)
+    key = response.headers["X-Amzn-SageMaker-OutputLocation"].removeprefix("s3://data/")
+    with pytest.raises(store.exceptions.NoSuchKey):
+        store.get_object(Bucket="data", Key=key)
 
 
 async def test_a_gateway_that_starts_again_writes_the_answer(
