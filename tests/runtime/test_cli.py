@@ -796,6 +796,9 @@ def test_a_gateway_serves_without_standard_streams(run, short_tmp: Path, tmp_pat
     )
     try:
         url = f"http://127.0.0.1:{port}"
+        until_s = time.monotonic() + 60
+        while run("list", PILOTFLAME_URL=url).returncode and time.monotonic() < until_s:
+            assert process.poll() is None
         assert run("deploy", folder, PILOTFLAME_URL=url).returncode == 0
         assert json.loads(run("invoke", "echo", "7", PILOTFLAME_URL=url).stdout) == 7
         process.terminate()
