@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -206,6 +206,8 @@ def deaf(stage: Stage) -> str:
     return text
 
 
+FailedCalls = Callable[[int, int], set[int]]
+"""Sends calls that fail, with an input of a size, a number of times. Returns their statuses."""
 FAILING = (
     "/invoke/evil", "/v2/evil/runsync", "/tensorflow-serving/v1/models/evil:predict", "/kserve/v1/models/evil:predict",
     "/vertex/v1/projects/p/locations/l/endpoints/evil:predict", "/lambda/2015-03-31/functions/evil/invocations",
@@ -215,19 +217,24 @@ FAILING = (
 
 @attack("1,000 failed calls of 1 MB, and 90 of 19 MB, on each family of routes", handler="fails")
 def failures(stage: Stage) -> str:
-    return kept_after_failures(stage, FAILING)
+    return kept_after_failures(stage, failing(stage, FAILING))
 
 
-def kept_after_failures(stage: Stage, paths: Sequence[str]) -> str:
-    """Have calls on each path fail, and return how much memory the gateway keeps."""
+def failing(stage: Stage, paths: Sequence[str]) -> dict[str, FailedCalls]:
+    """Return for each path the function that has calls on it fail."""
+    url, key = stage.server.url, stage.keys["caller"]
+    return {path: functools.partial(callers.fail, url, path, key) for path in paths}
+
+
+def kept_after_failures(stage: Stage, calls: Mapping[str, FailedCalls]) -> str:
+    """Have calls fail, and return how much memory the gateway keeps."""
     before_mb, kept = stage.held()[0], dict[str, float]()
-    for path in paths:
+    for name, fail in calls.items():
         for size, count in ((1_000_000, 1000), (19_000_000, 90)):
-            statuses = callers.fail(stage.server.url, path, stage.keys["caller"], size, count)
-            if statuses & {400, 401, 403, 404}:
-                raise RuntimeError(f"{path} has called nothing: {statuses}")
+            if (statuses := fail(size, count)) & {400, 401, 403, 404}:
+                raise RuntimeError(f"{name} has called nothing: {statuses}")
         time.sleep(10)
-        kept[path] = stage.held()[0] - before_mb
+        kept[name] = stage.held()[0] - before_mb
     text = f"the gateway keeps at most {max(kept.values()):.0f} MB"
     if max(kept.values()) > MOST_KEPT_MB:
         raise Breach(f"{text}: {kept}")

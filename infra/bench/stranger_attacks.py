@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 import brotli
 import grpc
 from attack_stage import Breach, Stage, attack, code
-from attacks import kept_after_failures
+from attacks import failing, kept_after_failures
 from grpc_frames import connection, unfinished_call
 from hostile import callers
 from live import free_port
+from pilotflame.runtime.plugins.oip.grpc_messages import message
 
 MB = 10**6
 PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
@@ -36,6 +37,12 @@ FORWARDED = 300
 Send = Callable[[], int]
 GRPC = {"plugin_ports": [f"oip=127.0.0.1:{free_port()}"]}
 _, _, GRPC_ADDRESS = GRPC["plugin_ports"][0].partition("=")
+NOT_CALLED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNAVAILABLE,
+}
 
 
 def repeat(stage: Stage, sends: Iterator[Send], senders: int = 3, times: int = 1) -> str:
@@ -147,10 +154,14 @@ def values() -> Iterator[bytes]:
     yield b'{"items": [' + b",".join([b'{"a":"b"}'] * 1_500_000) + b"]}"
     yield b"[" * 5_000_000
     yield b'{"items": [' + b"9" * 5_000_000 + b"]}"
+    yield b'{"items": ["' + b"9" * 18_000_000 + b'"]}'
+    yield b'{"items": ["' + b'\\"' * 9_000_000 + b'"]}'
+    yield b" " * 18_000_000 + b"1"
+    yield b'{"items": [' + b",".join([b"0.1234567890123456789"] * 800_000) + b"]}"
     yield b"{" + b",".join(b'"%d":1' % n for n in range(1_000_000)) + b"}"
 
 
-@attack("18 MB of JSON: wrong items, empty lists, members, nesting, digits", handler="typed")
+@attack("18 MB of JSON: wrong items, empty lists, members, nesting, digits, blanks", handler="typed")
 def json_values(stage: Stage) -> str:
     kind = {"Content-Type": "application/json"}
     wrapped = [
@@ -254,7 +265,7 @@ def web_socket(stage: Stage, path: str, first: bytes, repeated: bytes) -> int:
     settings={"asgi": "handler:app"},
 )
 def app_failures(stage: Stage) -> str:
-    return kept_after_failures(stage, ("/asgi/evil/",))
+    return kept_after_failures(stage, failing(stage, ("/asgi/evil/",)))
 
 
 @attack(f"metrics and the list of {FUNCTIONS} functions, again and again", functions=FUNCTIONS)
@@ -301,6 +312,30 @@ def grpc_messages(stage: Stage) -> str:
 
         sends = [functools.partial(send, *one) for one in messages]
         return repeat(stage, itertools.cycle(sends), senders=2, times=2)
+
+
+@attack("1,000 failed calls of 1 MB, and 90 of 19 MB, of gRPC", gateway=GRPC)
+def grpc_failures(stage: Stage) -> str:
+    """Raise Breach if the gateway keeps what they sent. The containers have no numpy, so evil is a process."""
+    (stage.root / "evil").mkdir()
+    (stage.root / "evil" / "handler.py").write_text(code("fails_typed"))
+    evil = {"path": str(stage.root / "evil"), "overrides": {"name": "evil"}}
+    stage.ask("POST", "/v1/functions", evil, key="admin")
+    bearer = (("authorization", f"Bearer {stage.keys['caller']}"),)
+
+    def fail(size: int, count: int) -> set[int]:
+        tensor = {"name": "x", "datatype": "BYTES", "shape": [1]}
+        text = size.to_bytes(4, "little") + bytes(size)
+        sent = message("ModelInferRequest", model_name="evil", inputs=[tensor], raw_input_contents=[text])
+        with grpc.insecure_channel(GRPC_ADDRESS) as channel, callers.senders(8) as pool:
+            call: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            ended = [
+                pool.submit(call, sent.SerializeToString(), metadata=bearer, timeout=60) for _ in range(count)
+            ]
+            codes = {one.exception().code() for one in ended}  # type: ignore[union-attr]
+        return {400 if code in NOT_CALLED else 500 for code in codes}
+
+    return kept_after_failures(stage, {"gRPC": fail})
 
 
 @attack(
