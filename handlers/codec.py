@@ -257,7 +257,10 @@ def _fragments(value: Any) -> Any:
 def _not_json(answer: Any, error: Exception) -> OutputInvalid:
     path, fault = _find_unwritable(answer, "answer")
     reason = f"{path} is {fault}" if fault else str(error)
-    remedy = "Return numbers, text, lists, dicts with string keys, arrays, tensors, pydantic models or bytes."
+    remedy = (
+        "Return int, float, text, dates, lists, dicts with string keys, arrays, tensors, pydantic models or bytes, "
+        "or annotate the answer: pydantic converts a Decimal, for example."
+    )
     if fault in ("of type bytes", "of type bytearray", "of type memoryview"):
         remedy = (
             f"Return the bytes alone, or make {path} text, for example with base64.b64encode(...).decode()."

@@ -36,7 +36,7 @@ _ERRORS = """# Errors
 This page is made from `errors.py` by `python infra/pages.py`.
 
 Every error is JSON: `{"error": {"type", "message", "remedy", "details"}}`. `type` never changes and is for programs. `message` names
-what failed, and `remedy` says what to do. The commands print both, and with `--json` the same object. Jobs that fail carry it as their
+what failed, and `remedy`, if there is one, what to do. The commands print both, and with `--json` the same object. Jobs that fail carry it as their
 `error`.
 
 A response with 429 or 503 has `Retry-After`, the seconds after which the same request may succeed. 504 means that the time of the

@@ -18,6 +18,7 @@ from ...ground.settings.function_settings import FunctionSettings
 from ...ground.settings.scale_spec import ReachedLimit
 from ..link.child import EndCause
 from ..link.worker_spec import WorkerSpec
+from .invocation import Invocation
 
 # A repeatable invocation may be sent again after this time.
 RETRY_S = 2.0
@@ -57,16 +58,19 @@ def retired(spec: WorkerSpec) -> RevisionRetired:
     return RevisionRetired(f"Revision {spec.revision} was stopped before this invocation ran.")
 
 
-def death(settings: FunctionSettings, cause: EndCause, attempt: int, *, harmless: bool) -> WorkerDied:
+def death(
+    settings: FunctionSettings, cause: EndCause, invocation: Invocation, *, harmless: bool
+) -> WorkerDied:
     """Return the error of an invocation whose worker has died. `harmless` is True if it could have been repeated."""
-    message = f"The worker that ran this invocation died of {cause.text} (attempt {attempt})."
+    again = f" (attempt {invocation.attempt})" if invocation.attempt > 1 else ""
+    message = f"The worker that ran this invocation died of {cause.text}{again}."
     if cause.out_of_memory:
         limit_mb = settings.resources.memory_mb
         limit = f"resources.memory_mb of the function is {limit_mb}." if limit_mb else "It had no limit."
         remedy = "Raise resources.memory_mb in pilotflame.toml, lower scale.max, or use less memory."
         return OutOfMemory(f"{message} {limit}", remedy=remedy, details={"memory_mb": limit_mb})
-    remedy = "See `pilotflame logs` for its last words."
-    if not harmless:
+    remedy = f"See `pilotflame logs {settings.name}` for its last words."
+    if not harmless and not invocation.patient:
         remedy += " To have it repeated, if that is harmless, set idempotent = true in pilotflame.toml."
     return WorkerDied(message, remedy=remedy)
 

@@ -301,5 +301,5 @@ class Dispatcher:
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
             invocation.mark_repeated()
             return True
-        self._end(invocation, death(self._policy.settings, cause, invocation.attempt, harmless=harmless))
+        self._end(invocation, death(self._policy.settings, cause, invocation, harmless=harmless))
         return False

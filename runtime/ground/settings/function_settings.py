@@ -350,7 +350,9 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Whether a worker waits for all its weights before `setup` and calls, as extensions need that read"
         " them without torch's dispatcher; by default each torch operation waits for its own.",
     )
-    idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
+    idempotent: bool = Field(
+        False, description="Whether a call whose worker died may run again, as jobs do: see attempts."
+    )
     concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
     threads: int | None = Field(
         None, ge=1, le=1024, description="Threads of a torch operation; by default a share of the processors."
