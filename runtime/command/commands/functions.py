@@ -326,6 +326,11 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("handler", f"{handler}, {status['kind'].replace('_', ' ')}{batch}"),
         ("snapshot", display.snapshots(status) or "none"),
         ("workers", _workers(status)),
+        *(
+            [("cold because", f"it {why}, at {display.local_time(status['cold_since'])[:19]}")]
+            if (why := status.get("cold_because"))
+            else []
+        ),
         ("at rest", _at_rest(status)),
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
         *([("budget", _budget(budget))] if (budget := status.get("budget")) else []),
