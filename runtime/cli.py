@@ -192,7 +192,7 @@ def _announce(gateway: GatewaySettings, text: str) -> None:
     from .ground.telemetry.log_files import LogLine  # noqa: PLC0415
 
     in_log = LogLine(time.time(), "gateway", text).encode().decode().rstrip("\n")
-    display.say(in_log if gateway.log_format == "json" else text)
+    display.say(text if gateway.log_format == "text" else in_log)
 
 
 def _open_standard_streams() -> None:
