@@ -185,6 +185,7 @@ class Rollouts:
             live = await self.revisions.make(record)
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress)
+            live.warnings += _unreachable(record.settings, functions.settings.max_body_bytes)
             functions.check_open()
             functions.hosts.check(record.settings)
         except BaseException as error:
@@ -245,6 +246,16 @@ class Rollouts:
             self.retirements.check_room(settings.name)
         progress.note_target(settings.name, old.record if old is not None else None)
         policies.check(settings, outside, deployer.key_id)
+
+
+def _unreachable(settings: FunctionSettings, most: int) -> list[str]:
+    """Return a warning if a function has set a larger body than requests to the gateway may have."""
+    if "max_body_bytes" not in settings.model_fields_set or settings.max_body_bytes <= most:
+        return []
+    return [
+        f"max_body_bytes is {settings.max_body_bytes}, but requests to this gateway have at most {most} bytes:"
+        " raise PILOTFLAME_MAX_BODY_BYTES, and start the gateway again."
+    ]
 
 
 def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException) -> None:
