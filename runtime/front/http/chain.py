@@ -18,6 +18,7 @@ from aiohttp import hdrs, web
 
 from ....errors import Cancelled, HeadersTooLarge, Overloaded, PilotflameError, QuotaExceeded, UnknownFunction
 from ...ground.access.keyring import Held
+from ...ground.telemetry.refusals import explaining
 from .access_log import UNKNOWN, AccessLog
 from .audit import Audit
 from .connection import ClientConnection, discard_unread_body
@@ -180,7 +181,8 @@ class Chain:
         try:
             check_version(request)
             check_headers(request)
-            return await self._routed(passage, request, handler)
+            with explaining(named=False):
+                return await self._routed(passage, request, handler)
         except PilotflameError as error:
             response = self.failed(passage, error, id_of(request)).response()
             if isinstance(error, HeadersTooLarge):

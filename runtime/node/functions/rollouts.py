@@ -17,6 +17,7 @@ from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.log_files import NOT_DEPLOYED
 from ...ground.telemetry.logs import LogChannel
+from ...ground.telemetry.refusals import explaining
 from ..packaging.reuse import FileDigests, lacking
 from .deploy import Deployment, Preparation, stored_outside
 from .live import Live
@@ -49,6 +50,10 @@ class Rollouts:
 
         If the deploy fails, raise its error.
         """
+        with explaining():
+            return await self._deploy(request, progress)
+
+    async def _deploy(self, request: Deployment, progress: DeployProgress | None) -> Live:
         functions, said, progress = self.functions, list[str](), progress or DeployProgress()
         deployer = Deployer(request.owner, request.deployer)
         check = functools.partial(self._check, deployer=deployer, progress=progress)
