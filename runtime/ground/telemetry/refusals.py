@@ -98,7 +98,7 @@ TABLE: dict[tuple[Operation, int], SystemRefusal] = {
 
 
 _ANYWHERE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM)
-# The numbers of their errors are not those of the operating system.
+# Errors of these modules have numbers of their own.
 _OWN_NUMBERS = ("socket", "ssl")
 _UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ENETDOWN)
 _ELSE = {
