@@ -30,11 +30,12 @@ import jsonpointer
 import kubernetes_validate
 import yaml
 from custom_kinds import KINDS, KnativeService, Kustomization, ScaledObject, Strict
-from observability import Dashboard, Datasources, Providers, RuleFile, parse_query
+from observability import Alertmanager, Dashboard, Datasources, Providers, RuleFile, parse_query
 from pydantic import ValidationError
 
 INFRA = Path(__file__).resolve().parent
-KUBERNETES = "1.34"
+# The oldest and the newest version that the manifests are for.
+KUBERNETES = ("1.28", "1.34")
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 # A directive that is not listed is most likely misspelt: systemd ignores those that it does not know.
 DIRECTIVES = {
@@ -44,7 +45,7 @@ DIRECTIVES = {
     "Service": """CacheDirectory CapabilityBoundingSet Delegate DynamicUser Environment EnvironmentFile ExecStart
         KillMode LimitNOFILE LockPersonality NoNewPrivileges OOMPolicy PrivateTmp ProtectClock ProtectHome
         ProtectHostname ProtectKernelLogs ProtectKernelModules ProtectKernelTunables ProtectSystem Restart RestartSec
-        RestrictAddressFamilies RestrictRealtime RestrictSUIDSGID StateDirectory StateDirectoryMode
+        RestrictAddressFamilies RestrictRealtime RestrictSUIDSGID StateDirectory StateDirectoryMode SupplementaryGroups
         SystemCallArchitectures SystemCallErrorNumber SystemCallFilter TimeoutStopSec Type UMask""",
 }
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
@@ -92,13 +93,14 @@ def _object(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _builtin(document: dict[str, Any]) -> Iterator[str]:
-    try:
-        kubernetes_validate.validate(document, KUBERNETES, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        where = ".".join(map(str, error.absolute_path))
-        yield f"{document['kind']} {where}: {error.message[:300]}"
-    except (kubernetes_validate.SchemaNotFoundError, KeyError):
-        yield f"no kind of Kubernetes {KUBERNETES}: {document.get('apiVersion')} {document.get('kind')}"
+    for version in KUBERNETES:
+        try:
+            kubernetes_validate.validate(document, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            where = ".".join(map(str, error.absolute_path))
+            yield f"{document['kind']} {where}: {error.message[:300]}"
+        except (kubernetes_validate.SchemaNotFoundError, KeyError):
+            yield f"no kind of Kubernetes {version}: {document.get('apiVersion')} {document.get('kind')}"
 
 
 def _scaled_queries(document: dict[str, Any]) -> Iterator[str]:
@@ -253,8 +255,12 @@ def _verified(path: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         for unit in path.parent.iterdir():
             text = re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/sh", unit.read_text())
-            Path(folder, unit.name).write_text(text)
-        done = _finished(["systemd-analyze", "verify", "--man=no", str(Path(folder, path.name))])
+            # A part of the unit, for machines with an engine.
+            place = Path(folder, "pilotflame.service.d" if unit.suffix == ".conf" else "", unit.name)
+            place.parent.mkdir(exist_ok=True)
+            place.write_text(text)
+        verified = "pilotflame.service" if path.suffix == ".conf" else path.name
+        done = _finished(["systemd-analyze", "verify", "--man=no", str(Path(folder, verified))])
         # systemd-analyze reports some faults only as warnings, so every line about a unit file counts.
         yield from (line for line in done.stderr.splitlines() if folder in line or path.name in line)
 
@@ -297,6 +303,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("gateway/Containerfile", _containerfile),
     ("compose/compose*.yaml", _compose),
     ("compose/prometheus.yml", lambda path: _promtool(path, "check", "config", "--syntax-only")),
+    ("compose/alertmanager.yml", _with_model(Alertmanager)),
     ("compose/grafana/datasource.yaml", _with_model(Datasources)),
     ("compose/grafana/dashboards.yaml", _with_model(Providers)),
     ("kubernetes/*/kustomization.yaml", _kustomization),
@@ -305,7 +312,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("kubernetes/overlays/*/*.yaml", _kubernetes),
     ("knative/*.yaml", _kubernetes),
     ("keda/*.yaml", _kubernetes),
-    ("systemd/pilotflame.*", _unit),
+    ("systemd/*", _unit),
     ("prometheus/rules.yaml", _rules),
     ("prometheus/rules_test.yaml", lambda path: _promtool(path, "test", "rules")),
     ("grafana/*.json", _dashboard),

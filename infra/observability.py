@@ -32,6 +32,21 @@ class RuleFile(Strict):
     groups: list[RuleGroup] = Field(min_length=1)
 
 
+class AlertRoute(Strict):
+    receiver: Text
+    group_by: list[Text]
+    repeat_interval: Duration
+
+
+class Receiver(Strict):
+    name: Text
+
+
+class Alertmanager(Strict):
+    route: AlertRoute
+    receivers: list[Receiver] = Field(min_length=1)
+
+
 class Datasource(Strict):
     type: Literal["prometheus"]
     uid: Text

@@ -120,6 +120,9 @@ def serve(
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.
 
+    A function without workers holds 7.4 MiB if it is one line of code, and more with imports. PILOTFLAME_REST_MB
+    limits them together, by default to an eighth of the memory: beyond it, calls wait for the imports again.
+
     With FOLDER it is what a container's image runs on Knative, Cloud Run or plain docker: `POST /` calls the function,
     /readyz answers 200 once a worker is ready, and SIGTERM drains. The platform starts and stops containers, and
     authenticates: callers need no key, but can change nothing. The port is that of $PORT.
@@ -192,7 +195,7 @@ def _announce(gateway: GatewaySettings, text: str) -> None:
     from .ground.telemetry.log_files import LogLine  # noqa: PLC0415
 
     in_log = LogLine(time.time(), "gateway", text).encode().decode().rstrip("\n")
-    display.say(in_log if gateway.log_format == "json" else text)
+    display.say(text if gateway.log_format == "text" else in_log)
 
 
 def _open_standard_streams() -> None:

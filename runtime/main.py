@@ -129,9 +129,6 @@ async def _open(standalone: Standalone, rollouts: Rollouts, deployment: Deployme
         live = await rollouts.deploy(deployment)
     except PilotflameError as error:
         return stop.by_error(error)
-    except OSError as error:
-        remedy = "Check the folder, and the space of the temporary folder."
-        return stop.by_error(GatewayError(f"The function cannot be copied: {error}.", remedy=remedy))
     except Exception as error:
         stop.by_error(GatewayError(f"The function cannot be deployed: {type(error).__name__}: {error}."))
         raise

@@ -114,7 +114,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
     hosts = HostNames(node.functions.hosts.find, prefix)
     connections = OpenConnections(backend.origins, most_connections())
     guard, cors = _guard(parts, routes, control, connections, standalone, hosts)
-    audit = _open_audit(routes, parts.state.logs, stack)
+    audit = _open_audit(routes, parts.state.logs, connections, stack)
     http = await stack.enter_async_context(
         _server(parts, invoker, plugins, routes, control, connections, guard, cors, audit, standalone, hosts)
     )
@@ -157,8 +157,9 @@ def _standalone(
     """Return the `Standalone` of the only function, and print that function's log."""
     if alone is None:
         return None
-    printing = print_log(functions.logs.of_function(alone.name), form)
-    stack.callback(functions.tasks.create_task(printing).cancel)
+    if form != "collector":
+        printing = print_log(functions.logs.of_function(alone.name), form)
+        stack.callback(functions.tasks.create_task(printing).cancel)
     return Standalone(alone, functions, rows)
 
 
@@ -187,9 +188,11 @@ def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: Pil
         metrics.turned_away(name, error)
 
 
-def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:
+def _open_audit(
+    routes: Sequence[Route], logs: Logs, connections: OpenConnections, stack: contextlib.AsyncExitStack
+) -> Audit:
     """Open the audit log. It also records the start and the stop of the gateway."""
-    audit = Audit(routes, logs.channel(AUDIT))
+    audit = Audit(routes, logs.channel(AUDIT), connections.client_of)
     audit.note_gateway("Start", __version__)
     stack.callback(audit.note_gateway, "Stop", __version__)
     return audit
@@ -207,7 +210,7 @@ def _server(
         on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
         # Where one function is served alone, its code and the gateway have the same owner.
         isolation=PageIsolation(hosts) if standalone is None else None,
-        access=AccessLog(parts.state.logs.channel(ACCESS)) if settings.access_log else None,
+        access=AccessLog(parts.state.logs.channel(ACCESS), connections.client_of) if settings.access_log else None,
         standalone=standalone,
     )  # fmt: skip
     plain = PlainCalls(

@@ -14,7 +14,7 @@ from ..ground.access.secrets import Secrets
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
 from ..ground.telemetry.disk import Disk
-from ..ground.telemetry.gateway_log import gateway_logging
+from ..ground.telemetry.gateway_log import collected, gateway_logging
 from ..ground.telemetry.log_files import LogFiles
 from ..ground.telemetry.logs import Logs
 from ..ground.telemetry.metrics import Reading
@@ -66,4 +66,6 @@ async def _open_logs(
     stack.push_async_callback(asyncio.to_thread, files.close)
     logs = Logs(files)
     stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
+    if settings.log_format == "collector":
+        stack.enter_context(collected(logs))
     return logs

@@ -134,8 +134,14 @@ def test_any_misspelt_instruction_of_the_containerfile_is_found(copy: Path) -> N
         ("kubernetes/overlays/gpu/kustomization.yaml", "limits/memory", "limit/memory"),
         ("kubernetes/overlays/gpu/kustomization.yaml", "spec/tolerations", "spec/toleration"),
         ("kubernetes/overlays/gpu/kustomization.yaml", "name: pilotflame\n", "name: pilotlight\n"),
-        ("kubernetes/overlays/peers/kustomization.yaml", "containers/0/ports/-", "containers/1/ports/-"),
-        ("kubernetes/overlays/peers/service.yaml", "port: 8601", "port: peers"),
+        # Kubernetes has it since 1.29.
+        (
+            "kubernetes/base/statefulset.yaml",
+            'exec:\n                command: [sleep, "5"]',
+            "sleep:\n                seconds: 5",
+        ),
+        ("compose/alertmanager.yml", "receiver: operators", "receivers: operators"),
+        ("systemd/engine.conf", "SupplementaryGroups=docker", "SupplementaryGroup=docker"),
         ("knative/service.yaml", "path: /readyz", "pfad: /readyz"),
         ("knative/service.yaml", 'min-scale: "0"', "min-scale: 0"),
         ("keda/scaledobject.yaml", "query: sum(", "query: sum(("),

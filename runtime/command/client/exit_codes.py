@@ -59,7 +59,7 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
         if (message := explained(error)) is None:
             raise
         if as_json:
-            _say_json({"type": "system_error", "message": message})
+            _say_json({"type": "system_error", "message": str(message)})
         else:
             say(f"error: {message}")
         return ERROR

@@ -39,6 +39,9 @@ def deploy(
     The gateway imports and builds the handler before the new revision takes calls. If this fails, the old revision
     stays. A gateway that sees the folder reads it. Any other gateway is sent the files, and later only changed files.
 
+    Without workers, it keeps a zygote, so that calls start in milliseconds: 7.4 MiB for one line of code, and more with
+    imports. The gateway's rest_mb limits the zygotes of all functions together. --set scale.rest=local keeps none.
+
     With --model, the template for the model's task is copied into a new folder, and this folder is deployed.
 
     \b
@@ -326,6 +329,11 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("handler", f"{handler}, {status['kind'].replace('_', ' ')}{batch}"),
         ("snapshot", display.snapshots(status) or "none"),
         ("workers", _workers(status)),
+        *(
+            [("cold because", f"it {why}, at {display.local_time(status['cold_since'])[:19]}")]
+            if (why := status.get("cold_because"))
+            else []
+        ),
         ("at rest", _at_rest(status)),
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
         *([("budget", _budget(budget))] if (budget := status.get("budget")) else []),

@@ -131,6 +131,7 @@ class PlainCall(Passage):
         """Pass the first steps, and submit the invocation. Respond with the error of a step that refuses the call."""
         chain, invoker, name = self._via.chain, self._invoker, self.function or ""
         request_id = request_id_of(self.headers)
+        chain.begin(self)
         try:
             chain.admit(self)
         except PilotflameError as error:

@@ -10,6 +10,7 @@ from aiohttp import web
 from ....errors import PilotflameError
 from ...ground.access.keys import Scope
 from ...ground.telemetry.logs import LogChannel
+from .access_log import ClientOf
 from .requests import caller_of, request_id_of
 from .responses import Handler
 from .routes import Route
@@ -22,8 +23,8 @@ _SCOPES = (Scope.DEPLOY, Scope.ADMIN)
 class Audit:
     """Logs each request to a route that changes something and requires the scope deploy or admin."""
 
-    def __init__(self, routes: Sequence[Route], channel: LogChannel) -> None:
-        self._channel = channel
+    def __init__(self, routes: Sequence[Route], channel: LogChannel, client_of: ClientOf) -> None:
+        self._channel, self._client_of = channel, client_of
         self._actions = {
             (route.method, route.path): route.summary.rstrip(".")
             for route in routes
@@ -47,7 +48,7 @@ class Audit:
 
     def note_gateway(self, verb: str, version: str) -> None:
         """Log that the gateway starts or stops."""
-        self._channel.write("audit", f'by="user {os.getuid()}" did="{verb} the gateway" version="{version}"')
+        self._line({"by": f"user {os.getuid()}", "did": f"{verb} the gateway", "version": version}, "")
 
     def note_call(
         self, route: tuple[str, str], owner: str, peer: str, function: str, outcome: str, request_id: str
@@ -59,8 +60,9 @@ class Audit:
         self._line(facts, request_id)
 
     def _write(self, request: web.Request, action: str, outcome: str) -> None:
+        client = self._client_of(request.headers, request.transport) or request.remote
         facts = {
-            "by": _named(caller_of(request).owner), "from": request.remote or "the control socket",
+            "by": _named(caller_of(request).owner), "from": client or "the control socket",
             "did": action, **request.match_info, "outcome": outcome, **request.get(FACTS, {}),
         }  # fmt: skip
         # The outcome is the last word of the line.
@@ -69,8 +71,8 @@ class Audit:
 
     def _line(self, facts: Mapping[str, str], request_id: str) -> None:
         text = " ".join(f'{name}="{_plain(value)}"' for name, value in facts.items())
-        level = "info" if facts["outcome"][:1] == "2" else "warning"
-        self._channel.write("audit", text, level, request_id=request_id)
+        level = "info" if facts.get("outcome", "2")[:1] == "2" else "warning"
+        self._channel.write("audit", text, level, request_id=request_id, facts=facts)
 
 
 def _named(owner: str) -> str:

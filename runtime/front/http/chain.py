@@ -18,6 +18,7 @@ from aiohttp import hdrs, web
 
 from ....errors import Cancelled, HeadersTooLarge, Overloaded, PilotflameError, QuotaExceeded, UnknownFunction
 from ...ground.access.keyring import Held
+from ...ground.telemetry.refusals import explaining
 from .access_log import UNKNOWN, AccessLog
 from .audit import Audit
 from .connection import ClientConnection, discard_unread_body
@@ -67,6 +68,8 @@ class Passage:
     transport: asyncio.Transport | None
     received_s: float
     admitted: Admitted = UNKNOWN_CALLER
+    client: str = ""
+    """The IP address of the client, for the access log; "" without an access log."""
 
     @property
     def owner(self) -> str:
@@ -92,6 +95,11 @@ class Chain:
     leaving: bool = False
     """True if each connection is closed after its next response."""
 
+    def begin(self, passage: Passage) -> None:
+        """Note the client of a request that has arrived."""
+        if self.access is not None:
+            passage.client = self.access.client_of(passage.headers, passage.transport)
+
     def admit(self, passage: Passage, signer: Held | None = None) -> None:
         """Let the guard admit a request. Raise the guard's errors. The request counts as running until `ended`."""
         rule = self.guard.rule(passage.method, passage.path)
@@ -116,7 +124,7 @@ class Chain:
         if self.access is not None:
             self.access.write(
                 passage.method[:32], passage.path or UNKNOWN, status, passage.received_s, owner=passage.owner,
-                function=(passage.function or "")[:64], request_id=request_id,
+                function=(passage.function or "")[:64], request_id=request_id, client=passage.client,
             )  # fmt: skip
 
     def turn_of(self, owner: str) -> InTurn:
@@ -133,6 +141,7 @@ class Chain:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Carry a request of aiohttp through the steps."""
         passage = self._accepted(request)
+        self.begin(passage)
         status, request_id = 500, ""
         try:
             response = await self._sendable(passage, request, await self._answered(passage, request, handler))
@@ -172,7 +181,8 @@ class Chain:
         try:
             check_version(request)
             check_headers(request)
-            return await self._routed(passage, request, handler)
+            with explaining(named=False):
+                return await self._routed(passage, request, handler)
         except PilotflameError as error:
             response = self.failed(passage, error, id_of(request)).response()
             if isinstance(error, HeadersTooLarge):

@@ -74,6 +74,7 @@ class ConsoleFunction(TypedDict):
     time is rounded to whole seconds. Otherwise its fraction could change each second, and the row would be sent each
     time.
     """
+    cold_because: str
     standby: bool
     workers: ConsoleWorkers
     queued: int
@@ -121,7 +122,8 @@ PUBLIC_FIELDS = frozenset({
 })  # fmt: skip
 # The private fields, as other callers get them. A new field is private.
 _HIDDEN = dict.fromkeys(("next_rung", "next_rung_at", "rest_mb", "last_cold_start")) | {
-    "last_cold_phases_ms": {}
+    "last_cold_phases_ms": {},
+    "cold_because": "",
 }
 
 
@@ -239,7 +241,7 @@ class Console:
         latest = live.function.cold_starts.told(1)
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=worker_counts.standby,
-            rung=workers.inventory.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
+            rung=workers.inventory.stands_on, cold_because=live.cooled[0], next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
             workers=ConsoleWorkers(
                 ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining,
                 max=record.settings.scale.max,

@@ -276,7 +276,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least important messages that the gateway prints and stores."
     )
-    log_format: Literal["text", "json"] = Field("text", description="How the gateway prints messages.")
+    log_format: Literal["text", "json", "collector"] = Field(
+        "text",
+        description="How messages are printed; collector: as json, and all other logs on standard output.",
+    )
     log_keep_s: PositiveSeconds = Field(14 * 86400.0, description="Seconds for which logs are kept on disk.")
     access_log: bool = Field(False, description="Whether each request is logged.")
 

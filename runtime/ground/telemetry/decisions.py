@@ -15,6 +15,7 @@ MAX_DECISIONS = 1000
 # How many decisions stay in memory when they are stored. A decision takes up to a kilobyte, and a gateway may have
 # thousands of functions.
 KEPT = 10
+_COOLING = ("stop", "end", "park", "step_down", "evict", "pause")
 
 
 class DecisionRecord(NamedTuple):
@@ -38,11 +39,17 @@ class Decisions:
     def __init__(self) -> None:
         self._kept: deque[DecisionRecord] = deque(maxlen=MAX_DECISIONS)
         self._noted = 0
+        self.cooled: DecisionRecord | None = None
+        """The latest decision after which the function held less than before; None if there is none since the gateway's start."""
 
-    def note(self, action: str, cause: str, **figures: float) -> None:
-        """Keep a decision that is made now."""
-        self._kept.append(DecisionRecord(time.time(), action, cause, figures))
+    def note(self, action: str, cause: str, **figures: float) -> DecisionRecord:
+        """Keep and return a decision that is made now."""
+        decision = DecisionRecord(time.time(), action, cause, figures)
+        self._kept.append(decision)
         self._noted += 1
+        if action in _COOLING:
+            self.cooled = decision
+        return decision
 
     def since(self, at: float) -> list[DecisionRecord]:
         """Return the decisions that were made at `at`, in Unix seconds, or later."""
@@ -75,7 +82,7 @@ _EXPERTS = {
 # Phrases for causes. Other causes appear as they are.
 _CAUSES = {
     "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
-    "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "buffer": "scale.buffer", "predicted": "a call is expected",
+    "pressure": "memory is short", "rest_mb": "functions without workers held more than rest_mb", "unused": "it starts fast and was not called", "budget": "the budget", "min": "scale.min", "buffer": "scale.buffer", "predicted": "a call is expected",
     "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
     "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
     "owner_limit": "the functions of its owner may have no more", "gpus": "the GPUs have no room",

@@ -12,18 +12,21 @@ import functools
 import logging
 import queue
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from logging.handlers import QueueHandler, QueueListener
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from .log_files import GATEWAY, LogLine, printable
 from .logs import OWN_SOURCES, LogChannel, Logs
 
-Format = Literal["text", "json"]
+LOG = logging.getLogger(__name__)
+Format = Literal["text", "json", "collector"]
 Level = Literal["debug", "info", "warning", "error"]
 # asyncio logs exceptions of callbacks, and aiohttp logs exceptions of its own handlers.
-LOGGERS = (__name__.partition(".")[0], "asyncio", "aiohttp.server", "aiohttp.web")
+_OWN = __name__.partition(".")[0]
+LOGGERS = (_OWN, "asyncio", "aiohttp.server", "aiohttp.web")
 MAX_WAITING = 10_000
 STOP_TIMEOUT_S = 2.0
 
@@ -38,7 +41,7 @@ class MessageFormatter(logging.Formatter):
     def __init__(self, form: Format) -> None:
         super().__init__("%(asctime)sZ %(levelname)s pilotflame: %(message)s", "%Y-%m-%dT%H:%M:%S")
         self.converter = time.gmtime
-        self._as_json = form == "json"
+        self._as_json = form != "text"
 
     def format(self, record: logging.LogRecord) -> str:
         if self._as_json:
@@ -46,6 +49,7 @@ class MessageFormatter(logging.Formatter):
         return printable(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
+        record.message = _message(record)
         if request_id := record.__dict__.get("request_id", ""):
             record.message = f"[{request_id}] {record.message}"
         return super().formatMessage(record)
@@ -91,22 +95,51 @@ class _Printer(QueueListener):
 
 @contextlib.contextmanager
 def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
-    """Inside the block, messages of `level` and above go to standard error, and to the gateway's log."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    before = [(logger, logger.level) for logger in loggers]
-    with _printing(sys.stderr, MessageFormatter(form)) as printer:
+    """Inside the block, messages of `level` and above go to standard error, and to the gateway's log.
+
+    Libraries have no other way to standard error: the root logger has the handlers. Their messages below WARNING are dropped.
+    """
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger, logger.level) for logger in (root, *loggers)]
+    with _printing(sys.stderr, MessageFormatter(form)) as printer, _hooks():
         handlers = (printer, ChannelHandler(logs.channel(GATEWAY)))
         for logger in loggers:
             logger.setLevel(level.upper())
-            for handler in handlers:
-                logger.addHandler(handler)
+        root.setLevel(max(logging.WARNING, loggers[0].level))
+        for handler in handlers:
+            handler.addFilter(_is_wanted)
+            root.addHandler(handler)
+        logging.captureWarnings(capture=True)
         try:
             yield
         finally:
+            logging.captureWarnings(capture=False)
+            for handler in handlers:
+                root.removeHandler(handler)
             for logger, old_level in before:
                 logger.setLevel(old_level)
-                for handler in handlers:
-                    logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def collected(logs: Logs) -> Iterator[None]:
+    """Inside the block, each new line of a function, of the audit log and of the access log goes to standard output, too."""
+
+    class LineFormatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            line: LogLine = record.__dict__["line"]
+            return line.encode("function" if line.function else record.__dict__["log"]).decode().rstrip("\n")
+
+    with _printing(sys.stdout, LineFormatter()) as printer:
+
+        def show(log: str, line: LogLine) -> None:
+            if log != GATEWAY:
+                printer.handle(logging.makeLogRecord({"log": log, "line": line}))
+
+        logs.kept.append(show)
+        try:
+            yield
+        finally:
+            logs.kept.remove(show)
 
 
 async def print_log(channel: LogChannel, form: Format) -> None:
@@ -148,8 +181,40 @@ def _printing(stream: TextIO, formatter: logging.Formatter) -> Iterator[logging.
 
 def line_of(record: logging.LogRecord) -> LogLine:
     """Return a message as a line of the gateway's log, with its traceback if it has one."""
-    text = record.getMessage()
+    text = _message(record)
     if record.exc_info:
         text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
     level = "error" if record.levelno >= logging.ERROR else record.levelname.lower()
     return LogLine(record.created, "gateway", text, level, request_id=record.__dict__.get("request_id", ""))
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Return the text of a message. A library's begins with the name of its logger."""
+    own = record.name.partition(".")[0] in (_OWN, "root")
+    return record.getMessage() if own else f"{record.name}: {record.getMessage()}"
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.startswith(LOGGERS)
+
+
+@contextlib.contextmanager
+def _hooks() -> Iterator[None]:
+    """Inside the block, log what Python would print itself: errors that end a thread, and errors of finalisers."""
+
+    def told(what: str) -> Callable[[Any], None]:
+        def tell(error: Any) -> None:
+            LOG.error(what, exc_info=(error.exc_type, error.exc_value, error.exc_traceback))
+
+        return tell
+
+    # Keep hooks that another program has set, such as pytest.
+    found = threading.excepthook, sys.unraisablehook
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = told("a thread has failed")
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = told("an error cannot be raised")
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook = found

@@ -20,10 +20,11 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import orjson
@@ -94,14 +95,18 @@ class LogLine(NamedTuple):
     function: str = ""
     revision: str = ""
     request_id: str = ""
+    facts: Mapping[str, str | float] = MappingProxyType({})
+    """What the text of an audit or access line says, by name. Files have the text only."""
 
-    def encode(self) -> bytes:
-        """Return the line as one line of JSON without control characters."""
+    def encode(self, log: str = "") -> bytes:
+        """Return the line as one line of JSON without control characters, as files have it. With `log`, add the facts and this name."""
+        fields = self._asdict() | ({"log": log, **self.facts} if log else {})
+        del fields["facts"]
         try:
-            line = orjson.dumps(self._asdict())
+            line = orjson.dumps(fields)
         except TypeError:
             # A text has half a surrogate pair.
-            line = orjson.dumps(self._replace(text=ascii(self.text), request_id="")._asdict())
+            line = orjson.dumps(fields | {"text": ascii(self.text), "request_id": ""})
         return printable_json(line.decode()).encode() + b"\n"
 
 

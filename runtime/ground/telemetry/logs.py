@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -28,6 +29,7 @@ KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
 FOLLOWER_LINES = 1_000
+_NO_FACTS: Mapping[str, str | float] = MappingProxyType({})
 # The smallest difference between the times of a log's lines. So a line's time identifies the line.
 TICK_S = 1e-6
 REPORT_S = 1.0
@@ -84,13 +86,14 @@ class LogChannel:
         return RevisionLog(self, revision)
 
     def write(
-        self, source: str, text: str, level: str = "info", *, request_id: str = "", revision: str = ""
-    ) -> None:
+        self, source: str, text: str, level: str = "info", *, request_id: str = "", revision: str = "",
+        facts: Mapping[str, str | float] = _NO_FACTS,
+    ) -> None:  # fmt: skip
         """Add a line. A follower whose queue is full, because it reads too slowly, misses this line."""
         self._last_s = at_s = round(max(time.time(), self._last_s + TICK_S), 6)
         if len(text) > MAX_TEXT_CHARS:
             text = text[:MAX_TEXT_CHARS]
-        line = LogLine(at_s, source, text, level, self._function, revision, request_id)
+        line = LogLine(at_s, source, text, level, self._function, revision, request_id, facts)
         self._lines.append(line)
         if self._keep is not None:
             self._keep(line)
@@ -186,6 +189,8 @@ class Logs:
         self.files = files
         self.logged: list[Callable[[LogLine], None]] = []
         """Called with each new line of a function."""
+        self.kept: list[Callable[[str, LogLine], None]] = []
+        """Called with each new line of any log, and the name of the log."""
         # A channel is kept as long as its function lives or a follower reads it.
         self._channels: WeakValueDictionary[str, LogChannel] = WeakValueDictionary()
 
@@ -205,6 +210,8 @@ class Logs:
 
     def _keep(self, file: str, line: LogLine) -> None:
         self.files.write(file, line)
+        for keep in self.kept:
+            keep(file, line)
         if line.function:
             for listener in self.logged:
                 listener(line)

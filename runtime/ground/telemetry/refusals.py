@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
+
+from ....errors import GatewayError
+
+LOG = logging.getLogger(__name__)
 
 
 class Operation(StrEnum):
@@ -18,6 +24,7 @@ class Operation(StrEnum):
     PYTHON = "the Python of the environment"
     FOLDER = "the current folder"
     FILE = "a file or a folder"
+    CONNECT = "a connection"
 
 
 class SystemRefusal(NamedTuple):
@@ -40,6 +47,10 @@ _MOVED = SystemRefusal(
     "Start the gateway again, from the place where the environment is now.",
 )
 _FULL = SystemRefusal("the disk or its quota is full", "Free space, or name another folder.")
+_NO_RIGHT = SystemRefusal("this user has no right to it", "Give the user the right, or name another place.")
+_GONE = SystemRefusal("it does not exist, or was removed", "Put it back, or name another place.")
+_FILES = SystemRefusal("the number of open files is limited", "Raise the limit: `ulimit -n`.")
+_DISK = SystemRefusal("the disk has failed", "Check the disk.")
 TABLE: dict[tuple[Operation, int], SystemRefusal] = {
     (Operation.FORK, errno.EAGAIN): _PROCESSES,
     (Operation.FORK, errno.ENOMEM): _MEMORY,
@@ -57,9 +68,17 @@ TABLE: dict[tuple[Operation, int], SystemRefusal] = {
     (Operation.FILE, errno.EROFS): SystemRefusal(
         "the file system is read-only", "Name a folder that can be written."
     ),
-    (Operation.FILE, errno.EMFILE): SystemRefusal(
-        "the number of open files is limited", "Raise the limit: `ulimit -n`."
-    ),
+    (Operation.FILE, errno.EMFILE): _FILES,
+    (Operation.FILE, errno.ENFILE): _FILES,
+    (Operation.FILE, errno.EACCES): _NO_RIGHT,
+    (Operation.FILE, errno.EPERM): _NO_RIGHT,
+    (Operation.FILE, errno.ENOENT): _GONE,
+    (Operation.FILE, errno.ENOTDIR): _GONE,
+    (Operation.FILE, errno.ESTALE): _GONE,
+    (Operation.FILE, errno.EIO): _DISK,
+    (Operation.FILE, errno.EISDIR): SystemRefusal("it is a folder", "Name a file."),
+    (Operation.FILE, errno.ENAMETOOLONG): SystemRefusal("its path is too long", "Name a shorter one."),
+    (Operation.PYTHON, errno.EACCES): SystemRefusal("this user may not run it", "Give the user the right."),
     (Operation.LISTEN, errno.EADDRINUSE): SystemRefusal(
         "another program listens there", "Choose another --port (0 picks a free one), or stop that program."
     ),
@@ -78,31 +97,73 @@ TABLE: dict[tuple[Operation, int], SystemRefusal] = {
 }
 
 
+_ANYWHERE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM)
+# Errors of these modules have numbers of their own.
+_OWN_NUMBERS = ("socket", "ssl")
+_UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ENETDOWN)
+_ELSE = {
+    Operation.FILE: "Check it, and the disk that it is on.", Operation.CONNECT: "Check the address and the network.",
+}  # fmt: skip
+
+
 def refusal(operation: Operation, number: int | None, remedy: str = "") -> SystemRefusal:
-    """Return the row of the table, or the text of the operating system with this `remedy`."""
+    """Return the row of the table, or the text of the operating system with this `remedy`.
+
+    A full disk or too many open files mean the same for each operation.
+    """
     known = TABLE.get((operation, number or 0))
+    if known is None and number in _ANYWHERE:
+        known = TABLE[Operation.FILE, number]
     return known or SystemRefusal(os.strerror(number) if number else "it was refused", remedy)
 
 
-def explained(error: BaseException) -> str | None:
-    """Return a sentence and a remedy for an error that no code has expected; None if it did not come from the operating system."""
+def explained(error: BaseException, *, named: bool = True) -> GatewayError | None:
+    """Return an error with a remedy for one that no code has expected; None if it did not come from the operating system.
+
+    The message has the path of the file if it is to be `named`.
+    """
     number: int | None
     for one in _leaves(error):
         if isinstance(one, RuntimeError) and "start new thread" in str(one):
             operation, number, name = Operation.FORK, errno.EAGAIN, None
         elif isinstance(one, MemoryError):
             operation, number, name = Operation.MEMORY, errno.ENOMEM, None
-        elif isinstance(one, OSError):
+        elif isinstance(one, OSError) and not (isinstance(one, TimeoutError) and one.errno is None):
             gone = one.errno == errno.ENOENT and not one.filename and _folder_is_gone()
             operation, number, name = Operation.FOLDER if gone else Operation.FILE, one.errno, one.filename
             if one.errno == errno.EAGAIN:
                 operation = Operation.FORK
+            elif (
+                isinstance(one, ConnectionError)
+                or type(one).__module__ in _OWN_NUMBERS
+                or one.errno in _UNREACHED
+            ):
+                operation = Operation.CONNECT
+            elif one.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                operation = Operation.LISTEN
         else:
             continue
-        found = refusal(operation, number)
-        why = str(one) if isinstance(one, OSError) and number is None else found.why
-        return f"{name or f'The system refuses {operation}'}: {why}. {found.remedy}".strip()
+        found = refusal(operation, number, _ELSE.get(operation, ""))
+        own_number = type(one).__module__ in _OWN_NUMBERS
+        why = str(one) if isinstance(one, OSError) and (own_number or number is None) else found.why
+        what = name if name and named else f"The system refuses {operation}"
+        return GatewayError(f"{what}: {why}.", remedy=found.remedy)
     return None
+
+
+@contextlib.contextmanager
+def explaining(*, named: bool = True) -> Iterator[None]:
+    """Log what the operating system refuses inside the block, and raise it as an error with a remedy."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError, ExceptionGroup) as error:
+        if (
+            isinstance(error, ConnectionError | TimeoutError)
+            or (known := explained(error, named=named)) is None
+        ):
+            raise
+        LOG.warning("%s", explained(error))
+        raise known from error
 
 
 def _folder_is_gone() -> bool:

@@ -15,6 +15,7 @@ import psutil
 from ...calls.serving.dispatcher import Policy
 from ...ground.billing.budget import BudgetSpec
 from ...ground.settings.scale_spec import WINDOW_S, ScaleSpec
+from ...ground.telemetry.decisions import describe
 from ...ground.telemetry.log_files import LogLine, LogQuery, function_file
 from ...ground.telemetry.logs import LogChannel, Logs
 from ...ground.telemetry.rung_name import RungName
@@ -178,11 +179,13 @@ class Live:
         # The URLs without their credentials.
         settings = settings.with_snapshots({name: snapshots[name] for name in settings.snapshot_urls})
         snapshot = snapshots.pop("", None)
+        cooled, cooled_at = self.cooled
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
             snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
                 ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining
             ),
+            cold_because=cooled, cold_since=cooled_at,
             desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.inventory.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
             queued=worker_counts.queued, in_flight=worker_counts.in_flight,
@@ -195,6 +198,14 @@ class Live:
             budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=list(processes),
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
+
+    @property
+    def cooled(self) -> tuple[str, datetime | None]:
+        """Without a ready worker: the decision after which the function held less, and its time."""
+        decision = self.function.decisions.cooled
+        if decision is None or self.workers.worker_counts().ready:
+            return "", None
+        return describe(decision), datetime.fromtimestamp(decision.at, UTC)
 
     def desired(self) -> DesiredWorkers:
         """Return how many workers the revision should have now, and why."""

@@ -17,6 +17,7 @@ from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.log_files import NOT_DEPLOYED
 from ...ground.telemetry.logs import LogChannel
+from ...ground.telemetry.refusals import explaining
 from ..packaging.reuse import FileDigests, lacking
 from .deploy import Deployment, Preparation, stored_outside
 from .live import Live
@@ -49,6 +50,10 @@ class Rollouts:
 
         If the deploy fails, raise its error.
         """
+        with explaining():
+            return await self._deploy(request, progress)
+
+    async def _deploy(self, request: Deployment, progress: DeployProgress | None) -> Live:
         functions, said, progress = self.functions, list[str](), progress or DeployProgress()
         deployer = Deployer(request.owner, request.deployer)
         check = functools.partial(self._check, deployer=deployer, progress=progress)
@@ -185,6 +190,7 @@ class Rollouts:
             live = await self.revisions.make(record)
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress)
+            live.warnings += _unreachable(record.settings, functions.settings.max_body_bytes)
             functions.check_open()
             functions.hosts.check(record.settings)
         except BaseException as error:
@@ -245,6 +251,16 @@ class Rollouts:
             self.retirements.check_room(settings.name)
         progress.note_target(settings.name, old.record if old is not None else None)
         policies.check(settings, outside, deployer.key_id)
+
+
+def _unreachable(settings: FunctionSettings, most: int) -> list[str]:
+    """Return a warning if a function has set a larger body than requests to the gateway may have."""
+    if "max_body_bytes" not in settings.model_fields_set or settings.max_body_bytes <= most:
+        return []
+    return [
+        f"max_body_bytes is {settings.max_body_bytes}, but requests to this gateway have at most {most} bytes:"
+        " raise PILOTFLAME_MAX_BODY_BYTES, and start the gateway again."
+    ]
 
 
 def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException) -> None:

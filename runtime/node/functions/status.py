@@ -122,6 +122,10 @@ class FunctionStatus(BaseModel, frozen=True):
     next_rung: RungName | None = None
     """The next rung that the keep-alive policy plans, if there is no request before `next_rung_at`."""
     next_rung_at: datetime | None = None
+    cold_because: str = ""
+    """Without a ready worker: the latest decision of the gateway after which the function held less; "" if unknown."""
+    cold_since: datetime | None = None
+    """When that was decided."""
     queued: int
     in_flight: int
     activations: int = 0

@@ -52,6 +52,7 @@ from ....snapshot.sources.locate import KeptSources
 from ....snapshot.sources.location import shown
 from ....snapshot.sources.source import Kept, Source
 from ...calls.link.worker_spec import OF_GATEWAY
+from ...ground.telemetry.refusals import Operation, refusal
 
 if TYPE_CHECKING:
     from ....snapshot.peering.chunk_server import ChunkServer
@@ -116,9 +117,8 @@ class Fetcher:
         try:
             sock = listening(request["host"], request["port"])
         except OSError as error:
-            fault = (
-                f"Chunks cannot be served on {request['host']}:{request['port']}: {error.strerror or error}."
-            )
+            why = refusal(Operation.LISTEN, error.errno).why
+            fault = f"Chunks cannot be served on {request['host']}:{request['port']}: {why}."
             refused = LauncherError(fault, remedy="Choose another PILOTFLAME_PEERS_PORT.")
             self._emit(0, "sharing", error=refused.to_wire())
             return

@@ -23,8 +23,10 @@ from ....snapshot.caching.node import DEFAULT_BUDGETS, Budgets
 from ....snapshot.sources.variables import of_sources
 from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Weights, WorkerSpec
+from ...ground.telemetry.refusals import Operation, refusal
 from ...ground.telemetry.snapshot_metrics import SnapshotMetrics
 from ...ground.telemetry.timeline import Fetch
+from .child_output import ChildOutput
 from .process_launcher import python_path
 
 LOG = logging.getLogger(__name__)
@@ -295,22 +297,28 @@ class FetcherClient:
     async def _start(self) -> Process:
         # A socket pair instead of pipes, because asyncio may close the pipes of a process early.
         ours, theirs = socket.socketpair()
+        output = ChildOutput("fetcher")
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pilotflame.runtime.node.launching.fetcher", str(self.cache),
                 orjson.dumps(self._budgets),
-                stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/", start_new_session=True,
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=output.fileno(), cwd="/", start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path())},
             )  # fmt: skip
         except OSError as error:
             ours.close()
-            raise LauncherError(f"The fetcher cannot be started: {error.strerror}.") from error
+            output.close()
+            refused = refusal(Operation.PYTHON, error.errno)
+            raise LauncherError(
+                f"The fetcher cannot be started: {refused.why}.", remedy=refused.remedy
+            ) from error
         finally:
             theirs.close()
+            output.started()
         ours.setblocking(False)
         events, self._requests = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
         self._held = {}
-        self._reading = self._tasks.create_task(self._read(process, events, self._requests))
+        self._reading = self._tasks.create_task(self._read(process, events, self._requests, output))
         if self._sharing is not None:
             self._port = asyncio.get_running_loop().create_future()
             self._send(op="share", **asdict(self._sharing))
@@ -321,8 +329,8 @@ class FetcherClient:
             self._requests.write(orjson.dumps(request) + b"\n")
 
     async def _read(
-        self, process: Process, events: asyncio.StreamReader, requests: asyncio.StreamWriter
-    ) -> None:
+        self, process: Process, events: asyncio.StreamReader, requests: asyncio.StreamWriter, output: ChildOutput
+    ) -> None:  # fmt: skip
         # The holds of this fetcher process. `_start` replaces `self._held` when it starts another process.
         held = self._held
         # OSError: the fetcher died with unread requests, which resets the connection.
@@ -334,8 +342,9 @@ class FetcherClient:
                     # The line is not an event: a library printed it in the fetcher.
                     LOG.info("fetcher: %s", line.decode(errors="replace").rstrip())
         requests.close()
-        ended = f"The fetcher ended (exit code {await process.wait()})."
-        error = LauncherError(ended, remedy="See the gateway's standard error for its output.")
+        code, said = await process.wait(), output.close()
+        ended = f"The fetcher ended (exit code {code}){said and f': {said}'}."
+        error = LauncherError(ended, remedy="See `pilotflame logs` for its output.")
         for progress in held.values():
             if not progress.fetch.ended_s:
                 self.metrics.ended("failed")

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from ....errors import LauncherError
+from ....errors import HandlerError, LauncherError
 from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Confinement, WorkerSpec
 from ...ground.telemetry.logs import Log, LogChannel
 from ...ground.telemetry.refusals import Operation, refusal
+from .child_output import ChildOutput
 from .confinements import Confinements
 from .gpus import ASK_WITHOUT_USE, PREFIXES
 from .launcher import NO_SECRETS
@@ -35,6 +37,8 @@ INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CO
                       *PREFIXES)  # fmt: skip
 # Programs read these variables in upper and in lower case. A URL with a user name or a password is not passed.
 PROXIES = ("NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+MAX_SOURCE_CHARS = 1 << 20
+MOST_NAMED = 10
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These variables stop libraries from starting thread pools at import, because a zygote must not have threads. In
 # workers, `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
@@ -76,7 +80,11 @@ class ProcessLauncher:
         confinement = await self._confine(spec)
         # Last: from here on, `end_unused` ends the base as unused until it has a child or forks one.
         base = await self._base(spec)
-        return await base.launch(spec, logs, on_death, secrets, confinement)
+        try:
+            return await base.launch(spec, logs, on_death, secrets, confinement)
+        except HandlerError as error:
+            await asyncio.to_thread(_name_dropped, error, spec, spec.env.keys() | secrets.keys())
+            raise
 
     async def _confine(self, spec: WorkerSpec) -> Confinement:
         if (known := self._confined.get(id(spec))) is None:
@@ -174,9 +182,10 @@ class ProcessLauncher:
         )  # fmt: skip
         try:
             request = {"address": str(self._listener.path), "token": token, "preload": preload}
-            process = await _spawn_base(python, request)
+            output = ChildOutput(name)
+            process = await _spawn_base(python, request, output)
             self._processes.add(process)
-            ended = self._tasks.create_task(self._reap(process, dialled, name))
+            ended = self._tasks.create_task(self._reap(process, dialled, name, output))
             self._reaping.add(ended)
             ended.add_done_callback(self._reaping.discard)
             try:
@@ -202,13 +211,14 @@ class ProcessLauncher:
             raise LauncherError("The gateway is shutting down.")
 
     async def _reap(
-        self, process: asyncio.subprocess.Process, dialled: asyncio.Future[ChildProcess], name: str
-    ) -> None:
+        self, process: asyncio.subprocess.Process, dialled: asyncio.Future[ChildProcess], name: str, output: ChildOutput
+    ) -> None:  # fmt: skip
         code = await process.wait()
         self._processes.discard(process)
+        said = output.close()
         if not dialled.done():
-            remedy = "Run `pilotflame doctor`, and see the gateway's standard error for the output."
-            message = f"The {name} process ended with code {code} before it was ready."
+            remedy = "Run `pilotflame doctor`, and see `pilotflame logs` for its output."
+            message = f"The {name} process ended with code {code} before it was ready{said and f': {said}'}."
             dialled.set_exception(LauncherError(message, remedy=remedy))
 
 
@@ -216,20 +226,28 @@ def _key(spec: WorkerSpec) -> BaseKey:
     return spec.python or sys.executable, spec.preload
 
 
-async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:
+async def _spawn_base(
+    python: str, request: dict[str, Any], output: ChildOutput
+) -> asyncio.subprocess.Process:
     try:
         process = await asyncio.create_subprocess_exec(
             python, "-m", "pilotflame.zygote", "base",
-            stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(python), cwd="/",
+            stdin=asyncio.subprocess.PIPE, stdout=output.fileno(), stderr=output.fileno(),
+            env=environment(python), cwd="/",
             # No signal of the gateway's terminal reaches it.
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
+        output.close()
         refused = refusal(Operation.PYTHON, error.errno, "Run `pilotflame doctor`.")
         raise LauncherError(f"{python} cannot be started: {refused.why}.", remedy=refused.remedy) from error
-    if process.stdin is not None:
-        process.stdin.write(json.dumps(request).encode())
-        process.stdin.close()
+    finally:
+        output.started()
+    # uvloop raises RuntimeError if the process has ended already. Then `_reap` says why.
+    with contextlib.suppress(RuntimeError, OSError):
+        if process.stdin is not None:
+            process.stdin.write(json.dumps(request).encode())
+            process.stdin.close()
     return process
 
 
@@ -249,6 +267,21 @@ def _passes(key: str, value: str) -> bool:
     if key.upper() in PROXIES:
         return "@" not in value
     return (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
+
+
+def _name_dropped(error: HandlerError, spec: WorkerSpec, given: Set[str]) -> None:
+    """Name variables that the function does not inherit in the remedy of a failed import: those in the error or the handler's file.
+
+    `given` are the variables that the function has in other ways.
+    """
+    file = spec.code / spec.handler.partition(":")[0]
+    source = file.read_text(errors="replace")[:MAX_SOURCE_CHARS] if file.is_file() else ""
+    words = set(re.findall(r"\w+", f"{error.message} {error.trace} {source}"))
+    given |= SINGLE_THREADED.keys() | ASK_WITHOUT_USE.keys()
+    names = sorted(key for key in os.environ.keys() & words - given if not _passes(key, os.environ[key]))
+    if names:
+        dropped = f"Functions do not inherit {', '.join(names[:MOST_NAMED])} of the gateway: set env in pilotflame.toml."
+        error.remedy = f"{error.remedy} {dropped}".strip()
 
 
 def python_path() -> list[str]:

@@ -44,15 +44,9 @@ RELIEF_S = 1.0
 # If the settings have no limit, functions at rest may hold this share of the machine's memory.
 SHARE = 1 / 8
 # The causes that decisions name: PRESSURE if the machine or the cgroup is short of memory, REST_MB if zygotes hold too
-# much.
-PRESSURE, REST_MB = "pressure", "rest_mb"
+# much, UNUSED if a light function has no calls.
+PRESSURE, REST_MB, UNUSED = "pressure", "rest_mb", "unused"
 _MIB = 1 << 20
-# The log messages for steps down, by the rung that the function leaves.
-_GIVEN_UP = {
-    RungName.READY: "idle workers end because memory is short",
-    RungName.ZYGOTE: "the zygote ended to save memory; the next call launches it again",
-    RungName.RESIDENT: "fetched weights leave the memory because memory is short",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +117,13 @@ class IdleMemoryLimit:
         for live in map(lives.__getitem__, unused):
             # A call may have arrived since the function was noted.
             if _idle(live.workers):
-                live.function.ladder.yield_to(live.function.ladder.measured.spec.below(RungName.ZYGOTE)[0])
+                ladder = live.function.ladder
+                lower = ladder.measured.spec.below(RungName.ZYGOTE)[0]
+                text = ladder.evict(
+                    lower, UNUSED, ladder.step_down(live.record.function, RungName.ZYGOTE, lower)
+                )
                 live.note_rest(0.0)
-                live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
+                live.logs.write("gateway", text)
         await self._relieve()
         held_mb = memory.bases_bytes / _MIB + sum(one.held_mb for one in stats)
         over_mb = held_mb - self._limit_mb - sum(one.held_mb for one in stats if one.name in unused)
@@ -224,10 +222,10 @@ class IdleMemoryLimit:
         chosen = steps_down([[one.step for one in of] for of in candidates.values()], needed_bytes)
         for step in chosen:
             live, candidate = lives[step.name], candidates[step.name].pop(0)
-            live.function.ladder.evict(candidate.lower, cause, step)
+            text = live.function.ladder.evict(candidate.lower, cause, step)
             if candidate.upper is RungName.ZYGOTE:
                 live.note_rest(0.0)
-            live.logs.write("gateway", _GIVEN_UP[candidate.upper])
+            live.logs.write("gateway", text)
         return bool(chosen)
 
 

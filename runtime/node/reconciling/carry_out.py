@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ....errors import PilotflameError, for_callers
 from ...calls.serving.call_ends import CallEnd, replaced
 from ...calls.serving.replica import Replica
+from ...ground.telemetry.decisions import describe
 from ...ground.telemetry.rung_name import RungName
 from ...ground.telemetry.timeline import StartCause
 from ..launching.launcher import WorkerSource
@@ -126,12 +127,12 @@ class CarryOut:
         for key in grant.stop:
             if isinstance(key, Replica):
                 one.pool.stop([key])
-                self._note("stop", cause, seen, workers=1)
+                one.logs.write("gateway", self._note("stop", cause, seen, workers=1))
             else:
                 self.renew_standby()
         if ended := [key for key in grant.end if isinstance(key, Replica)]:
             calls = self.end(ended, replaced(one.spec.function, one.node.limits.drain_s), MIN_TEARDOWN_S)
-            self._note("end", "replaced", seen, workers=len(ended), calls=calls)
+            one.logs.write("gateway", self._note("end", "replaced", seen, workers=len(ended), calls=calls))
         one.pool.park([key for key in grant.park if isinstance(key, Replica)], given=True)
         wakes = [key for key in grant.wake if isinstance(key, Replica)]
         self._sent(one.pool.wake(wakes, len(wakes)), seen.queued)
@@ -190,11 +191,11 @@ class CarryOut:
         if not replica.child.link.closed:
             replica.tell_held(name, held)
 
-    def _note(self, action: str, cause: str, seen: Seen, **figures: float) -> None:
-        """Record a decision about the number of workers, with the figures behind it."""
+    def _note(self, action: str, cause: str, seen: Seen, **figures: float) -> str:
+        """Record a decision about the number of workers, with the figures behind it. Return it in words."""
         load = seen.load
         predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
-        self._one.function.decisions.note(
+        return describe(self._one.function.decisions.note(
             action, cause, **figures, queued=seen.queued, in_flight=seen.in_flight,
             starting=seen.starting, ready=seen.ready, **predicted,
-        )  # fmt: skip
+        ))  # fmt: skip

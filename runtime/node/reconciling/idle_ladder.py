@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ...ground.telemetry.decisions import NUMBERED_RUNGS, Decisions
+from ...ground.telemetry.decisions import NUMBERED_RUNGS, Decisions, describe
 from ...ground.telemetry.rung_name import RungName
 from ..scaling.ended_periods import EndedPeriods
 from ..scaling.eviction import Gaps, StepDown
@@ -293,12 +293,13 @@ class IdleLadder:
         freed = figures.held(upper) - figures.held(lower) if freed_bytes is None else freed_bytes
         return StepDown(name, idle_s, max(0.001, wake_s), max(1.0, freed), Gaps(self.past.history.idles))
 
-    def evict(self, rung: RungName, cause: str, step: StepDown) -> None:
-        """Step down to `rung` at once, whatever the plan says, because memory is short."""
+    def evict(self, rung: RungName, cause: str, step: StepDown) -> str:
+        """Step down to `rung` at once, whatever the plan says, because memory is short. Return the decision in words."""
         figures = {"freed_bytes": step.freed_bytes, "extra_wake_s": step.extra_wake_s}
         rate = step.gaps.rate(step.idle_s)
-        self._decisions.note("evict", cause, rung=float(NUMBERED_RUNGS.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
+        decision = self._decisions.note("evict", cause, rung=float(NUMBERED_RUNGS.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
         self.yield_to(rung)
+        return describe(decision)
 
     def yield_to(self, rung: RungName) -> None:
         """Hold no more than `rung` until the next call, or until the plan climbs."""

@@ -15,6 +15,7 @@ from ...calls.serving.replicas import ReplicaList
 from ...ground.billing.usage import RungClock, Usage
 from ...ground.settings.function_settings import Scale
 from ...ground.telemetry.logs import Log
+from ...ground.telemetry.refusals import explained
 from ...ground.telemetry.rung_name import RungName
 from ...ground.telemetry.timeline import Activation, StartCause
 from ..launching.fetcher_client import FetcherClient
@@ -268,5 +269,7 @@ class Pool:
 
 
 def _unexpected(error: Exception) -> ActivationFailed:
+    if (known := explained(error)) is not None:
+        return ActivationFailed(f"A worker could not be started: {known.message}", remedy=known.remedy)
     message = f"A worker could not be started: {type(error).__name__}: {error}"
     return ActivationFailed(message, remedy="See the gateway's log for the traceback.")

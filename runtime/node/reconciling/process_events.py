@@ -14,6 +14,7 @@ from ...calls.link.child import UNKNOWN_CAUSE, EndCause
 from ...calls.link.worker_spec import Weights
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.replica import Replica
+from ...ground.telemetry.decisions import describe
 from ...ground.telemetry.logs import RevisionLog
 from ..scaling.revision_state import Phase
 from .carry_out import CarryOut
@@ -91,7 +92,9 @@ class ProcessEvents(PoolEvents):
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         booking = self._one.node.gpus.of(replica)
         cause = "gpus" if booking is not None and booking.given else "idle"
-        self._one.function.decisions.note("park", cause, freed_bytes=freed_bytes)
+        decision = self._one.function.decisions.note("park", cause, freed_bytes=freed_bytes)
+        if cause == "gpus":
+            self._one.logs.write("gateway", describe(decision))
         if booking is not None:
             self._tasks.create_task(self._note_kept(booking, replica, freed_bytes, reserved))
 

@@ -103,7 +103,8 @@ export class FunctionView {
     if (!row) return;
     const recent = this.fleet.recent(this.name);
     this.rung.update(row.rung);
-    setText(this.step, row.next_rung ? `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes` : "");
+    const next = row.next_rung && `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes`;
+    setText(this.step, [row.cold_because && `It ${row.cold_because}`, next].filter(Boolean).join(" · "));
     setText(this.revision, row.revision);
     const stopped = row.stopped ? `It refuses calls: ${row.stopped}.` : "";
     setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : stopped);

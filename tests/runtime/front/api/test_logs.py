@@ -191,6 +191,26 @@ async def test_the_access_log_has_a_line_for_each_request_if_it_is_on(state: Pat
         assert "function=called" in next(line for line in lines if line["request_id"] == "r-fast")["text"]
 
 
+async def test_the_client_behind_a_trusted_proxy_is_named(state: Path, capfd: pytest.CaptureFixture[str]):
+    proxied = {"X-Forwarded-For": "192.0.2.9, 198.51.100.7"}
+    async with gateway_here(
+        state, access_log=True, log_format="collector", trusted_proxies=("127.0.0.0/8", "::1/128")
+    ) as gateway:
+        function = await gateway.deploy(SOURCE, name="called")
+        # aiohttp reads the second one.
+        await function.answer("plain", X_Forwarded_For=proxied["X-Forwarded-For"])
+        await gateway.client.post("/v2/called/run", json={"input": "job"}, headers=proxied)
+        await gateway.client.delete("/v1/functions/called", headers=proxied)
+    found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    access = {one["path"]: one for one in found if one["log"] == "access"}
+    for path in ("/invoke/{function}", "/v2/{function}/run"):
+        line = access[path]
+        assert (line["from"], line["status"], line["function"]) == ("198.51.100.7", 200, "called")
+    deleted = [one for one in found if one["log"] == "audit" and one.get("function") == "called"][-1]
+    assert (deleted["from"], deleted["outcome"]) == ("198.51.100.7", "200")
+    assert "printed plain" in [one["text"] for one in found if one["log"] == "function"]
+
+
 async def test_without_the_setting_there_is_no_access_log(state: Path):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy(SOURCE)

@@ -52,12 +52,12 @@ STARTED = ("victim", "broken", "unread")
 PLANTED = ("place", "log", "traceback", "setup", "env", "alert", "store", "input", "upstream")
 # The private fields of a function's status, and of its row in the console, as other keys see them.
 PRIVATE: dict[str, Any] = {
-    "entry": "", "snapshot": None, "snapshots": {}, "next_rung": None, "next_rung_at": None, "activations": 0, "rest_mb": None,
+    "entry": "", "snapshot": None, "snapshots": {}, "next_rung": None, "next_rung_at": None, "cold_because": "", "cold_since": None, "activations": 0, "rest_mb": None,
     "last_cold_start_ms": None, "last_cold_start_phases_ms": {}, "latest_cold_starts": [], "latency_curve": [], "budget": None,
     "warnings": [], "last_errors": [], "sources": [], "schedules": [], "setting_origins": {}, "processes": [],
 }  # fmt: skip
 PRIVATE_OF_ROW: dict[str, Any] = {
-    "next_rung": None, "next_rung_at": None, "rest_mb": None, "last_cold_phases_ms": {}, "last_cold_start": None,
+    "next_rung": None, "next_rung_at": None, "cold_because": "", "rest_mb": None, "last_cold_phases_ms": {}, "last_cold_start": None,
 }  # fmt: skip
 OTHERS: list[dict[str, Any]] = [
     {"name": "containers", "scopes": ["deploy", "invoke"]},

@@ -117,6 +117,12 @@ def test_each_decision_is_taken_once_and_the_oldest_are_dropped() -> None:
     decisions = Decisions()
     assert decisions.take() == []
     decisions.note("start", "load", workers=1)
+    stopped = decisions.note("stop", "idle")
+    decisions.note("refuse", "max_workers")
+    decisions.take()
+    assert decisions.cooled == stopped
+    decisions = Decisions()
+    decisions.note("start", "load", workers=1)
     decisions.note("stop", "idle")
     assert [one.action for one in decisions.take()] == ["start", "stop"]
     assert decisions.take() == []

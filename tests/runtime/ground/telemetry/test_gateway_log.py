@@ -2,11 +2,14 @@
 
 import json
 import logging
+import sys
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotflame.runtime.ground.telemetry.gateway_log import Format, Level, gateway_logging
+from pilotflame.runtime.ground.telemetry.gateway_log import Format, Level, collected, gateway_logging
 from pilotflame.runtime.ground.telemetry.log_files import LogFiles, LogQuery
 from pilotflame.runtime.ground.telemetry.logs import Logs
 
@@ -84,3 +87,71 @@ async def test_a_level_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["level"], line["source"]) for line in lines] == [("error", "gateway")] * 2
     assert "JSONDecodeError: Expecting value" in lines[0]["text"]
+
+
+async def test_libraries_print_no_lines_of_their_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs = Logs(files)
+
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError("in a finaliser")
+
+    def fails() -> None:
+        raise ValueError("in a thread")
+
+    with gateway_logging(logs, "info", "json"), (channel := logs.channel("gateway")).subscribe() as news:
+        for name in ("botocore.credentials", "urllib3.connectionpool", "aiohttp.access"):
+            logging.getLogger(name).warning("from %s", name)
+        logging.getLogger("botocore.hooks").info("of no use")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("an old call", DeprecationWarning, stacklevel=1)
+        Broken()
+        thread = threading.Thread(target=fails)
+        thread.start()
+        thread.join()
+        logging.getLogger("asyncio").error("the end")
+        while "the end" not in (await news.get()).text:
+            pass
+    texts = [line.text for line in channel.tail(10)]
+    files.close()
+    printed = [json.loads(line)["text"] for line in capfd.readouterr().err.splitlines()]
+    assert printed == texts
+    assert texts[0] == "botocore.credentials: from botocore.credentials"
+    for text, part in zip(
+        texts[3:], ("an old call", "in a finaliser", "in a thread", "asyncio: the end"), strict=True
+    ):
+        assert part in text
+    assert logging.getLogger().level == logging.WARNING
+
+
+async def test_a_collector_reads_all_lines_on_standard_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs = Logs(files)
+    with collected(logs):
+        function = logs.of_function("f")
+        function.write("w1", "printed\x1b", request_id="q1", revision="r1")
+        audit = logs.channel("audit")
+        facts = {"by": "key a", "from": "192.0.2.1", "function": "f", "outcome": "201"}
+        audit.write("audit", "all", facts=facts)
+        gateway = logs.channel("gateway")
+        gateway.write("gateway", "on standard error")
+    function.write("w1", "later")
+    stored = (await logs.history("audit", LogQuery()))[0]
+    files.close()
+    assert dict(stored.facts) == {}
+    first, second = (json.loads(line) for line in capfd.readouterr().out.splitlines())
+    assert {key: first[key] for key in ("log", "text", "function", "revision", "request_id")} == {
+        "log": "function", "text": "printed\x1b", "function": "f", "revision": "r1", "request_id": "q1",
+    }  # fmt: skip
+    assert second == {"at": second["at"], "source": "audit", "text": "all", "level": "info", "revision": "",
+                      "request_id": "", "log": "audit", **facts}  # fmt: skip

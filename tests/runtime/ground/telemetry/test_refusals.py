@@ -6,15 +6,20 @@ import errno
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from live import short_folder
+from live import failure, gateway_here, short_folder
 from pilotflame.errors import GatewayError, LauncherError, RequirementsError
 from pilotflame.runtime.command.client.exit_codes import exit_code_of
 from pilotflame.runtime.front.listening.sockets import bind
+from pilotflame.runtime.ground.telemetry.refusals import explained
+from pilotflame.runtime.node.functions.deploy import Preparation
+from pilotflame.runtime.node.functions.function_folder import FunctionFolder
+from pilotflame.runtime.node.launching.child_output import ChildOutput
 from pilotflame.runtime.node.launching.process_launcher import _spawn_base
 from pilotflame.runtime.node.packaging.requirements import check_requirements
 
@@ -72,7 +77,7 @@ def test_an_address_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, number:
 
 async def test_an_environment_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LauncherError, match="was moved or removed while the gateway runs") as caught:
-        await _spawn_base(str(tmp_path / "moved" / "bin" / "python"), {})
+        await _spawn_base(str(tmp_path / "moved" / "bin" / "python"), {}, ChildOutput("base"))
     assert "Start the gateway again" in caught.value.remedy
     monkeypatch.setattr(sys, "executable", str(tmp_path / "moved" / "bin" / "python"))
     with pytest.raises(RequirementsError, match="was moved or removed") as unmet:
@@ -98,3 +103,67 @@ def test_test_in_a_long_temporary_folder(tmp_path: Path) -> None:
         )
     assert done.returncode == 1
     assert "TMPDIR" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "part"),
+    [
+        (errno.ENOSPC, "the disk or its quota is full. Free space"),
+        (errno.EDQUOT, "the disk or its quota is full. Free space"),
+        (errno.EROFS, "the file system is read-only. Name"),
+        (errno.EMFILE, "the number of open files is limited. Raise the limit: `ulimit -n`"),
+        (errno.ENFILE, "the number of open files is limited. Raise"),
+        (errno.EACCES, "this user has no right to it. Give"),
+        (errno.ENOENT, "it does not exist, or was removed. Put"),
+        (errno.EIO, "the disk has failed. Check"),
+        (errno.EADDRINUSE, "another program listens there. Choose"),
+        (errno.EADDRNOTAVAIL, "does not have the address. Use"),
+        (errno.ECONNREFUSED, "Connection refused. Check the address"),
+        (errno.EHOSTUNREACH, "No route to host. Check the address"),
+        (errno.ETXTBSY, "Text file busy. Check it"),
+    ],
+)  # fmt: skip
+def test_each_refusal_has_a_noun_and_a_remedy(number: int, part: str) -> None:
+    error = ExceptionGroup("unhandled errors", [OSError(number, os.strerror(number))])
+    message = str(explained(error))
+    assert part in message
+    assert message.startswith("The system refuses ")
+    assert str(explained(OSError(number, os.strerror(number), "/data/x"))).startswith("/data/x: ")
+
+
+def test_errors_with_numbers_of_their_own() -> None:
+    assert "Name or service not known. Check the address" in str(
+        explained(socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    )
+    assert "a connection: " in str(explained(ssl.SSLError(1, "wrong version number")))
+    assert explained(TimeoutError()) is None
+
+
+async def test_a_deploy_and_a_rollback_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of events ends with the error, too; it broke off."""
+
+    def full(*_given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/secret/folder")
+
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event\n")
+        with monkeypatch.context() as patched:
+            patched.setattr(Preparation, "run", full)
+            error = failure(await gateway.send("def handler(event):\n    return 2\n", name=function.name))
+            assert (error["status"], error["message"]) == (
+                503,
+                "/secret/folder: the disk or its quota is full.",
+            )
+            folder = state.with_name("code")
+            folder.mkdir()
+            streamed = await gateway.client.post(
+                "/v1/functions", json={"path": str(folder)}, headers={"Accept": "text/event-stream"}
+            )
+            assert "event: error" in streamed.text
+            assert "the disk or its quota is full" in streamed.text
+        monkeypatch.setattr(FunctionFolder, "find", full)
+        error = failure(await gateway.client.post(f"/v1/functions/{function.name}/rollback"))
+        assert error["status"] == 503
+        assert "the disk or its quota is full" in error["message"]
+        assert "/secret" not in str(error)
+        assert await function.answer(1) == 1

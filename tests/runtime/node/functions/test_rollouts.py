@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Function, Gate, failure, gone, until
+from live import Function, Gate, failure, gateway_here, gone, until
 from pilotflame.runtime.node.packaging.code import pack
 from pilotflame.runtime.node.reconciling import revision_workers
 
@@ -266,3 +267,16 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
+
+
+async def test_a_deploy_warns_of_a_larger_body_than_the_gateway_takes(state: Path) -> None:
+    source = "def handler(event):\n    return event\n"
+    async with gateway_here(state, max_body_bytes=1000) as gateway:
+        function = await gateway.deploy(source, {"max_body_bytes": 2000})
+        (warning,) = (await function.status())["warnings"]
+        assert warning.startswith(
+            "max_body_bytes is 2000, but requests to this gateway have at most 1000 bytes"
+        )
+        for settings in ({}, {"max_body_bytes": 1000}):
+            function = await gateway.deploy(source, settings)
+            assert (await function.status())["warnings"] == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from launcher_tests import ECHO, LauncherTests, forked, launched
+from pilotflame.errors import HandlerImportError, LauncherError
 from pilotflame.runtime.calls.link.worker_spec import Confinement, WorkerSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.node.launching.confinements import Confinements
@@ -49,6 +50,33 @@ class TestProcessLauncher(LauncherTests):
         monkeypatch.setattr(Confinements, "make", made)
         async with launched(launcher, second) as source:
             assert (await forked(source, "w1")).pid
+
+    async def test_a_failed_import_names_variables_that_were_dropped(
+        self, launcher: Launcher, make_spec: Callable[[str], WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("MODEL_HOME", "GIVEN_HOME", "OTHER_HOME"):
+            monkeypatch.setenv(name, "/models")
+        spec = make_spec('import os\nmodels = os.environ.get("MODEL_HOME", os.environ["GIVEN_HOME"]) + 1\n')
+        with pytest.raises(HandlerImportError) as caught:
+            async with launched(launcher, spec.model_copy(update={"env": {"GIVEN_HOME": "/own"}})):
+                pass
+        assert "do not inherit MODEL_HOME of the gateway: set env in pilotflame.toml" in caught.value.remedy
+
+    async def test_a_base_that_dies_at_its_start_says_its_last_line(
+        self,
+        launcher: Launcher,
+        make_spec: Callable[[str], WorkerSpec],
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        python = tmp_path / "python"
+        python.write_text("#!/bin/sh\necho Traceback >&2\necho 'No module named pilotflame' >&2\nexit 3\n")
+        python.chmod(0o755)
+        with pytest.raises(
+            LauncherError, match="ended with code 3 before it was ready: No module named pilotflame"
+        ):
+            await launcher.prepare(make_spec(ECHO).model_copy(update={"python": str(python)}))
+        assert "base: Traceback" in caplog.text
 
     @pytest_asyncio.fixture
     async def launcher(self, state: Path) -> AsyncIterator[Launcher]:

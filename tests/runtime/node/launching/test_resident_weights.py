@@ -102,7 +102,7 @@ async def test_when_memory_is_short_weights_of_idle_functions_leave_it(
         await until(lambda: in_tier(disk), "a copy on the disk")
         await function.settled()
         told[0]()
-        await function.logged("fetched weights leave the memory because memory is short")
+        await function.logged("was evicted to files alone")
         await until(lambda: in_tier(memory, 0), "weights that have left the memory")
         decisions = live_revision(gateway, function).function.decisions.since(0)
         steps = [describe(one) for one in decisions if one.action == "evict"]

@@ -154,7 +154,11 @@ async def test_the_limit_ends_zygotes_and_then_the_base(state, quick):
         for pid in (worker, zygote, base):
             await gone(pid)
         await function.settled(zygote=False, standby=False)
-        await function.logged("the zygote ended to save memory")
+        await function.logged("was evicted to files alone")
+        why = "functions without workers held more than rest_mb"
+        assert why in (await function.status())["cold_because"]
+        view = (await gateway.client.get("/v1/console")).json()
+        assert why in next(one["cold_because"] for one in view["functions"] if one["name"] == function.name)
         assert gateway.server is not None
         decisions = gateway.server.functions.get(function.name).workers.function.decisions.since(0)
         # There is another if the first call came long after the deploy.
@@ -176,7 +180,7 @@ async def test_a_zygote_that_a_signal_holds_does_not_count_as_freed(state, quick
         await workers.pool.zygote.open()
         before = len(workers.function.decisions.since(0))
         other = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0})
-        await other.logged("the zygote ended to save memory")
+        await other.logged("functions without workers held more than rest_mb")
         # The signal's own decisions may come after `before`.
         assert "evict" not in [one.action for one in workers.function.decisions.since(0)[before:]]
         await held.settled(zygote=True)
@@ -235,6 +239,6 @@ async def test_warm_ups_end_when_memory_is_short_and_no_other_function_can_step_
         await held.settled(ready=1)
         short = True
         told[0]()
-        await idle.logged("idle workers end because memory is short")
+        await idle.logged("idle, memory is short: it held")
         await held.logged("its warm-up ends because memory is short")
         await held.settled(ready=0)

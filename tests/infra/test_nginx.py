@@ -1,0 +1,81 @@
+"""The block for nginx in docs/operations.md, with a real nginx in front of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+from live import Gateway, gateway_here, until
+from local_images import ROOT
+
+NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+ECHO = """
+async def app(scope, receive, send):
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        return await send({"type": "websocket.send", "text": (await receive())["text"] + "!"})
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["client"][0].encode()})
+"""
+
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not here: apt-get install nginx-light")
+
+
+@contextlib.asynccontextmanager
+async def proxied(gateway: Gateway, folder: Path) -> AsyncIterator[str]:
+    """Run nginx with the block, and yield the path of its socket."""
+    text = (ROOT / "docs/operations.md").read_text()
+    map_block, location = re.findall(r"(?ms)^(map \S+ .*?\})[^\n]*\n(location / \{.*?^\})$", text)[0]
+    served = location.replace("http://127.0.0.1:8600", gateway.url)
+    assert served != location
+    temporary = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(
+        f"daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr; events {{}}"
+        f"http {{ {temporary} access_log off; {map_block}"
+        f" server {{ listen unix:{folder}/nginx.sock; {served} }} }}"
+    )
+    command = [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
+    with subprocess.Popen(command) as process:
+        try:
+
+            async def listens() -> bool:
+                assert process.poll() is None
+                return (folder / "nginx.sock").exists()
+
+            await until(listens, "nginx")
+            yield str(folder / "nginx.sock")
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait)
+
+
+async def test_calls_and_websockets_pass(state: Path) -> None:
+    folder = state.with_name("nginx")
+    folder.mkdir()
+    # nginx that root has started runs its workers as another user.
+    folder.parent.chmod(0o755)
+    folder.chmod(0o777)
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(None, {"asgi": "app:app"}, files={"app.py": ECHO})
+        path = f"http://127.0.0.1/asgi/{function.name}/"
+        async with proxied(gateway, folder) as sock:
+            async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=sock)) as client:
+                assert (await client.get(path)).status_code == 200
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(sock)) as session,
+                session.ws_connect(path) as socket,
+            ):
+                await socket.send_str("through")
+                assert await socket.receive_str() == "through!"
