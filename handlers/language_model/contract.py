@@ -20,6 +20,8 @@ MOST_TOP = 20
 MOST_ANSWERS = 128
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+MOST_ALLOWED = 1 << 19
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 53)]
 RESERVED = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -53,13 +55,19 @@ class Sampling(BaseModel):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=1024)
+    allowed_token_ids: tuple[TokenId, ...] | None = Field(
+        None, min_length=1, max_length=MOST_ALLOWED, description="Only these tokens; None: all."
+    )
+    bad_words: tuple[BadWord, ...] = Field((), max_length=1024, description="Texts that are not made.")
 
     @property
     def greedy(self) -> bool:
         """True if the next token is the largest logit, and no field needs more."""
         plain = self.repetition_penalty == 1 and not self.logit_bias and self.top_logprobs is None
-        return plain and not (
-            self.temperature or self.presence_penalty or self.frequency_penalty or self.min_tokens
+        return (
+            plain
+            and self.allowed_token_ids is None
+            and not (self.temperature or self.presence_penalty or self.frequency_penalty or self.min_tokens)
         )
 
 

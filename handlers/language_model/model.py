@@ -60,6 +60,7 @@ class _Plan:
     usage: TokenUsage
     forms: list[tuple[Constraint | None, AnswerParts | None]]
     """The constraint and the reader of each answer."""
+    bad_words: list[list[int]]
     targets: Targets
     origin: CallOrigin
 
@@ -160,7 +161,8 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request), origin.get())
+        bad_words = self._prompts.bad_words(request)
+        return _Plan(request, prompt.ids, most_new, usage, forms, bad_words, _targets(request), origin.get())
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -208,7 +210,7 @@ class LanguageModel:
         )
         if request.echo:
             yield Delta(index=index, text=self._decode(ids))
-        sampler = Sampler(sampling, ids, ends, constraint)
+        sampler = Sampler(sampling, ids, ends, constraint, plan.bad_words)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
         made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)

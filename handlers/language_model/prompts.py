@@ -39,7 +39,7 @@ class Prompts:
 
         The time depends on `most`, and not on the length of the request.
         """
-        self._check_bias(request)
+        self._check_tokens(request)
         text, ids = "", request.prompt
         if request.messages is not None:
             # Each message has a token at least.
@@ -79,15 +79,31 @@ class Prompts:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return found
 
-    def _check_bias(self, request: GenerationRequest) -> None:
-        """Raise InputInvalid, as vLLM does, if logit_bias names a token that the model does not have."""
-        wrong = [token for token in request.logit_bias if not 0 <= token < self._vocabulary]
-        if wrong:
-            raise InputInvalid(
-                f"logit_bias names the token {wrong[0]}, which is none of the model's {self._vocabulary}.",
-                remedy="Name tokens of the model.",
-                details={"field": "logit_bias"},
+    def bad_words(self, request: GenerationRequest) -> list[list[int]]:
+        """Return the tokens of each text that may not be made. As in vLLM, a text also has the tokens that it has after a space, unless
+        their number differs.
+        """
+        found: list[list[int]] = []
+        for word in request.bad_words:
+            plain, spaced = (
+                self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
             )
+            found += [plain] if plain else []
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return found
+
+    def _check_tokens(self, request: GenerationRequest) -> None:
+        """Raise InputInvalid, as vLLM does, if a field names a token that the model does not have."""
+        named = {"logit_bias": request.logit_bias, "allowed_token_ids": request.allowed_token_ids or ()}
+        for field, tokens in named.items():
+            wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+            if wrong:
+                raise InputInvalid(
+                    f"{field} names the token {wrong[0]}, which is none of the model's {self._vocabulary}.",
+                    remedy="Name tokens of the model.",
+                    details={"field": field},
+                )
 
     def single_tokens(self, texts: Collection[str]) -> set[str]:
         """Return which of these texts are one token of the model."""

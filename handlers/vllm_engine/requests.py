@@ -18,6 +18,7 @@ FIELDS = {
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias", "seed": "seed", "top_logprobs": "logprobs",
     "min_tokens": "min_tokens", "ignore_eos": "ignore_eos", "stop_token_ids": "stop_token_ids",
+    "allowed_token_ids": "allowed_token_ids", "bad_words": "bad_words",
 }  # fmt: skip
 """The fields of `Sampling`, and their names in vLLM."""
 REFUSED = ("first_token_by", "token_ms")
@@ -76,6 +77,8 @@ def sampling_params(
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: PLC0415
 
     given: dict[str, Any] = {theirs: getattr(sampling, ours) for ours, theirs in FIELDS.items()}
+    given["bad_words"] = list(sampling.bad_words)
+    given["allowed_token_ids"] = None if (allowed := sampling.allowed_token_ids) is None else list(allowed)
     given["logit_bias"] = dict(sampling.logit_bias) or None
     given["stop_token_ids"] = list(sampling.stop_token_ids)
     given["seed"] = None if sampling.seed is None else sampling.seed % _SEEDS

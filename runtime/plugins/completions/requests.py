@@ -36,7 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "modalities": (["text"],), "best_of": (1,), "prediction": (), "web_search_options": (), "suffix": (),
     "prompt_logprobs": (), "previous_response_id": (), "conversation": (), "max_tool_calls": (), "use_beam_search": (),
     "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
-    "logprob_token_ids": (), "allowed_token_ids": (), "bad_words": (), "chat_template": (), "media_io_kwargs": (),
+    "logprob_token_ids": (), "chat_template": (), "media_io_kwargs": (),
     "mm_processor_kwargs": (), "prompt_embeds": (), "priority": (0,), "return_tokens_as_token_ids": (), "return_token_ids": (),
     "return_token_offsets": (), "return_prompt_text": (), "routed_experts_prompt_start": (0,), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "repetition_detection": (), "thinking_token_budget": (-1,), "include_reasoning": (True,),

@@ -252,7 +252,7 @@ async def test_a_choice_or_a_prompt_that_fails_ends_its_own_request(monkeypatch:
     class Broken(Sampler):
         greedy = False
 
-        def choose(self, _logits: object) -> Never:
+        def limit(self, _scores: object) -> Never:
             raise ValueError("no choice")
 
     async def broken() -> list[int]:

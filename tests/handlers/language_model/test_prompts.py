@@ -94,6 +94,24 @@ def test_a_bias_of_no_token_is_refused(prompts: Prompts, token: int) -> None:
     assert prompts.prompt(GenerationRequest(prompt="a", stop_token_ids=(10_000,)), MOST).ids
 
 
+def test_a_permission_of_no_token_is_refused(prompts: Prompts) -> None:
+    with pytest.raises(InputInvalid, match="allowed_token_ids names the token 100000") as caught:
+        prompts.prompt(GenerationRequest(prompt="a", allowed_token_ids=(1, 100_000)), 10)
+    assert caught.value.details["field"] == "allowed_token_ids"
+
+
+def test_a_bad_word_also_has_its_tokens_after_a_space() -> None:
+    tokenizer = byte_tokenizer(WITHOUT_TOOLS)
+    tokenizer.add_tokens([AddedToken("war", special=False), AddedToken(" war", special=False)])
+    words, number = Prompts(tokenizer, len(tokenizer)).bad_words, tokenizer.get_vocab()
+    for word in ("war", " war"):
+        found = words(GenerationRequest(prompt="a", bad_words=(word,)))
+        assert found == [[number["war"]], [number[" war"]]]
+    # After a space, this word has a token more.
+    assert words(GenerationRequest(prompt="a", bad_words=("it",))) == [[number["i"], number["t"]]]
+    assert words(GenerationRequest(prompt="a", bad_words=(" ",))) == []
+
+
 def test_the_parts_of_a_text_are_as_long_as_the_longest_prompt(prompts: Prompts, tokenizer: Counting) -> None:
     text = LONG * (2 * CHARS_A_TOKEN)
     assert prompts.prompt(GenerationRequest(prompt=text), MOST).ids

@@ -13,7 +13,7 @@ from pilotflame.handlers.vllm_engine.requests import FIELDS, REFUSED, sampling_p
 VALUES: dict[str, Any] = {
     "temperature": 0.25, "top_p": 0.5, "top_k": 3, "min_p": 0.125, "presence_penalty": 1.5, "frequency_penalty": -1.5,
     "repetition_penalty": 2.0, "logit_bias": {5: -10.0}, "seed": 11, "top_logprobs": 4, "min_tokens": 2,
-    "ignore_eos": True, "stop_token_ids": (7, 8),
+    "ignore_eos": True, "stop_token_ids": (7, 8), "allowed_token_ids": (1, 2, 7), "bad_words": ("war", "peace"),
 }  # fmt: skip
 # The other fields of a request, and where they go: into the prompt, the grammar, the answers, or arguments of `generate`.
 ELSEWHERE = {

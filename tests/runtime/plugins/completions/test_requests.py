@@ -83,7 +83,7 @@ def test_empty_options_ask_for_nothing(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("prompt_logprobs", 0), ("bad_words", ["a"]), ("allowed_token_ids", [1]), ("use_beam_search", True), ("skip_special_tokens", False),
+        ("prompt_logprobs", 0), ("use_beam_search", True), ("skip_special_tokens", False),
         ("include_reasoning", False), ("truncate_prompt_tokens", 3), ("web_search_options", {}), ("return_token_ids", True),
     ],
 )  # fmt: skip
@@ -127,6 +127,15 @@ def test_formats_in_the_spellings_of_tgi_and_llama_cpp(asked: dict[str, Any], wa
 def test_a_format_without_its_value_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="response_format"):
         chat(response_format=asked)
+
+
+def test_which_tokens_and_words_may_be_made_reaches_the_model() -> None:
+    for found in (
+        chat(allowed_token_ids=[1, 2], bad_words=["a"]),
+        completion(allowed_token_ids=[1, 2], bad_words=["a"]),
+    ):
+        assert (found.allowed_token_ids, found.bad_words) == ((1, 2), ("a",))
+    assert chat(allowed_token_ids=[], bad_words=[]) == chat()
 
 
 def test_allowed_tools_are_the_only_ones() -> None:
