@@ -112,7 +112,7 @@ class OutputFormat(BaseModel):
     json_schema: dict[str, Any] | None = Field(None, description="A value that fits this JSON schema.")
     regex: str | None = Field(None, min_length=1, description="A text that matches.")
     choice: tuple[str, ...] | None = Field(None, min_length=1, description="One of these texts.")
-    grammar: str | None = Field(None, min_length=1, description="A text of this Lark grammar.")
+    grammar: str | None = Field(None, min_length=1, description="A text of this grammar, in Lark or EBNF.")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -73,7 +73,7 @@ def _among(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float
     kept &= shares.cumsum(-1) - shares < column([of.top_p for of in samplings])
     certain = whole | (alone & ~kept[:, -1:])
     tokens = order.gather(1, _picked(shares.masked_fill(~kept, 0.0), random))
-    return torch.where(certain, tokens, -1)[:, 0].tolist()  # type: ignore[no-any-return]
+    return torch.where(certain, tokens, -1)[:, 0].tolist()
 
 
 def _picked(shares: Tensor, random: Sequence[float]) -> Tensor:

@@ -26,7 +26,7 @@ from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
-from .answer_form import AnswerForms, check_answer
+from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
 from .constraint import Constraint
@@ -240,7 +240,7 @@ class LanguageModel:
                     add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
                     if reason == "stop":
-                        check_answer(request, "".join([*said, delta.text]), called=called)
+                        self._forms.check(request, "".join([*said, delta.text]), called=called)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
