@@ -136,6 +136,12 @@ class GenerationRequest(Sampling):
     stop: list[str] = Field(default_factory=list, max_length=16, description="Texts at which an answer ends.")
     include_stop_str_in_output: bool = False
     echo: bool = Field(False, description="Begin each answer with the prompt.")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_TOP,
+        description="Report the likeliest tokens at each place of the prompt; None: no logprobs.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template."
     )
@@ -166,6 +172,10 @@ class GenerationRequest(Sampling):
         None, description="Begin the prompt with the model's special tokens; None: a text, and no chat."
     )
     add_generation_prompt: bool = Field(True, description="End a chat with the beginning of an answer.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only this many tokens of the prompt; -1: as many as there is room for."
+    )
+    truncation_side: Literal["left", "right"] = Field("left", description="Where the other tokens were.")
     prompt_only: bool = Field(
         False, description="Make no answer, and yield the tokens of the prompt as `Delta.prompt`."
     )
@@ -234,6 +244,8 @@ class TokenLogprob(BaseModel):
     id: int
     logprob: LogProbability
     top: list[tuple[str, int, LogProbability]] = Field(default_factory=list)
+    rank: int | None = None
+    """1 if it was the likeliest token. Only tokens of prompts have it."""
 
 
 class TokenUsage(BaseModel):
@@ -269,6 +281,10 @@ class Delta(BaseModel):
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """The tokens of the prompt, if the request asks for `prompt_logprobs`. One delta of each answer has them, not after its first token. The
+    first token follows nothing, so that its logprob has no meaning.
+    """
     finish_reason: FinishReason | None = None
     """Why the answer has ended; None until it has."""
     stop_reason: str | TokenId | None = None

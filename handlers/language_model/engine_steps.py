@@ -19,6 +19,7 @@ from ..failure import is_out_of_memory
 from .admission import NO_TARGETS, Admission, EngineLoad, Targets
 from .causal_model import CausalModel
 from .draws import rows_of
+from .prompt_logprobs import PromptLogprobs
 from .prompt_reader import PromptReader
 from .rows import Rows
 from .sampling import Logprobs, Sampler, check_finite, choose
@@ -57,6 +58,8 @@ class SequenceRun:
     targets: Targets
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
+    scored: PromptLogprobs | None = None
+    """Collects the logprobs of the prompt; None if the request does not ask for them."""
     over: bool = False
     prompt: int = field(init=False)
     """The tokens of the prompt."""
@@ -222,9 +225,15 @@ class EngineSteps:
         try:
             if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
-            logits = self.reader.read(chunk, run.ids, run.fill, run.adapter, slice_s)
+            scored = run.scored if run.scored is not None and not run.scored.complete else None
+            logits = self.reader.read(
+                chunk, run.ids, run.fill, run.adapter, slice_s, every=scored is not None
+            )
             if logits is None:
                 return None
+            if scored is not None:
+                scored.add(chunk.begin, logits)
+                logits = logits[-1:]
             if not chunk.last:
                 return []
             self._rows.join(self.reader.row(chunk.sequence))

@@ -21,6 +21,8 @@ class Logprobs(NamedTuple):
     chosen: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens, the likeliest first."""
+    rank: int | None = None
+    """1 if the chosen token is the likeliest one; None if it was not counted."""
 
 
 def check_finite(largest: float, what: str) -> None:

@@ -57,7 +57,10 @@ class VllmRequests:
         grammar = self._forms.grammar(request, prompt)
         # The marks of calls may be special tokens.
         params = sampling_params(request, sampling, most_new, grammar, marks=parts[0] is not None)
-        answers = VllmAnswers(parts, len(prompt.ids), sampling.top_logprobs, self._decode, request)
+        echoed = self._tokenizer.decode(prompt.ids, skip_special_tokens=True) if request.echo else ""
+        answers = VllmAnswers(
+            parts, len(prompt.ids), sampling.top_logprobs, self._decode, request, echoed=echoed
+        )
         return VllmRequest(prompt.ids, params, answers)
 
     def _decode(self, ids: list[int]) -> str:
@@ -85,7 +88,7 @@ def sampling_params(
     return SamplingParams(
         **given, n=request.n, max_tokens=most_new, stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output, skip_special_tokens=not marks,
-        output_kind=RequestOutputKind.DELTA,
+        prompt_logprobs=request.prompt_logprobs, output_kind=RequestOutputKind.DELTA,
         structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ VALUES: dict[str, Any] = {
 # The other fields of a request, and where they go: into the prompt, the grammar, the answers, or arguments of `generate`.
 ELSEWHERE = {
     "messages", "prompt", "chat_template_kwargs", "continue_final_message", "reasoning_effort", "tools", "tool_choice",
-    "parallel_tool_calls", "output", "echo", "priority", "adapter", "add_special_tokens", "add_generation_prompt", "prompt_only",
+    "parallel_tool_calls", "output", "echo", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "priority", "adapter", "add_special_tokens", "add_generation_prompt", "prompt_only",
 }  # fmt: skip
 PASSED = {"max_tokens", "n", "stop", "include_stop_str_in_output"}
 
