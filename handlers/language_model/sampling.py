@@ -47,7 +47,7 @@ class Grammar(Protocol):
         """Learn which token follows."""
 
 
-Choice = tuple[int, Logprobs | None]
+ChosenToken = tuple[int, Logprobs | None]
 """A token, and its logprobs if the request asks for them."""
 
 
@@ -81,7 +81,7 @@ class Sampler:
         """True if the grammar permits no other token."""
         return self._grammar is not None and self._grammar.complete
 
-    def choose(self, logits: Tensor) -> Choice:
+    def choose(self, logits: Tensor) -> ChosenToken:
         """Return the next token. `logits` has the shape (vocabulary,). Raise what makes a choice impossible."""
         (found,) = choose([self], logits[None])
         if isinstance(found, Exception):
@@ -138,7 +138,7 @@ class Sampler:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | Exception]:
+def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[ChosenToken | Exception]:
     """Choose and note the next token of each sampler from `logits` (rows, vocabulary), all at once.
 
     Return for each row its choice, or the error that makes one impossible. An error changes no other row.
@@ -159,7 +159,7 @@ def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | Excepti
         ):
             tokens[row] = token
     logprobs = _logprobs(samplers, logits, tokens)
-    made: list[Choice | Exception] = []
+    made: list[ChosenToken | Exception] = []
     for row, sampler in enumerate(samplers):
         if row in failed:
             made.append(failed[row])
