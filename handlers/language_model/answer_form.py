@@ -10,10 +10,11 @@ from ...errors import InputInvalid, OutputInvalid
 from .answer_parts import AnswerParts
 from .chat_form import THINK, THOUGHT, ChatForm
 from .constraint import Constraint, Constraints
-from .contract import GenerationRequest
-from .grammar import call_rules, output_rules, with_reasoning
+from .contract import GenerationRequest, OutputFormat
+from .grammar import call_rules, lark_of, output_rules, with_reasoning
 from .prompts import Prompt, Prompts
 
+_UNFINISHED = "The answer has ended without the format that the request asks for."
 _AGAIN = "Send the request again, without stop strings and with a simpler schema."
 
 
@@ -42,7 +43,25 @@ class AnswerForms:
                 f"This function can have neither tools nor output formats: {self._why_none}.",
                 remedy="Add llguidance to its requirements.txt, and use a model with a fast tokenizer.",
             )
+        for schema in (
+            request.output and request.output.json_schema,
+            *(one.parameters for one in request.callable_tools),
+        ):
+            self._constraints.check_properties(schema or {})
         return self._constraints.new(grammar)
+
+    def check(self, request: GenerationRequest, text: str, *, called: bool) -> None:
+        """Raise OutputInvalid if an answer that has ended is not what the request asks for, as after a stop string in the middle of it."""
+        check_answer(request, text, called=called)
+        output = request.output
+        # Otherwise, the tokens have kept the pattern or the grammar.
+        if self._constraints is None or output is None or not (request.stop or request.stop_token_ids):
+            return
+        if output.grammar is not None or output.regex is not None:
+            grammar = _alone(output)
+            # Spaces may be the end of the reasoning.
+            if not any(self._constraints.accepts(grammar, one) for one in (text, text.lstrip())):
+                raise OutputInvalid(_UNFINISHED, remedy=_AGAIN)
 
     def parts(self, request: GenerationRequest, prompt: Prompt) -> AnswerParts | None:
         """Return the reader of an answer; None if all of it is text. Raise InputInvalid."""
@@ -65,7 +84,7 @@ class AnswerForms:
         """Return the grammar of an answer, in the Lark form of llguidance; None if it may be any text. Raise InputInvalid."""
         if request.output is not None:
             if request.output.grammar is not None:
-                return request.output.grammar
+                return _alone(request.output)
             rules = output_rules(request.output)
         elif request.callable_tools:
             if (found := self._calls(request)) is None:
@@ -121,9 +140,12 @@ def check_answer(request: GenerationRequest, text: str, *, called: bool) -> None
     elif request.must_call and not called:
         raise OutputInvalid("The answer is no call of a tool, which tool_choice requires.", remedy=_AGAIN)
     if not fits:
-        raise OutputInvalid(
-            "The answer has ended without the format that the request asks for.", remedy=_AGAIN
-        )
+        raise OutputInvalid(_UNFINISHED, remedy=_AGAIN)
+
+
+def _alone(output: OutputFormat) -> str:
+    """Return the grammar of an answer in this format, without reasoning."""
+    return lark_of(output.grammar) if output.grammar is not None else f"start: answer\n{output_rules(output)}"
 
 
 def _constraints(tokenizer: Any, ends: Sequence[int]) -> tuple[Constraints | None, str]:

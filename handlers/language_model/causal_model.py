@@ -71,8 +71,11 @@ class CausalModel:
         layers = int(self._text.num_hidden_layers)
         return Rows(layers, columns) if columns else Rows(layers)
 
-    def forward(self, rows: Rows, ids: list[list[int]], adapters: Sequence[str] = ()) -> Tensor:
-        """Append the tokens `ids` (rows, tokens) to the rows. Return the logits after the last tokens: (rows, vocabulary).
+    def forward(
+        self, rows: Rows, ids: list[list[int]], adapters: Sequence[str] = (), *, every: bool = False
+    ) -> Tensor:
+        """Append the tokens `ids` (rows, tokens) to the rows. Return the logits after the last tokens: (rows, vocabulary). With `every`, return
+        the logits after each token of the only row: (tokens, vocabulary).
 
         `adapters` has the name of each row's adapter, or "" for a row without one. By default, no row has one. If the model raises, the
         rows are as before.
@@ -80,21 +83,23 @@ class CausalModel:
         tokens, device = len(ids[0]), next(self.module.parameters()).device
         mask = rows.extend(tokens)
         try:
-            return self._pass(rows, ids, mask.to(device), adapters, device)
+            logits = self._pass(rows, ids, mask.to(device), adapters, every)
+            return logits[0] if every else logits[:, -1]
         except Exception:
             rows.take_back(tokens)
             raise
 
     def _pass(
-        self, rows: Rows, ids: list[list[int]], mask: Tensor, adapters: Sequence[str], device: torch.device
+        self, rows: Rows, ids: list[list[int]], mask: Tensor, adapters: Sequence[str], every: bool
     ) -> Tensor:
+        device = mask.device
         arguments: dict[str, Any] = {
             "input_ids": torch.tensor(ids, device=device),
             "attention_mask": mask,
             "position_ids": rows.positions(len(ids[0])).to(device),
             self._cache: rows.cache,
             "use_cache": True,
-            "logits_to_keep": 1,
+            "logits_to_keep": len(ids[0]) if every else 1,
         }
         taken = {name: value for name, value in arguments.items() if name in self._takes}
         one_by_one = ragged_attention() if len(ids) > 1 and device.type == "cpu" else nullcontext()
@@ -103,7 +108,7 @@ class CausalModel:
                 found = self.module(**taken)
             else:
                 found = self.adapters.forward(adapters or [""] * len(ids), taken)
-            logits: Tensor = found.logits[:, -1]
+            logits: Tensor = found.logits
         return logits
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ class Constraint:
             raise RuntimeError(f"the grammar refuses token {token}: {self._matcher.get_error()}")
         self.complete = self._matcher.is_stopped()
 
+    def accepts(self, tokens: Sequence[int]) -> bool:
+        """Return True if an answer may have these tokens and end. The state is of no use afterwards."""
+        known = self._matcher.try_consume_tokens([*tokens]) == len(tokens)
+        return known and bool(self._matcher.is_accepting())
+
     def _check(self) -> None:
         """Raise InputInvalid if the grammar is not valid, or needs more than the limits of llguidance, which may show late."""
         if self._matcher.is_error():
@@ -67,3 +73,30 @@ class Constraints:
     def new(self, grammar: str) -> Constraint:
         """Return the constraint of an answer. Raise InputInvalid if the grammar is not valid."""
         return Constraint(self._matcher(self._tokens, self._matcher.grammar_from_lark(grammar), log_level=0))
+
+    def check_properties(self, schema: dict[str, Any]) -> None:
+        """Raise InputInvalid if a property of the schema also matches a pattern of its object: llguidance would leave an answer without
+        its end.
+        """
+        left: list[Any] = [schema]
+        while left:
+            if isinstance(one := left.pop(), list):
+                left += one
+            elif isinstance(one, dict):
+                left += one.values()
+                names, patterns = one.get("properties"), one.get("patternProperties")
+                if isinstance(names, dict) and isinstance(patterns, dict) and self._overlap(names, patterns):
+                    raise InputInvalid(
+                        "The schema has a property that is in properties, and matches one of patternProperties.",
+                        remedy="Leave it out of one of them.",
+                    )
+
+    def _overlap(self, names: Collection[str], patterns: Collection[str]) -> bool:
+        """Return True if one of the names matches one of the patterns. llguidance takes linear time for any pattern."""
+        either = [{"type": "string", "pattern": pattern} for pattern in patterns]
+        grammar = self._matcher.grammar_from_json_schema(json.dumps({"enum": [*names], "anyOf": either}))
+        return not self._matcher.validate_grammar(grammar)
+
+    def accepts(self, grammar: str, text: str) -> bool:
+        """Return True if a whole answer of this grammar may be this text."""
+        return self.new(grammar).accepts(self._tokens.greedy_tokenize(text))

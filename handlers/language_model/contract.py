@@ -20,6 +20,8 @@ MOST_TOP = 20
 MOST_ANSWERS = 128
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+MOST_ALLOWED = 1 << 19
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 53)]
 RESERVED = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -53,13 +55,19 @@ class Sampling(BaseModel):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=1024)
+    allowed_token_ids: tuple[TokenId, ...] | None = Field(
+        None, min_length=1, max_length=MOST_ALLOWED, description="Only these tokens; None: all."
+    )
+    bad_words: tuple[BadWord, ...] = Field((), max_length=1024, description="Texts that are not made.")
 
     @property
     def greedy(self) -> bool:
         """True if the next token is the largest logit, and no field needs more."""
         plain = self.repetition_penalty == 1 and not self.logit_bias and self.top_logprobs is None
-        return plain and not (
-            self.temperature or self.presence_penalty or self.frequency_penalty or self.min_tokens
+        return (
+            plain
+            and self.allowed_token_ids is None
+            and not (self.temperature or self.presence_penalty or self.frequency_penalty or self.min_tokens)
         )
 
 
@@ -104,7 +112,7 @@ class OutputFormat(BaseModel):
     json_schema: dict[str, Any] | None = Field(None, description="A value that fits this JSON schema.")
     regex: str | None = Field(None, min_length=1, description="A text that matches.")
     choice: tuple[str, ...] | None = Field(None, min_length=1, description="One of these texts.")
-    grammar: str | None = Field(None, min_length=1, description="A text of this Lark grammar.")
+    grammar: str | None = Field(None, min_length=1, description="A text of this grammar, in Lark or EBNF.")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -128,6 +136,12 @@ class GenerationRequest(Sampling):
     stop: list[str] = Field(default_factory=list, max_length=16, description="Texts at which an answer ends.")
     include_stop_str_in_output: bool = False
     echo: bool = Field(False, description="Begin each answer with the prompt.")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_TOP,
+        description="Report the likeliest tokens at each place of the prompt; None: no logprobs.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template."
     )
@@ -158,6 +172,10 @@ class GenerationRequest(Sampling):
         None, description="Begin the prompt with the model's special tokens; None: a text, and no chat."
     )
     add_generation_prompt: bool = Field(True, description="End a chat with the beginning of an answer.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only this many tokens of the prompt; -1: as many as there is room for."
+    )
+    truncation_side: Literal["left", "right"] = Field("left", description="Where the other tokens were.")
     prompt_only: bool = Field(
         False, description="Make no answer, and yield the tokens of the prompt as `Delta.prompt`."
     )
@@ -226,6 +244,8 @@ class TokenLogprob(BaseModel):
     id: int
     logprob: LogProbability
     top: list[tuple[str, int, LogProbability]] = Field(default_factory=list)
+    rank: int | None = None
+    """1 if it was the likeliest token. Only tokens of prompts have it."""
 
 
 class TokenUsage(BaseModel):
@@ -261,6 +281,10 @@ class Delta(BaseModel):
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """The tokens of the prompt, if the request asks for `prompt_logprobs`. One delta of each answer has them, not after its first token. The
+    first token follows nothing, so that its logprob has no meaning.
+    """
     finish_reason: FinishReason | None = None
     """Why the answer has ended; None until it has."""
     stop_reason: str | TokenId | None = None

@@ -19,6 +19,7 @@ from .causal_model import CausalModel
 from .contract import Sampling
 from .engine_steps import EngineSteps, SequenceRun, Token
 from .prefixes import Prefix, Prefixes
+from .prompt_logprobs import PromptLogprobs
 from .sampling import Sampler
 from .schedule import ScheduledSequence
 
@@ -53,22 +54,34 @@ class Engine:
 
     async def generate(
         self, ids: Sequence[int], sampler: Sampler, ends: Collection[int], most_new: int, priority: int = 0,
-        targets: Targets = NO_TARGETS, adapter: str = "", tenant: str = "",
+        targets: Targets = NO_TARGETS, adapter: str = "", tenant: str = "", scored: PromptLogprobs | None = None,
     ) -> AsyncGenerator[Token]:  # fmt: skip
         """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
 
         The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
         leaves the engine with the next step. Raise what a step has raised, and Overloaded if the tokens would come later than `targets`
-        says, whose times are of `time.monotonic`. The adapter must have arrived. Tenants share the engine equally.
+        says, whose times are of `time.monotonic`. The adapter must have arrived. Tenants share the engine equally. `scored` has the
+        logprobs of the prompt when the first token comes.
         """
         self._arrived += 1
         stored, fill = 0, None
-        if self.prefixes is not None and (prefix := self.prefix(ids, adapter)) is not None:
+        # The logits of a stored prefix are not known.
+        prefix = self.prefix(ids, adapter) if scored is None else None
+        if self.prefixes is not None and prefix is not None:
             stored, fill = len(prefix.ids), partial(self.prefixes.fill, prefix=prefix)
         sequence = ScheduledSequence(self._arrived, len(ids), len(ids) + most_new, priority, stored, tenant)
         loop = asyncio.get_running_loop()
         run = SequenceRun(
-            sequence, list(ids), sampler, frozenset(ends), fill, adapter, targets, loop, asyncio.Queue()
+            sequence,
+            list(ids),
+            sampler,
+            frozenset(ends),
+            fill,
+            adapter,
+            targets,
+            loop,
+            asyncio.Queue(),
+            scored,
         )
         self._begin(run)
         try:

@@ -18,9 +18,11 @@ from ...errors import InputInvalid, OutputNotFinite, Overloaded
 from ..failure import is_out_of_memory
 from .admission import NO_TARGETS, Admission, EngineLoad, Targets
 from .causal_model import CausalModel
+from .draws import rows_of
+from .prompt_logprobs import PromptLogprobs
 from .prompt_reader import PromptReader
 from .rows import Rows
-from .sampling import Logprobs, Sampler, check_finite
+from .sampling import Logprobs, Sampler, check_finite, choose
 from .schedule import Chunk, ScheduledSequence, StepSchedule
 
 LEAST_RETRY_S = 0.1
@@ -56,6 +58,8 @@ class SequenceRun:
     targets: Targets
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
+    scored: PromptLogprobs | None = None
+    """Collects the logprobs of the prompt; None if the request does not ask for them."""
     over: bool = False
     prompt: int = field(init=False)
     """The tokens of the prompt."""
@@ -221,9 +225,15 @@ class EngineSteps:
         try:
             if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
-            logits = self.reader.read(chunk, run.ids, run.fill, run.adapter, slice_s)
+            scored = run.scored if run.scored is not None and not run.scored.complete else None
+            logits = self.reader.read(
+                chunk, run.ids, run.fill, run.adapter, slice_s, every=scored is not None
+            )
             if logits is None:
                 return None
+            if scored is not None:
+                scored.add(chunk.begin, logits)
+                logits = logits[-1:]
             if not chunk.last:
                 return []
             self._rows.join(self.reader.row(chunk.sequence))
@@ -280,24 +290,33 @@ def _choose(runs: Sequence[SequenceRun], logits: Tensor) -> list[Made]:
     """Choose the next token of each run from the logits: (runs, vocabulary)."""
     largest, likeliest = (found.tolist() for found in logits.max(-1))
     made: list[Made] = []
+    rows: list[int] = []
     for row, run in enumerate(runs):
         try:
             check_finite(largest[row], "The model computed")
-            if run.sampler.greedy:
-                token, logprobs = likeliest[row], None
-                run.sampler.note(token)
-            else:
-                token, logprobs = run.sampler.choose(logits[row])
-        except (InputInvalid, OutputNotFinite) as error:
+        except OutputNotFinite as error:
             made.append((run, error))
-        except Exception as error:
-            # Only the request that asks for this choice fails.
-            LOG.exception("a token could not be chosen")
-            made.append((run, error))
+            continue
+        if run.sampler.greedy:
+            run.sampler.note(likeliest[row])
+            made.append((run, _token(run, likeliest[row], None)))
         else:
-            ends = token in run.ends
-            made.append((run, Token(token, logprobs, ends, ends or run.sampler.complete)))
+            rows.append(row)
+    found = choose([runs[row].sampler for row in rows], rows_of(logits, rows)) if rows else []
+    for row, choice in zip(rows, found, strict=True):
+        if isinstance(choice, Exception):
+            if not isinstance(choice, InputInvalid | OutputNotFinite):
+                # Only the request that asks for this choice fails.
+                LOG.error("a token could not be chosen", exc_info=choice)
+            made.append((runs[row], _freed(choice)))
+        else:
+            made.append((runs[row], _token(runs[row], *choice)))
     return made
+
+
+def _token(run: SequenceRun, token: int, logprobs: Logprobs | None) -> Token:
+    ends = token in run.ends
+    return Token(token, logprobs, ends, ends or run.sampler.complete)
 
 
 def _freed(error: Exception) -> Exception:

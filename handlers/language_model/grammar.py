@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ...errors import InputInvalid
 from .chat_form import THINK, THOUGHT, ToolForm
 from .contract import OutputFormat, ToolFunction
 
@@ -26,6 +27,22 @@ def output_rules(output: OutputFormat) -> str:
     # The pattern may have escaped them already.
     pattern = re.sub(r"\\(?s:.)|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), output.regex or "")
     return f"answer: /{pattern}/"
+
+
+def lark_of(grammar: str) -> str:
+    """Return a grammar in the Lark form: as it is, or translated from the EBNF form of llama.cpp and xgrammar. Raise InputInvalid."""
+    if "::=" not in grammar:
+        return grammar
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415  it may not be installed
+
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:
+        # The translation raises what it likes.
+        raise InputInvalid(
+            f"The grammar cannot be translated from EBNF: {error}",
+            remedy="Name its first rule root, or send it in the Lark form.",
+        ) from error
 
 
 def call_rules(

@@ -26,7 +26,7 @@ from ..caller import CallOrigin, origin
 from ..notes import note
 from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
-from .answer_form import AnswerForms, check_answer
+from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
 from .constraint import Constraint
@@ -37,8 +37,9 @@ from .engine_steps import Token
 from .generation_defaults import GenerationDefaults
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
+from .prompt_logprobs import PromptLogprobs
 from .prompts import Prompts, most_new_tokens
-from .sampling import Sampler
+from .sampling import Logprobs, Sampler
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
@@ -60,6 +61,7 @@ class _Plan:
     usage: TokenUsage
     forms: list[tuple[Constraint | None, AnswerParts | None]]
     """The constraint and the reader of each answer."""
+    bad_words: list[list[int]]
     targets: Targets
     origin: CallOrigin
 
@@ -156,11 +158,14 @@ class LanguageModel:
         first = self._forms.constraint(request, prompt)
         constraints = [first.copy() if first is not None else None for _ in range(request.n)]
         forms = [(constraint, self._forms.parts(request, prompt)) for constraint in constraints]
-        stored = self.engine.prefix(prompt.ids, request.adapter or "")
+        stored = None
+        if request.prompt_logprobs is None:
+            stored = self.engine.prefix(prompt.ids, request.adapter or "")
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        return _Plan(request, prompt.ids, most_new, usage, forms, _targets(request), origin.get())
+        bad_words = self._prompts.bad_words(request)
+        return _Plan(request, prompt.ids, most_new, usage, forms, bad_words, _targets(request), origin.get())
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -206,12 +211,12 @@ class LanguageModel:
             with_stop=request.include_stop_str_in_output,
             least=sampling.min_tokens,
         )
-        if request.echo:
-            yield Delta(index=index, text=self._decode(ids))
-        sampler = Sampler(sampling, ids, ends, constraint)
+        sampler = Sampler(sampling, ids, ends, constraint, plan.bad_words)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
         made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)
+        top = request.prompt_logprobs
+        scored = PromptLogprobs(ids, top) if top is not None else None
         found = self.engine.generate(
             ids,
             sampler,
@@ -221,9 +226,12 @@ class LanguageModel:
             targets,
             request.adapter or "",
             plan.origin.tenant,
+            scored,
         )
         async with aclosing(found) as tokens:
             async for token in tokens:
+                if not made and (request.echo or scored is not None):
+                    yield await self._planned(partial(self._of_prompt, ids, index, scored), request)
                 made += 1
                 usage.completion_tokens += 1
                 delta = Delta(index=index, tokens=[token.id], logprobs=self._logprobs(token, before))
@@ -238,7 +246,7 @@ class LanguageModel:
                     add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
                     if reason == "stop":
-                        check_answer(request, "".join([*said, delta.text]), called=called)
+                        self._forms.check(request, "".join([*said, delta.text]), called=called)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
@@ -249,6 +257,22 @@ class LanguageModel:
                 if reason is not None:
                     return
 
+    def _of_prompt(
+        self, ids: list[int], index: int, scored: PromptLogprobs | None, request: GenerationRequest
+    ) -> Delta:
+        """Return the piece of an answer that shows its prompt."""
+        logprobs = None
+        if scored is not None:
+            tokens = [Token(ids[0], Logprobs(0.0, ()), False, False)]
+            tokens += [
+                Token(token, of, False, False) for token, of in zip(ids[1:], scored.found, strict=True)
+            ]
+            found = [
+                self._logprobs(token, ids[max(0, at - MOST_BYTES) : at]) for at, token in enumerate(tokens)
+            ]
+            logprobs = [one for of in found for one in of or ()]
+        return Delta(index=index, text=self._decode(ids) if request.echo else "", prompt_logprobs=logprobs)
+
     def _logprobs(self, token: Token, before: Sequence[int]) -> list[TokenLogprob] | None:
         if (found := token.logprobs) is None:
             return None
@@ -257,7 +281,9 @@ class LanguageModel:
             return token_text(self._decode_marks, [*before], token_id)
 
         top = [(text(other), other, value) for other, value in found.top]
-        return [TokenLogprob(token=text(token.id), id=token.id, logprob=found.chosen, top=top)]
+        return [
+            TokenLogprob(token=text(token.id), id=token.id, logprob=found.chosen, top=top, rank=found.rank)
+        ]
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -51,10 +51,13 @@ class PromptReader:
         fill: Callable[[Rows], None] | None,
         adapter: str,
         slice_s: float,
+        *,
+        every: bool = False,
     ) -> Tensor | None:
         """Read a chunk of the tokens `ids` for about `slice_s` seconds, or to its end if this is 0.
 
-        Return the logits after it, (1, vocabulary), or None if the chunk is not read yet. Then call this again with the same chunk. Before
+        Return the logits after it, (1, vocabulary), or None if the chunk is not read yet. With `every`, return the logits after each of its
+        tokens, (tokens, vocabulary). Then call this again with the same chunk. Before
         the first chunk, `fill` puts the stored prefix into the row. Raise what the model raises.
         """
         begins = self._chunk != chunk
@@ -62,7 +65,7 @@ class PromptReader:
             self._begin(chunk, fill)
         began_s = time.perf_counter()
         try:
-            logits = self._pass(chunk, ids, adapter, slice_s, begins=begins)
+            logits = self._pass(chunk, ids, adapter, slice_s, begins=begins, every=every)
         except Exception:
             self._chunk = None
             raise
@@ -104,17 +107,17 @@ class PromptReader:
         self._chunk, self._taken_s = chunk, 0.0
 
     def _pass(
-        self, chunk: Chunk, ids: Sequence[int], adapter: str, slice_s: float, *, begins: bool
+        self, chunk: Chunk, ids: Sequence[int], adapter: str, slice_s: float, *, begins: bool, every: bool
     ) -> Tensor | None:
         passes, rows, part = self._passes, self._rows[chunk.sequence], [[*ids[chunk.begin : chunk.end]]]
         if passes is not None and not begins:
             return passes.advance(slice_s or math.inf)
         if passes is None or not slice_s:
             # This thread is within the gate already.
-            return self._model.forward(rows, part, [adapter])
+            return self._model.forward(rows, part, [adapter], every=every)
 
         def gated() -> Tensor:
             with self._gate():
-                return self._model.forward(rows, part, [adapter])
+                return self._model.forward(rows, part, [adapter], every=every)
 
         return passes.begin(gated, slice_s)

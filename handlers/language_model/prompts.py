@@ -39,19 +39,24 @@ class Prompts:
 
         The time depends on `most`, and not on the length of the request.
         """
-        self._check_bias(request)
+        self._check_tokens(request)
         text, ids = "", request.prompt
+        cut = _Cut.of(request, most)
         if request.messages is not None:
             # Each message has a token at least.
-            if len(request.messages) > most:
+            if len(request.messages) > most and cut is None:
                 raise _too_long(most)
             text = self._templated(request)
-            ids = self._encoded(text, most, add_special_tokens=request.add_special_tokens is True)
+            ids = self._encoded(text, most, cut, add_special_tokens=request.add_special_tokens is True)
         elif isinstance(ids, str):
-            ids = self._encoded(ids, most, add_special_tokens=request.add_special_tokens is not False)
+            ids = self._encoded(ids, most, cut, add_special_tokens=request.add_special_tokens is not False)
+        elif cut is not None:
+            ids = cut.of_list(list(ids or ()))
         elif ids is not None and len(ids) > most:
             raise _too_long(most)
         found: list[int] = list(ids or ()) or self._first()
+        if len(found) > most:
+            raise _too_long(most)
         if not found or not all(0 <= token < self._vocabulary for token in found):
             raise InputInvalid(
                 f"The prompt has no tokens, or one that is none of the model's {self._vocabulary}.",
@@ -65,10 +70,15 @@ class Prompts:
         tokens = PromptTokens(ids=ids, pieces=of.convert_ids_to_tokens(ids), text=of.decode(ids), most=most)
         return Delta(prompt=tokens, finish_reason="length")
 
-    def _encoded(self, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
+    def _encoded(self, text: str, most: int, cut: _Cut | None, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text. Raise InputInvalid if they are clearly more than `most`."""
-        if len(text) > most * self._longest:
-            raise _too_long(most)
+        if cut is not None:
+            # A token more, because the first or the last one of a part may be another one than in the whole text.
+            text = cut.of_text(text, (cut.tokens + 1) * self._longest)
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            special: list[int] = self._tokenizer.encode("", add_special_tokens=add_special_tokens)
+            special = special if ids[: len(special)] == special else []
+            return special + cut.of_list(ids[len(special) :], len(special))
         part, tokens = most * CHARS_A_TOKEN, 0
         for begin in range(0, len(text), part) if len(text) > part else ():
             tokens += len(self._tokenizer.encode(text[begin : begin + part], add_special_tokens=False))
@@ -79,15 +89,31 @@ class Prompts:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return found
 
-    def _check_bias(self, request: GenerationRequest) -> None:
-        """Raise InputInvalid, as vLLM does, if logit_bias names a token that the model does not have."""
-        wrong = [token for token in request.logit_bias if not 0 <= token < self._vocabulary]
-        if wrong:
-            raise InputInvalid(
-                f"logit_bias names the token {wrong[0]}, which is none of the model's {self._vocabulary}.",
-                remedy="Name tokens of the model.",
-                details={"field": "logit_bias"},
+    def bad_words(self, request: GenerationRequest) -> list[list[int]]:
+        """Return the tokens of each text that may not be made. As in vLLM, a text also has the tokens that it has after a space, unless
+        their number differs.
+        """
+        found: list[list[int]] = []
+        for word in request.bad_words:
+            plain, spaced = (
+                self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
             )
+            found += [plain] if plain else []
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return found
+
+    def _check_tokens(self, request: GenerationRequest) -> None:
+        """Raise InputInvalid, as vLLM does, if a field names a token that the model does not have."""
+        named = {"logit_bias": request.logit_bias, "allowed_token_ids": request.allowed_token_ids or ()}
+        for field, tokens in named.items():
+            wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+            if wrong:
+                raise InputInvalid(
+                    f"{field} names the token {wrong[0]}, which is none of the model's {self._vocabulary}.",
+                    remedy="Name tokens of the model.",
+                    details={"field": field},
+                )
 
     def single_tokens(self, texts: Collection[str]) -> set[str]:
         """Return which of these texts are one token of the model."""
@@ -138,6 +164,30 @@ class Prompts:
             "reasoning_effort has no effect on this model: its chat template does not read it.",
             remedy="Leave reasoning_effort out.",
         )
+
+
+class _Cut(NamedTuple):
+    """Which tokens of a prompt are kept."""
+
+    tokens: int
+    last: bool
+    """True for the last tokens, False for the first ones."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, most: int) -> _Cut | None:
+        """Return which tokens a request keeps, if a sequence has at most `most`; None if all."""
+        if (tokens := request.truncate_prompt_tokens) is None:
+            return None
+        room = most - (request.max_tokens or 1)
+        return cls(max(1, room) if tokens < 0 else tokens, request.truncation_side == "left")
+
+    def of_text(self, text: str, chars: int) -> str:
+        return text[-chars:] if self.last else text[:chars]
+
+    def of_list(self, ids: list[int], others: int = 0) -> list[int]:
+        """Return the tokens that are kept beside `others` other ones."""
+        count = max(0, self.tokens - others)
+        return ids[max(0, len(ids) - count) :] if self.last else ids[:count]
 
 
 def _in_form(messages: Sequence[dict[str, Any]], with_parts: Collection[str]) -> list[dict[str, Any]]:

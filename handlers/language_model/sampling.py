@@ -1,10 +1,10 @@
-"""Chooses the next token of a sequence from the model's logits, as the request asks."""
+"""Chooses the next tokens of sequences from the model's logits, as each request asks."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ...errors import OutputNotFinite
 from .contract import Sampling
-
-LEAST_TEMPERATURE = 0.01
-"""A lower temperature is as good as this one, and would exceed the range of the numbers."""
+from .draws import drawn, rows_of
 
 
 class Logprobs(NamedTuple):
@@ -23,6 +21,8 @@ class Logprobs(NamedTuple):
     chosen: float
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens, the likeliest first."""
+    rank: int | None = None
+    """1 if the chosen token is the likeliest one; None if it was not counted."""
 
 
 def check_finite(largest: float, what: str) -> None:
@@ -47,8 +47,12 @@ class Grammar(Protocol):
         """Learn which token follows."""
 
 
+ChosenToken = tuple[int, Logprobs | None]
+"""A token, and its logprobs if the request asks for them."""
+
+
 class Sampler:
-    """Chooses the tokens of one sequence."""
+    """Says how the tokens of one sequence are chosen, and knows those that were."""
 
     def __init__(
         self,
@@ -56,96 +60,138 @@ class Sampler:
         prompt: Collection[int],
         ends: Collection[int],
         grammar: Grammar | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`ends` are the tokens that end a sequence."""
-        self._sampling, self._grammar = sampling, grammar
+        """`ends` are the tokens that end a sequence. `bad_words` has the tokens of each text that may not be made."""
+        self.sampling, self._grammar = sampling, grammar
         self._ends = sorted({*ends} | {*sampling.stop_token_ids})
         self._made: Counter[int] = Counter()
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1 else []
+        self._bad = [tuple(word) for word in bad_words]
+        self._last = deque[int](maxlen=max(map(len, self._bad), default=0))
         self._generator: torch.Generator | None = None
 
     @property
     def greedy(self) -> bool:
         """True if `choose` would only take the largest logit. Then call `note` instead."""
-        return self._sampling.greedy and self._grammar is None
+        return self.sampling.greedy and self._grammar is None and not self._bad
 
     @property
     def complete(self) -> bool:
         """True if the grammar permits no other token."""
         return self._grammar is not None and self._grammar.complete
 
-    def choose(self, logits: Tensor) -> tuple[int, Logprobs | None]:
-        """Return the next token. `logits` has the shape (vocabulary,)."""
-        raw = logits.float()
-        scores = self._allowed(self._penalised(raw))
-        check_finite(float(scores.max()), "With the request's penalties and limits, there is")
-        token = int(scores.argmax()) if not self._sampling.temperature else self._drawn(scores)
-        self.note(token)
-        return token, self._logprobs(raw, token)
+    def choose(self, logits: Tensor) -> ChosenToken:
+        """Return the next token. `logits` has the shape (vocabulary,). Raise what makes a choice impossible."""
+        (found,) = choose([self], logits[None])
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def note(self, token: int) -> None:
         """Learn which token follows."""
         self._made[token] += 1
+        self._last.append(token)
         if self._grammar is not None:
             self._grammar.accept(token)
 
-    def _penalised(self, scores: Tensor) -> Tensor:
-        of = self._sampling
+    def limit(self, scores: Tensor) -> None:
+        """Change scores (vocabulary,) by the penalties of the request, and give each token that may not follow -inf."""
+        of = self.sampling
+        if of.allowed_token_ids is not None:
+            allowed = [token for token in of.allowed_token_ids if token < len(scores)]
+            kept = scores[allowed]
+            scores.fill_(-math.inf)[allowed] = kept
         if of.logit_bias:
-            scores = scores.clone()
-            kept = {token: bias for token, bias in of.logit_bias.items() if 0 <= token < len(scores)}
-            scores[list(kept)] += torch.tensor(list(kept.values()), device=scores.device)
-        if of.repetition_penalty != 1 and (seen := [*self._prompt, *self._made]):
-            scores = scores.clone()
+            biases = {token: bias for token, bias in of.logit_bias.items() if 0 <= token < len(scores)}
+            scores[list(biases)] += torch.tensor(list(biases.values()), device=scores.device)
+        if of.repetition_penalty != 1 and (seen := [*{*self._prompt, *self._made}]):
             values = scores[seen]
             scores[seen] = torch.where(
                 values > 0, values / of.repetition_penalty, values * of.repetition_penalty
             )
         if (of.presence_penalty or of.frequency_penalty) and self._made:
             counts = torch.tensor(list(self._made.values()), dtype=scores.dtype, device=scores.device)
-            scores = scores.clone()
             scores[list(self._made)] -= counts * of.frequency_penalty + of.presence_penalty
-        return scores
-
-    def _allowed(self, scores: Tensor) -> Tensor:
+        last = [*self._last]
+        # The slice of a word of one token begins at the end.
+        ended = [word[-1] for word in self._bad if [*word[:-1]] == last[len(last) - len(word) + 1 :]]
+        scores[[token for token in ended if token < len(scores)]] = -math.inf
         if self._grammar is not None:
-            scores = self._grammar.mask(scores)
-        if self._made.total() < self._sampling.min_tokens and self._ends:
-            others = scores.clone()
-            others[[token for token in self._ends if token < len(scores)]] = -math.inf
-            # There may be no other token to choose.
-            scores = others if bool(others.isfinite().any()) else scores
-        return scores
+            scores.copy_(self._grammar.mask(scores))
+        if self._made.total() < of.min_tokens and self._ends:
+            ends = [token for token in self._ends if token < len(scores)]
+            kept = scores[ends]
+            scores[ends] = -math.inf
+            if not bool(scores.isfinite().any()):
+                # There is no other token to choose.
+                scores[ends] = kept
 
-    def _drawn(self, scores: Tensor) -> int:
-        of = self._sampling
-        scores = scores / max(of.temperature, LEAST_TEMPERATURE)
-        if of.min_p:
-            scores = scores.masked_fill(scores < scores.max() + math.log(of.min_p), -math.inf)
-        if 0 < of.top_k < len(scores):
-            scores = scores.masked_fill(scores < scores.topk(of.top_k).values[-1], -math.inf)
-        probabilities = scores.softmax(-1)
-        if of.top_p < 1:
-            ordered, order = probabilities.sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= of.top_p
-            probabilities = probabilities.masked_fill(
-                torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0
-            )
-        return int(torch.multinomial(probabilities, 1, generator=self._random(scores.device)))
-
-    def _random(self, device: torch.device) -> torch.Generator:
+    def random(self) -> float:
+        """Return the next random number of this sequence, from 0 to 1."""
         if self._generator is None:
-            self._generator = torch.Generator(device)
-            if self._sampling.seed is None:
+            self._generator = torch.Generator()
+            if self.sampling.seed is None:
                 self._generator.seed()
             else:
-                self._generator.manual_seed(self._sampling.seed)
-        return self._generator
+                self._generator.manual_seed(self.sampling.seed)
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
-    def _logprobs(self, raw: Tensor, token: int) -> Logprobs | None:
-        if (count := self._sampling.top_logprobs) is None:
-            return None
-        found = raw.log_softmax(-1)
-        top = found.topk(min(count, len(found)))
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return Logprobs(float(found[token]), tuple(pairs))
+
+def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[ChosenToken | Exception]:
+    """Choose and note the next token of each sampler from `logits` (rows, vocabulary), all at once.
+
+    Return for each row its choice, or the error that makes one impossible. An error changes no other row.
+    """
+    scores, failed = logits.to(torch.float32, copy=True), dict[int, Exception]()
+    for row, sampler in enumerate(samplers):
+        try:
+            sampler.limit(scores[row])
+        except Exception as error:  # noqa: BLE001  only this row fails
+            failed[row] = error
+    largest, tokens = (found.tolist() for found in scores.max(-1))
+    rows = [row for row, sampler in enumerate(samplers) if row not in failed and sampler.sampling.temperature]
+    rows = [row for row in rows if math.isfinite(largest[row])]
+    if rows:
+        asked = [samplers[row].sampling for row in rows]
+        for row, token in zip(
+            rows, drawn(rows_of(scores, rows), asked, [samplers[row].random() for row in rows]), strict=True
+        ):
+            tokens[row] = token
+    logprobs = _logprobs(samplers, logits, tokens)
+    made: list[ChosenToken | Exception] = []
+    for row, sampler in enumerate(samplers):
+        if row in failed:
+            made.append(failed[row])
+            continue
+        try:
+            check_finite(largest[row], "With the request's penalties and limits, there is")
+            sampler.note(tokens[row])
+            made.append((tokens[row], logprobs.get(row)))
+        except Exception as error:  # noqa: BLE001  only this row fails
+            made.append(error)
+    return made
+
+
+def _logprobs(samplers: Sequence[Sampler], logits: Tensor, tokens: Sequence[int]) -> dict[int, Logprobs]:
+    """Return the logprobs of the rows that ask for them, by the number of the row."""
+    counts = {
+        row: count for row, one in enumerate(samplers) if (count := one.sampling.top_logprobs) is not None
+    }
+    if not counts:
+        return {}
+    found = rows_of(logits, [*counts]).float().log_softmax(-1)
+    return dict(
+        zip(counts, logprobs_of(found, [tokens[row] for row in counts], [*counts.values()]), strict=True)
+    )
+
+
+def logprobs_of(found: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+    """Return the logprobs of a token for each row of `found` (rows, vocabulary), and of the likeliest `counts` ones."""
+    chosen = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
+    top = found.topk(min(max(counts), found.shape[-1]))
+    lines = zip(chosen, counts, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        Logprobs(value, tuple(zip(ids[:count], values[:count], strict=True)))
+        for value, count, ids, values in lines
+    ]

@@ -21,15 +21,16 @@ class VllmAnswers:
 
     def __init__(
         self, parts: Sequence[AnswerParts | None], prompt_tokens: int, top: int | None, decode: Callable[[list[int]], str],
-        request: GenerationRequest | None = None,
+        request: GenerationRequest | None = None, *, echoed: str = "",
     ) -> None:  # fmt: skip
         """`parts` has the reader of each answer. `top` is how many logprobs each token has; None: none. `decode` keeps
-        special tokens. Answers to `request` have its format, if it has one.
+        special tokens. Answers to `request` have its format, if it has one. `echoed` is the text before each answer.
         """
         self._request, self._said = request, defaultdict[int, list[str]](list)
         self._parts, self._top, self._decode = parts, top, decode
+        self._prompt: list[TokenLogprob] | None = None
         self._usage = TokenUsage(prompt_tokens=prompt_tokens)
-        self._begun = set[int]()
+        self._begun, self._echoed = set[int](), echoed
 
     def deltas(self, output: Any) -> Iterator[Delta]:
         """Yield the pieces of a RequestOutput, whose texts and tokens follow those of earlier ones.
@@ -38,7 +39,20 @@ class VllmAnswers:
         """
         self._usage.cached_tokens = output.num_cached_tokens or 0
         for one in output.outputs:
+            scored = self._of_prompt(output) if one.index not in self._begun else None
+            if scored is not None or (self._echoed and one.index not in self._begun):
+                yield Delta(index=one.index, text=self._echoed, prompt_logprobs=scored)
             yield self._delta(one)
+
+    def _of_prompt(self, output: Any) -> list[TokenLogprob] | None:
+        """Return the logprobs of the prompt, if the request asks for them. vLLM has them in the first output."""
+        if self._request is None or (top := self._request.prompt_logprobs) is None:
+            return None
+        if self._prompt is None and output.prompt_logprobs:
+            first, *later = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            found = [self._logprob(token, at, top) for token, at in later]
+            self._prompt = [TokenLogprob(token=self._decode([first[0]]), id=first[0], logprob=0.0), *found]
+        return self._prompt
 
     def _delta(self, one: Any) -> Delta:
         tokens = list(one.token_ids)
@@ -73,13 +87,13 @@ class VllmAnswers:
     def _logprobs(self, tokens: Sequence[int], found: Sequence[Any] | None) -> list[TokenLogprob] | None:
         if self._top is None or found is None:
             return None
-        return [self._logprob(token, at) for token, at in zip(tokens, found, strict=False)]
+        return [self._logprob(token, at, self._top) for token, at in zip(tokens, found, strict=False)]
 
-    def _logprob(self, token: int, found: dict[int, Any]) -> TokenLogprob:
+    def _logprob(self, token: int, found: dict[int, Any], count: int) -> TokenLogprob:
         ranked = sorted(found, key=lambda one: (found[one].rank or 0, one))
-        top = [(self._text(one, found[one]), one, float(found[one].logprob)) for one in ranked[: self._top]]
+        top = [(self._text(one, found[one]), one, float(found[one].logprob)) for one in ranked[:count]]
         text, value = self._text(token, found[token]), float(found[token].logprob)
-        return TokenLogprob(token=text, id=token, logprob=value, top=top)
+        return TokenLogprob(token=text, id=token, logprob=value, top=top, rank=found[token].rank)
 
     def _text(self, token: int, found: Any) -> str:
         text: str | None = found.decoded_token

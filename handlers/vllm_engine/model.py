@@ -108,9 +108,6 @@ class VllmModel:
                 return
             made = await asyncio.to_thread(self._requests.make, request, most_tokens)
             lora = await self._adapters.request(request.adapter) if self._adapters is not None else None
-            if request.echo:
-                for index in range(request.n):
-                    yield Delta(index=index, text=self.tokenizer.decode(made.ids, skip_special_tokens=True))
             outputs = engine.generate(
                 {"prompt_token_ids": made.ids}, made.params, secrets.token_hex(8), lora_request=lora,
                 priority=origin.get().rank(request.priority),

@@ -18,6 +18,7 @@ FIELDS = {
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty", "logit_bias": "logit_bias", "seed": "seed", "top_logprobs": "logprobs",
     "min_tokens": "min_tokens", "ignore_eos": "ignore_eos", "stop_token_ids": "stop_token_ids",
+    "allowed_token_ids": "allowed_token_ids", "bad_words": "bad_words",
 }  # fmt: skip
 """The fields of `Sampling`, and their names in vLLM."""
 REFUSED = ("first_token_by", "token_ms")
@@ -56,7 +57,10 @@ class VllmRequests:
         grammar = self._forms.grammar(request, prompt)
         # The marks of calls may be special tokens.
         params = sampling_params(request, sampling, most_new, grammar, marks=parts[0] is not None)
-        answers = VllmAnswers(parts, len(prompt.ids), sampling.top_logprobs, self._decode, request)
+        echoed = self._tokenizer.decode(prompt.ids, skip_special_tokens=True) if request.echo else ""
+        answers = VllmAnswers(
+            parts, len(prompt.ids), sampling.top_logprobs, self._decode, request, echoed=echoed
+        )
         return VllmRequest(prompt.ids, params, answers)
 
     def _decode(self, ids: list[int]) -> str:
@@ -76,13 +80,15 @@ def sampling_params(
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: PLC0415
 
     given: dict[str, Any] = {theirs: getattr(sampling, ours) for ours, theirs in FIELDS.items()}
+    given["bad_words"] = list(sampling.bad_words)
+    given["allowed_token_ids"] = None if (allowed := sampling.allowed_token_ids) is None else list(allowed)
     given["logit_bias"] = dict(sampling.logit_bias) or None
     given["stop_token_ids"] = list(sampling.stop_token_ids)
     given["seed"] = None if sampling.seed is None else sampling.seed % _SEEDS
     return SamplingParams(
         **given, n=request.n, max_tokens=most_new, stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output, skip_special_tokens=not marks,
-        output_kind=RequestOutputKind.DELTA,
+        prompt_logprobs=request.prompt_logprobs, output_kind=RequestOutputKind.DELTA,
         structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
     )  # fmt: skip
 

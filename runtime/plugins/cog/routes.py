@@ -61,6 +61,7 @@ FUNCTION = header("X-Pilotflame-Function")
 FUNCTION_QUERY = Parameter("function")
 PREFER = header("Prefer", "respond-async, wait=seconds")
 CHOSEN_ID = Parameter("id", place="path", type="string", pattern=f"^{ID.pattern}$")
+INDEX, DOCUMENT = "/", "/openapi.json"
 Health: TypeAlias = Literal["READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT"]
 HEALTH = {
     "status": Health,
@@ -130,8 +131,26 @@ class PredictionsApi(ApiPlugin):
         checked = Route(
             "GET", "/health-check", self.health, None, health, HEALTH, errors=(404,), parameters=which
         )
+        rows += [
+            Route("GET", INDEX, self.index, None, "Name the routes of predictions.", dict[str, str]),
+            Route(
+                "GET", DOCUMENT, self.document, call, "Describe a function as Cog's server does.", dict[str, Any],
+                errors=(404, 422), parameters=which,
+            ),
+        ]  # fmt: skip
         detailed: dict[str, Any] = {"error_format": detailed_error, "error_type": PredictionError}
         return [checked, *(dataclasses.replace(row, **detailed) for row in rows)]
+
+    def bare_routes(self) -> list[Route]:
+        # Without the prefix, these paths belong to the gateway, whose answers have the same fields.
+        return [row for row in self.routes() if row.path not in (INDEX, DOCUMENT)]
+
+    async def index(self, _request: web.Request) -> web.StreamResponse:
+        urls = {name: self.base + text if text.startswith("/") else text for name, text in self.root.items()}
+        return json_response(urls | {"openapi_url": self.base + DOCUMENT})
+
+    async def document(self, request: web.Request) -> web.StreamResponse:
+        return json_response(predictor_document(self._live(request, None).status()))
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Make a prediction, or return the existing one with the same id or Idempotency-Key."""

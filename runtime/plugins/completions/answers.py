@@ -64,7 +64,10 @@ class CompletionAnswer:
         """Return the response to a request without `stream`."""
         choices = [self._whole_choice(index, choice) for index, choice in sorted(self._choices.items())]
         kind = "chat.completion" if self.chats else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage_of(self.usage)}
+        found = {**self._head(kind), "choices": choices, "usage": usage_of(self.usage)}
+        if self.chats and self.asked.prompt_logprobs is not None:
+            found["prompt_logprobs"] = _prompt_logprobs(self._choices[0].prompt)
+        return found
 
     def piece(self, prompt: int, delta: Delta) -> bytes:
         """Return the chunks of a stream for a delta. Each choice of a chat begins with its role."""
@@ -117,7 +120,10 @@ class CompletionAnswer:
             if delta.text or not said:
                 said["content"] = delta.text
             return {"delta": said, "logprobs": chat_logprobs(delta.logprobs)}
-        return {"text": delta.text, "logprobs": _completion_logprobs(delta.logprobs, offset)}
+        shown, first = (
+            (delta.logprobs, False) if delta.prompt_logprobs is None else (delta.prompt_logprobs, True)
+        )
+        return {"text": delta.text, "logprobs": _completion_logprobs(shown, offset, first=first)}
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -132,12 +138,19 @@ class CompletionAnswer:
                 **calls,
             }
             return {"index": index, "message": message, "logprobs": chat_logprobs(choice.logprobs), **end}
-        return {
+        echoed = choice.prompt if isinstance(self.asked, CompletionRequest) and self.asked.echo else None
+        logprobs = choice.logprobs
+        if logprobs is not None and echoed is not None:
+            logprobs = echoed + logprobs
+        found: dict[str, Any] = {
             "index": index,
             "text": "".join(choice.texts),
-            "logprobs": _completion_logprobs(choice.logprobs, 0),
+            "logprobs": _completion_logprobs(logprobs, 0, first=echoed is not None),
             **end,
         }
+        if self.asked.prompt_logprobs is not None:
+            found["prompt_logprobs"] = _prompt_logprobs(choice.prompt)
+        return found
 
 
 @dataclass
@@ -152,6 +165,8 @@ class _Choice:
     reasonings: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt: list[TokenLogprob] | None = None
+    """The tokens of the prompt."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -159,6 +174,8 @@ class _Choice:
         self.texts.append(delta.text)
         self.reasonings.append(delta.reasoning)
         self.calls += delta.tool_calls
+        if delta.prompt_logprobs is not None:
+            self.prompt = delta.prompt_logprobs
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs
@@ -213,17 +230,38 @@ def _logprob(token: str, value: float) -> dict[str, Any]:
     return {"token": token, "logprob": value, "bytes": list(token.encode(errors="replace"))}
 
 
-def _completion_logprobs(found: list[TokenLogprob] | None, offset: int) -> dict[str, Any] | None:
-    """Return logprobs in the older form. `offset` is the position of the first token in the text."""
+def _completion_logprobs(
+    found: list[TokenLogprob] | None, offset: int, *, first: bool = False
+) -> dict[str, Any] | None:
+    """Return logprobs in the older form. `offset` is the position of the first token in the text. With `first`, it is the first token of a
+    prompt, which has no logprobs.
+    """
     if found is None:
         return None
     offsets = []
     for one in found:
         offsets.append(offset)
         offset += len(one.token)
+    values: list[float | None] = [one.logprob for one in found]
+    top: list[dict[str, float] | None] = [{token: value for token, _, value in one.top} for one in found]
+    if first:
+        values[:1], top[:1] = [None], [None]
     return {
         "tokens": [one.token for one in found],
-        "token_logprobs": [one.logprob for one in found],
-        "top_logprobs": [{token: value for token, _, value in one.top} for one in found],
+        "token_logprobs": values,
+        "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+def _prompt_logprobs(found: list[TokenLogprob] | None) -> list[dict[str, Any] | None] | None:
+    """Return the logprobs of a prompt in the form of vLLM: by token, and nothing for the first one. None if the function tells none."""
+    if found is None:
+        return None
+    shown: list[dict[str, Any] | None] = [None]
+    for one in found[1:]:
+        tokens = {str(one.id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.token}}
+        for rank, (text, token, value) in enumerate(one.top, 1):
+            tokens.setdefault(str(token), {"logprob": value, "rank": rank, "decoded_token": text})
+        shown.append(tokens)
+    return shown

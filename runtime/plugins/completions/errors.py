@@ -19,12 +19,15 @@ _TYPES = {
 
 
 class OpenAiErrorFields(TypedDict):
-    """`param` is the field at fault. `type` is a class of errors, and `code` is the stable code of this one."""
+    """`param` is the field at fault. `type` is a class of errors, and `code` is the stable code of this one. `remedy`, which `message` has
+    too, is what to do.
+    """
 
     message: str
     type: str
     param: str | None
     code: str
+    remedy: str
 
 
 class OpenAiError(TypedDict):
@@ -40,7 +43,8 @@ def error_body(error: PilotflameError) -> OpenAiError:
     # Clients act on these codes: langchain shortens a prompt, and others look for another model.
     code = "model_not_found" if isinstance(error, UnknownFunction) else error.code
     code = str(error.details.get("reason", code))
-    return {"error": {"message": message, "type": kind, "param": error.details.get("field"), "code": code}}
+    field = error.details.get("field")
+    return {"error": {"message": message, "type": kind, "param": field, "code": code, "remedy": error.remedy}}
 
 
 def openai_error_reply(error: PilotflameError, request_id: str) -> Response:

@@ -34,9 +34,9 @@ REMEDY = "docs/language-models.md lists the fields."
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (), "function_call": ("none", "auto"), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "audio": (), "modalities": (["text"],), "best_of": (1,), "prediction": (), "web_search_options": (), "suffix": (),
-    "prompt_logprobs": (), "previous_response_id": (), "conversation": (), "max_tool_calls": (), "use_beam_search": (),
-    "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
-    "logprob_token_ids": (), "allowed_token_ids": (), "bad_words": (), "chat_template": (), "media_io_kwargs": (),
+    "previous_response_id": (), "conversation": (), "max_tool_calls": (), "use_beam_search": (),
+    "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "logprob_token_ids": (), "chat_template": (), "media_io_kwargs": (),
     "mm_processor_kwargs": (), "prompt_embeds": (), "priority": (0,), "return_tokens_as_token_ids": (), "return_token_ids": (),
     "return_token_offsets": (), "return_prompt_text": (), "routed_experts_prompt_start": (0,), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "repetition_detection": (), "thinking_token_budget": (-1,), "include_reasoning": (True,),
@@ -47,7 +47,7 @@ besides empty ones.
 """
 WITHOUT_EFFECT = {
     "user", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
-    "request_id", "session_id", "stream_interval", "truncation_side", "return_mm_kwargs",
+    "request_id", "session_id", "stream_interval", "return_mm_kwargs",
 }  # fmt: skip
 """The fields that are accepted, and do not change the answer."""
 OWN = frozenset(
@@ -219,6 +219,9 @@ class _Request(Sampling):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
 
     @property
     def output(self) -> OutputFormat | None:
@@ -231,6 +234,9 @@ class _Request(Sampling):
         if "stream_options" in self.model_fields_set and not self.stream:
             message = "The body is invalid: stream_options: only with stream."
             raise BadInput(message, remedy="Set stream to true.", details={"field": "stream_options"})
+        if self.prompt_logprobs is not None and self.stream:
+            message = "The body is invalid: prompt_logprobs: not with stream, as in vLLM."
+            raise BadInput(message, remedy="Set stream to false.", details={"field": "prompt_logprobs"})
 
     def _event(self, **fields: Any) -> GenerationRequest:
         """Return an event with the fields that the request sets, and then `fields` that are not None."""
@@ -296,16 +302,15 @@ class CompletionRequest(_Request):
         if "top_logprobs" in self.model_fields_set:
             message = "The body is invalid: top_logprobs: a completion has logprobs only."
             raise BadInput(message, remedy="Set logprobs to a number.", details={"field": "top_logprobs"})
-        if self.echo and self.logprobs is not None:
-            message = "The body is invalid: logprobs: not with echo, because a prompt has none here."
-            raise BadInput(message, remedy="Leave one of them out.", details={"field": "logprobs"})
 
     def events(self) -> list[GenerationRequest]:
         """Return the event of each prompt."""
         several = isinstance(self.prompt, list) and not all(isinstance(one, int) for one in self.prompt)
         prompts: list[Any] = list(self.prompt) if several else [self.prompt]
         most = self.max_tokens or MOST_TOKENS
-        return [self._event(prompt=prompt, max_tokens=most, top_logprobs=self.logprobs) for prompt in prompts]
+        shown = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        fields: dict[str, Any] = {"max_tokens": most, "top_logprobs": self.logprobs, "prompt_logprobs": shown}
+        return [self._event(prompt=prompt, **fields) for prompt in prompts]
 
 
 def check_choice(choice: object, tools: Sequence[object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import orjson
 
@@ -19,8 +19,8 @@ _VERSION = Parameter("api-version", "Accepted, without effect.")
 
 
 def azure_error_reply(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error: OpenAI's form, with Azure's code for a deployment that is not there, and our remedy."""
-    found: dict[str, Any] = {**error_body(error)["error"], "remedy": error.remedy}
+    """Return the response for an error: OpenAI's form, with Azure's code for a deployment that is not there."""
+    found = error_body(error)["error"]
     if isinstance(error, UnknownFunction):
         found["code"] = "DeploymentNotFound"
     return openai_error_reply(error, request_id)._replace(body=orjson.dumps({"error": found}))

@@ -1,12 +1,14 @@
-"""The requests and answers of the routes for encoders: embeddings as OpenAI has them, and rerank as Jina has it."""
+"""The requests and answers of the routes for encoders: embeddings as OpenAI has them, rerank as Jina has it, and score as vLLM has it."""
 
 from __future__ import annotations
 
 import base64
 import struct
+import time
+from collections import Counter
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, OutputInvalid
@@ -90,7 +92,7 @@ class RankingRequest(BaseModel):
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
     query: Text
     documents: list[Text | Document] = Field(min_length=1, max_length=MOST_TEXTS)
-    top_n: int | None = Field(None, ge=1)
+    top_n: int | None = Field(None, ge=0, description="0 as in vLLM: all.")
     return_documents: bool = True
 
     @property
@@ -101,7 +103,7 @@ class RankingRequest(BaseModel):
         """Return the response."""
         texts = self.texts
         results: list[dict[str, Any]] = []
-        for one in found.results[: self.top_n]:
+        for one in found.results[: self.top_n or None]:
             if one.index >= len(texts):
                 message = f"{self.model} returns document {one.index}, and there are {len(texts)}."
                 raise OutputInvalid(message, remedy="Return the indexes of the request's documents.")
@@ -109,6 +111,66 @@ class RankingRequest(BaseModel):
             results.append({"index": one.index, "relevance_score": one.score, **shown})
         usage = {"prompt_tokens": found.tokens, "completion_tokens": 0, "total_tokens": found.tokens}
         return {"id": f"rerank-{request_id}", "model": self.model, "results": results, "usage": usage}
+
+
+class ScoringAnswer(TypedDict):
+    """How well the texts of each pair fit, in the order of the request."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class ScoringRequest(BaseModel):
+    """The body of `POST /score`: a text and other texts, or two lists of the same length. vLLM has several names for the two sides."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=200, description="The name of a function.")
+    left: Text | Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    right: Text | Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return an event for each different first text, with the second texts of its pairs. Raise BadInput if there are no pairs."""
+        events: dict[str, list[str]] = {}
+        for one, other in self._pairs():
+            events.setdefault(one, []).append(other)
+        return [{"query": query, "documents": documents} for query, documents in events.items()]
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        left, right = ([one] if isinstance(one, str) else one for one in (self.left, self.right))
+        if len(left) == 1:
+            left = left * len(right)
+        if len(left) != len(right):
+            message = f"The body is invalid: text_1: it has {len(left)} texts, and text_2 has {len(right)}."
+            raise BadInput(
+                message, remedy="Send one text, or a text for each of text_2.", details={"field": "text_1"}
+            )
+        return list(zip(left, right, strict=True))
+
+    def answer(self, found: list[RerankOutput], request_id: str) -> ScoringAnswer:
+        """Return the response to the outputs of all events. Raise OutputInvalid if one has no score for a text."""
+        queries = [event["query"] for event in self.events()]
+        scores = {
+            query: {one.index: one.score for one in output.results}
+            for query, output in zip(queries, found, strict=True)
+        }
+        data: list[dict[str, Any]] = []
+        next_document = Counter[str]()
+        for number, (query, _) in enumerate(self._pairs()):
+            if (score := scores[query].get(next_document[query])) is None:
+                message = f"{self.model} returns no score for document {next_document[query]}."
+                raise OutputInvalid(message, remedy="Return a score for each of the request's documents.")
+            next_document[query] += 1
+            data.append({"index": number, "object": "score", "score": score})
+        tokens = sum(output.tokens for output in found)
+        usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+        return {
+            "id": f"score-{request_id}", "object": "list", "created": int(time.time()), "model": self.model, "data": data, "usage": usage
+        }  # fmt: skip
 
 
 def output_of(kind: type[T], live: Live, output: bytes) -> T:

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: models, chats, completions, responses, embeddings; and rerank, as Jina and vLLM have it.
+"""The routes of OpenAI's API: models, chats, completions, responses, embeddings; rerank and score, as Jina and vLLM have them.
 
 `model` is the name of a function, unless the path has the name. The function's handler takes the events of `handlers/language_model/contract.py`. This package knows nothing of how
 it answers them.
@@ -37,7 +37,15 @@ from ...node.functions.live import Live
 from ..completions.answers import CompletionAnswer
 from ..completions.errors import ERRORS, unrouted_reply
 from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, supported
-from .encodings import EmbeddingsAnswer, EmbeddingsRequest, RankingAnswer, RankingRequest, output_of
+from .encodings import (
+    EmbeddingsAnswer,
+    EmbeddingsRequest,
+    RankingAnswer,
+    RankingRequest,
+    ScoringAnswer,
+    ScoringRequest,
+    output_of,
+)
 from .response_answers import ResponseAnswer
 from .response_requests import ResponseRequest
 from .together import TogetherModel, is_together, together_model
@@ -116,6 +124,9 @@ class OpenAiApi(ApiPlugin):
             Route("POST", "/v1/responses", self.respond, call, "Answer, in items.", {"application/json": ModelResponse, **EVENTS}, body=ResponseRequest, **generates),
             Route("POST", "/v1/embeddings", self.embed, call, "Turn texts into vectors.", EmbeddingsAnswer, body=EmbeddingsRequest, **shared),
             Route("POST", "/v1/rerank", self.rerank, call, "Rank documents by a query.", RankingAnswer, body=RankingRequest, **shared),
+            Route("POST", "/rerank", self.rerank, call, "Rank documents by a query.", RankingAnswer, body=RankingRequest, **shared),
+            Route("POST", "/v1/score", self.score, call, "Score pairs of texts.", ScoringAnswer, body=ScoringRequest, **shared),
+            Route("POST", "/score", self.score, call, "Score pairs of texts.", ScoringAnswer, body=ScoringRequest, **shared),
             Route("GET", "/health", self.health, None, "Does the server answer?", public=True),
             Route("GET", "/version", self.version, None, "Show pilotflame's version.", {"version": str}, public=True),
             Route("POST", "/tokenize", self.tokenize, call, "Turn a text or a chat into tokens.", Tokens, body=TokenizeRequest, **shared),
@@ -205,6 +216,13 @@ class OpenAiApi(ApiPlugin):
 
         body = await self.call(request, live.record.function, event, read=read)
         return web.Response(body=body, content_type=JSON_TYPE)
+
+    async def score(self, request: web.Request) -> web.StreamResponse:
+        asked, events = await self._asked(request, ScoringRequest, ScoringRequest.events)
+        live = self._named(request, asked.model, RerankRequest)
+        outputs = await self.call_each(request, live.record.function, events, "text_1")
+        found = [output_of(RerankOutput, live, output) for output in outputs]
+        return json_response(asked.answer(found, request_id_of(request.headers)))
 
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
         """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""

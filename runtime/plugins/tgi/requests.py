@@ -18,7 +18,7 @@ from ..completions.requests import GrammarType
 MOST_STOPS = 16
 REMEDY = "docs/language-models.md lists the parameters."
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "typical_p": (1.0,), "truncate": (), "watermark": (False,), "decoder_input_details": (False,),
+    "best_of": (1,), "typical_p": (1.0,), "watermark": (False,), "decoder_input_details": (False,),
 }  # fmt: skip
 """The parameters that would change the answer and are not supported, with the values that ask for nothing."""
 _MAX_SEED = (1 << 64) - 1
@@ -42,6 +42,9 @@ class GenerateParameters(BaseModel):
     details: bool = False
     top_n_tokens: int | None = Field(None, ge=0, le=MOST_TOP)
     grammar: GrammarType | None = None
+    truncate: int | None = Field(
+        None, ge=1, description="Keep only this many tokens of the prompt, the last ones."
+    )
     adapter_id: str | None = Field(None, description="The adapter that answers, by its name.")
 
     @property
@@ -75,6 +78,8 @@ class GenerateRequest(BaseModel):
             "frequency_penalty": asked.frequency_penalty, "output": asked.grammar.output if asked.grammar else None,
             "top_logprobs": (asked.top_n_tokens or 0) if stream or asked.details else None, "temperature": 0.0,
         }  # fmt: skip
+        if asked.truncate:
+            fields["truncate_prompt_tokens"] = asked.truncate
         if asked.adapter_id:
             fields["adapter"] = asked.adapter_id
         if seed is not None:

@@ -104,6 +104,29 @@ def test_an_answer_that_has_ended_has_the_promised_format(
             check_answer(request, text, called=False)
 
 
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"regex": "[a-z]+-[0-9]{2}"},
+        {"grammar": 'start: /[a-z]+/ "-" /[0-9]{2}/'},
+        {"grammar": 'root ::= [a-z]+ "-" [0-9] [0-9]'},
+    ],
+)
+def test_an_answer_that_a_stop_has_cut_matches_its_pattern(output: dict[str, str]) -> None:
+    tokenizer = byte_tokenizer(HERMES)
+    forms = AnswerForms(tokenizer, Prompts(tokenizer, len(tokenizer)), [tokenizer.eos_token_id])
+    asked: dict[str, Any] = {"prompt": "a", "output": output}
+    for fields in ({"stop": ["x"]}, {"stop_token_ids": [7]}):
+        request = GenerationRequest(**asked, **fields)
+        forms.check(request, "ab-12", called=False)
+        forms.check(request, "\n\nab-12", called=False)
+        for wrong in ("ab-1", "", "ab-123", "AB-12"):
+            with pytest.raises(OutputInvalid, match="format"):
+                forms.check(request, wrong, called=False)
+    # Without stops, the tokens have kept it.
+    forms.check(GenerationRequest(**asked), "ab", called=False)
+
+
 def test_an_answer_that_must_be_a_call_is_one() -> None:
     request = GenerationRequest.model_validate(
         {"messages": CHAT, "tools": [tool()], "tool_choice": "required"}

@@ -15,7 +15,7 @@ from pilotflame.errors import InputInvalid
 from pilotflame.handlers.language_model.chat_form import HERMES, LLAMA3, PLAIN, THINK, THOUGHT, ToolForm
 from pilotflame.handlers.language_model.constraint import Constraint, Constraints
 from pilotflame.handlers.language_model.contract import OutputFormat, Sampling, ToolFunction
-from pilotflame.handlers.language_model.grammar import call_rules, output_rules, with_reasoning
+from pilotflame.handlers.language_model.grammar import call_rules, lark_of, output_rules, with_reasoning
 from pilotflame.handlers.language_model.sampling import Sampler
 from tiny_tokenizer import WITHOUT_TOOLS, byte_tokenizer
 
@@ -218,3 +218,42 @@ def test_a_call_of_a_tool_without_parameters_has_no_arguments() -> None:
 )
 def test_a_slash_in_a_pattern_may_be_escaped(pattern: str, text: str) -> None:
     assert accepted(PLAIN_TOKENS, "start: answer\n" + output_rules(OutputFormat(regex=pattern)), text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"score": {}}, "patternProperties": {"^score$": {}}, "additionalProperties": False},
+        {"type": "array", "items": {"anyOf": [{"properties": {"ab": {}}, "patternProperties": {"b": {}}}]}},
+    ],
+)  # fmt: skip
+def test_a_property_that_is_also_a_pattern_is_refused(schema: dict[str, Any]) -> None:
+    check = Constraints(PLAIN_TOKENS, [PLAIN_TOKENS.eos_token_id]).check_properties
+    with pytest.raises(InputInvalid, match="patternProperties"):
+        check(schema)
+    check({"properties": {"properties": {}, "patternProperties": {}}})
+    check({"properties": {"a": {}}, "patternProperties": {"^b": {}, "c$": {}}})
+    check({"properties": {"a" * 200: {}}, "patternProperties": {"^(a+)+b$": {}, "[": {}}})
+    check({"properties": {}, "patternProperties": {}})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= [0-9]+ ("," [0-9]+)*', "1,22", "a"),
+        ('word ::= "a" | "b"\nroot ::= word{2,3} # two or three', "aba", "a"),
+        ('root ::= "start: " [^\\n]* "\\n"', "start: x\n", "x"),
+        ('start: "a" | "b"', "b", "c"),
+    ],
+)
+def test_grammars_in_lark_and_ebnf(grammar: str, good: str, bad: str) -> None:
+    assert accepted(PLAIN_TOKENS, lark_of(grammar), good)
+    assert not accepted(PLAIN_TOKENS, lark_of(grammar), bad)
+
+
+@pytest.mark.parametrize(
+    "grammar", ["root ::= nope", 'start ::= "a"', "root ::= (", "::=", "root ::= " + "(" * 5000]
+)
+def test_an_ebnf_grammar_that_cannot_be_used_is_the_requests_fault(grammar: str) -> None:
+    with pytest.raises(InputInvalid):
+        Constraints(PLAIN_TOKENS, [PLAIN_TOKENS.eos_token_id]).new(lark_of(grammar))

@@ -174,12 +174,12 @@ async def test_a_step_that_fails_fails_its_sequences_only(monkeypatch: pytest.Mo
     given = prompts(4, 10, seed=6)
     forward, calls = engine.model.forward, 0
 
-    def failing(*arguments: object) -> object:
+    def failing(*arguments: object, **options: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("out of memory")
-        return forward(*arguments)  # type: ignore[arg-type]
+        return forward(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.model, "forward", failing)
     found = await asyncio.gather(*(tokens(engine, one, 20) for one in given), return_exceptions=True)
@@ -252,7 +252,7 @@ async def test_a_choice_or_a_prompt_that_fails_ends_its_own_request(monkeypatch:
     class Broken(Sampler):
         greedy = False
 
-        def choose(self, _logits: object) -> Never:
+        def limit(self, _scores: object) -> Never:
             raise ValueError("no choice")
 
     async def broken() -> list[int]:

@@ -12,6 +12,7 @@ from pilotflame.handlers.language_model.contract import GenerationRequest
 from pilotflame.handlers.language_model.prompts import CHARS_A_TOKEN, Prompts
 from tiny_tokenizer import WITHOUT_TOOLS, byte_tokenizer
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 MOST = 100
 LONG = "a long token of the model" * 4
@@ -92,6 +93,60 @@ def test_a_bias_of_no_token_is_refused(prompts: Prompts, token: int) -> None:
         prompts.prompt(GenerationRequest(prompt="a", logit_bias={1: 1.0, token: 1.0}), MOST)
     assert caught.value.details == {"field": "logit_bias"}
     assert prompts.prompt(GenerationRequest(prompt="a", stop_token_ids=(10_000,)), MOST).ids
+
+
+def test_a_permission_of_no_token_is_refused(prompts: Prompts) -> None:
+    with pytest.raises(InputInvalid, match="allowed_token_ids names the token 100000") as caught:
+        prompts.prompt(GenerationRequest(prompt="a", allowed_token_ids=(1, 100_000)), 10)
+    assert caught.value.details["field"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, "efg"), ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "abc"),
+        ({"truncate_prompt_tokens": 30}, "abcdefg"), ({"truncate_prompt_tokens": -1}, "bcdefg"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 5, "truncation_side": "right"}, "ab"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_prompt(prompts: Prompts, tokenizer: Counting, fields: dict[str, Any], kept: str) -> None:
+    ids = tokenizer.encode("abcdefg")
+    messages = [{"role": "user", "content": "abcdefg"}]
+    for asked in ({"prompt": "abcdefg"}, {"prompt": ids}, {"messages": messages}):
+        assert tokenizer.decode(prompts.prompt(GenerationRequest(**asked, **fields), 7).ids) == kept
+
+
+def test_a_long_prompt_of_which_a_part_is_kept_is_not_read_as_a_whole(
+    prompts: Prompts, tokenizer: Counting
+) -> None:
+    text = "x" * 1_000_000 + "end"
+    found = prompts.prompt(GenerationRequest(prompt=text, truncate_prompt_tokens=5), MOST)
+    assert tokenizer.decode(found.ids) == "xxend"
+    assert tokenizer.read <= 6 * len(LONG)
+    with pytest.raises(InputInvalid, match="maximum context length"):
+        prompts.prompt(GenerationRequest(prompt=text, truncate_prompt_tokens=MOST + 1), MOST)
+
+
+def test_the_beginning_of_a_prompt_is_kept_with_its_last_tokens(tokenizer: Counting) -> None:
+    tokenizer._tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    prompts = Prompts(tokenizer, len(tokenizer))
+    found = prompts.prompt(GenerationRequest(prompt="abcdefg", truncate_prompt_tokens=3), 9).ids
+    assert tokenizer.decode(found) == "<s>fg"
+
+
+def test_a_bad_word_also_has_its_tokens_after_a_space() -> None:
+    tokenizer = byte_tokenizer(WITHOUT_TOOLS)
+    tokenizer.add_tokens([AddedToken("war", special=False), AddedToken(" war", special=False)])
+    words, number = Prompts(tokenizer, len(tokenizer)).bad_words, tokenizer.get_vocab()
+    for word in ("war", " war"):
+        found = words(GenerationRequest(prompt="a", bad_words=(word,)))
+        assert found == [[number["war"]], [number[" war"]]]
+    # After a space, this word has a token more.
+    assert words(GenerationRequest(prompt="a", bad_words=("it",))) == [[number["i"], number["t"]]]
+    assert words(GenerationRequest(prompt="a", bad_words=(" ",))) == []
 
 
 def test_the_parts_of_a_text_are_as_long_as_the_longest_prompt(prompts: Prompts, tokenizer: Counting) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pilotflame.errors import OutputNotFinite
 from pilotflame.handlers.language_model.contract import Sampling
-from pilotflame.handlers.language_model.sampling import Sampler
+from pilotflame.handlers.language_model.sampling import Sampler, choose
 from torch import Tensor
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 1.5])
@@ -98,3 +99,77 @@ def test_a_grammar_decides_and_learns() -> None:
     sampler = Sampler(Sampling(temperature=0.0), [], [], grammar)
     assert not sampler.greedy
     assert [sampler.choose(LOGITS)[0] for _ in range(4)] == [2, 3, 2, 3] == grammar.seen
+
+
+def test_only_the_allowed_tokens_are_made() -> None:
+    assert chosen(allowed_token_ids=(2, 3)) == 2
+    assert set(drawn(allowed_token_ids=(1, 3, 999_999))) == {1, 3}
+    assert chosen(allowed_token_ids=(2, 3), logit_bias={3: 100.0}) == 3
+    # A ban is stronger than a bias, and an end that may not come yet is stronger than a permission.
+    assert chosen(ends=[2], allowed_token_ids=(2, 3), min_tokens=1) == 3
+    assert not Sampling(temperature=0.0, allowed_token_ids=(2,)).greedy
+
+
+def test_a_bad_word_is_not_made() -> None:
+    def made(words: list[list[int]], count: int = 4) -> list[int]:
+        sampler = Sampler(Sampling(temperature=0.0), [], [], None, words)
+        assert not sampler.greedy
+        return [sampler.choose(LOGITS)[0] for _ in range(count)]
+
+    assert made([[0]]) == [4, 4, 4, 4]
+    assert made([[0, 0]]) == [0, 4, 0, 4]
+    assert made([[0, 0, 0], [4]]) == [0, 0, 1, 0]
+    assert made([[0], [4, 4], [999_999]]) == [4, 1, 4, 1]
+
+
+def test_many_rows_at_once_are_as_one_by_one() -> None:
+    """No row sees what another one asks for."""
+    asked = [
+        Sampling(seed=1), Sampling(seed=2, top_p=0.9), Sampling(seed=3, top_k=7), Sampling(seed=4, min_p=0.02, top_p=0.8),
+        Sampling(temperature=0.0, top_logprobs=3), Sampling(seed=5, temperature=2.0, top_p=0.99), Sampling(seed=6, top_k=400),
+        Sampling(seed=7, top_k=300, top_p=0.6, top_logprobs=0), Sampling(temperature=0.0, presence_penalty=1.0),
+    ]  # fmt: skip
+    logits = torch.randn(20, len(asked), 1000, generator=torch.Generator().manual_seed(0))
+    alone = [Sampler(of, [], []) for of in asked]
+    together = [Sampler(of, [], []) for of in asked]
+    before = logits.clone()
+    for step in logits:
+        wanted = [sampler.choose(row) for sampler, row in zip(alone, step, strict=True)]
+        found = choose(together, step)
+        assert [one[0] for one in found] == [one[0] for one in wanted]  # type: ignore[index]
+        assert [one[1] is None for one in found] == [one[1] is None for one in wanted]  # type: ignore[index]
+    assert torch.equal(logits, before)
+
+
+@given(
+    st.lists(st.floats(-5, 5), min_size=2, max_size=600), st.floats(0.05, 1), st.integers(0, 600), st.sampled_from([0.0, 0.01, 0.5])
+)  # fmt: skip
+def test_a_draw_is_among_the_tokens_that_the_limits_leave(
+    logits: list[float], top_p: float, top_k: int, min_p: float
+) -> None:
+    """By the definition of each limit, on the whole vocabulary."""
+    scores = torch.tensor(logits)
+    left = scores.masked_fill(scores < scores.max() + (math.log(min_p) if min_p else -math.inf), -math.inf)
+    if 0 < top_k < len(scores):
+        left = left.masked_fill(left < left.topk(top_k).values[-1], -math.inf)
+    ordered, order = left.softmax(-1).sort(descending=True)
+    # 1e-5: sums of other orders differ in their last digits.
+    kept = {
+        int(one)
+        for one, sum_before in zip(order, ordered.cumsum(-1) - ordered, strict=True)
+        if sum_before < top_p + 1e-5
+    }
+    least = min(float(left[one]) for one in kept)
+    sampler = Sampler(Sampling(seed=3, top_p=top_p, top_k=top_k, min_p=min_p), [], [])
+    for _ in range(20):
+        assert float(left[sampler.choose(scores)[0]]) >= least
+
+
+def test_an_impossible_choice_fails_its_row_only() -> None:
+    samplers = [
+        Sampler(Sampling(seed=1, allowed_token_ids=(999_999,)), [], []),
+        Sampler(Sampling(temperature=0.0), [], []),
+    ]
+    broken, found = choose(samplers, torch.stack([LOGITS, LOGITS]))
+    assert isinstance(broken, OutputNotFinite)
+    assert found == (0, None)

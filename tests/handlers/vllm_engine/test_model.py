@@ -133,6 +133,19 @@ def test_several_answers_and_the_prompt_before_them(started: Any) -> None:
     assert (deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens) == (2, 9)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_each_answer_has_the_logprobs_of_its_prompt(started: Any, echo: bool) -> None:
+    deltas = started.deltas(prompt="abc", n=2, echo=echo, prompt_logprobs=1)
+    for index in range(2):
+        first, *others = [delta for delta in deltas if delta.index == index]
+        assert [(one.token, one.logprob, one.rank) for one in first.prompt_logprobs or ()] == [
+            ("a", 0.0, None), ("b", -0.25, 2), ("c", -0.25, 2),
+        ]  # fmt: skip
+        assert first.text == ("abc" if echo else "")
+        assert all(delta.prompt_logprobs is None for delta in others)
+    assert not any(delta.prompt_logprobs for delta in started.deltas(prompt="abc"))
+
+
 @pytest.mark.parametrize(
     ("fields", "text", "finish", "stop"),
     [

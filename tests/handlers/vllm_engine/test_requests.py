@@ -13,12 +13,12 @@ from pilotflame.handlers.vllm_engine.requests import FIELDS, REFUSED, sampling_p
 VALUES: dict[str, Any] = {
     "temperature": 0.25, "top_p": 0.5, "top_k": 3, "min_p": 0.125, "presence_penalty": 1.5, "frequency_penalty": -1.5,
     "repetition_penalty": 2.0, "logit_bias": {5: -10.0}, "seed": 11, "top_logprobs": 4, "min_tokens": 2,
-    "ignore_eos": True, "stop_token_ids": (7, 8),
+    "ignore_eos": True, "stop_token_ids": (7, 8), "allowed_token_ids": (1, 2, 7), "bad_words": ("war", "peace"),
 }  # fmt: skip
 # The other fields of a request, and where they go: into the prompt, the grammar, the answers, or arguments of `generate`.
 ELSEWHERE = {
     "messages", "prompt", "chat_template_kwargs", "continue_final_message", "reasoning_effort", "tools", "tool_choice",
-    "parallel_tool_calls", "output", "echo", "priority", "adapter", "add_special_tokens", "add_generation_prompt", "prompt_only",
+    "parallel_tool_calls", "output", "echo", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "priority", "adapter", "add_special_tokens", "add_generation_prompt", "prompt_only",
 }  # fmt: skip
 PASSED = {"max_tokens", "n", "stop", "include_stop_str_in_output"}
 

@@ -18,4 +18,5 @@ class RequestOutput:
         self, request_id, prompt, prompt_token_ids, prompt_logprobs, outputs, finished, num_cached_tokens=None
     ):
         self.request_id, self.prompt_token_ids = request_id, prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
         self.outputs, self.finished, self.num_cached_tokens = outputs, finished, num_cached_tokens

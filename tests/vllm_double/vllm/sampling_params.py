@@ -35,15 +35,20 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
 
     def __post_init__(self) -> None:
         if self.seed == -1:
             self.seed = None
+        if self.bad_words is None:
+            self.bad_words = []
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise VLLMValidationError(
                 "min_tokens must be less than or equal to max_tokens", parameter="min_tokens"

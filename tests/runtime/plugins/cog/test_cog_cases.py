@@ -293,6 +293,19 @@ async def test_the_components_of_the_description(deployed: Callable[..., Any], c
     assert (named["openapi"], named["info"]) == ("3.0.2", {"title": "Cog", "version": "0.1.0"})
     assert ("/predictions" in named["paths"], "/invoke/{function}" in named["paths"]) == (True, False)
     assert (await call.function.client.get("/openapi.json?function=none")).status_code == 404
+    below = await call.function.client.get("/cog/openapi.json")
+    assert below.json() == named
+    assert (await call.function.client.get("/cog/openapi.json?function=none")).status_code == 404
+
+
+async def test_the_index_names_routes_that_are_there(deployed: Callable[..., Any]) -> None:
+    client = (await deployed(OUTPUTS["openapi_specification_with_list"][0])).function.client
+    found = (await client.get("/cog/")).json()
+    assert found["cog_version"]
+    for name in ("openapi_url", "healthcheck_url"):
+        assert (await client.get(found[name])).status_code == 200
+    for name in ("predictions_url", "predictions_idempotent_url", "predictions_cancel_url"):
+        assert found[name].startswith("/cog/predictions")
 
 
 # -- files

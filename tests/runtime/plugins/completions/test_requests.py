@@ -83,8 +83,8 @@ def test_empty_options_ask_for_nothing(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("prompt_logprobs", 0), ("bad_words", ["a"]), ("allowed_token_ids", [1]), ("use_beam_search", True), ("skip_special_tokens", False),
-        ("include_reasoning", False), ("truncate_prompt_tokens", 3), ("web_search_options", {}), ("return_token_ids", True),
+        ("use_beam_search", True), ("skip_special_tokens", False),
+        ("include_reasoning", False), ("web_search_options", {}), ("return_token_ids", True),
     ],
 )  # fmt: skip
 def test_a_value_that_asks_for_something_is_refused_by_name(field: str, value: Any) -> None:
@@ -127,6 +127,34 @@ def test_formats_in_the_spellings_of_tgi_and_llama_cpp(asked: dict[str, Any], wa
 def test_a_format_without_its_value_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="response_format"):
         chat(response_format=asked)
+
+
+def test_logprobs_and_parts_of_prompts_reach_the_model() -> None:
+    assert (completion(echo=True, logprobs=2).prompt_logprobs, completion(logprobs=2).prompt_logprobs) == (
+        2,
+        None,
+    )
+    assert completion(echo=True, logprobs=2, prompt_logprobs=5).prompt_logprobs == 5
+    assert (chat(prompt_logprobs=0).prompt_logprobs, completion(echo=True).prompt_logprobs) == (0, None)
+    found = chat(truncate_prompt_tokens=3, truncation_side="right")
+    assert (found.truncate_prompt_tokens, found.truncation_side) == (3, "right")
+    for wrong in (
+        {"prompt_logprobs": 1, "stream": True},
+        {"prompt_logprobs": -1},
+        {"truncate_prompt_tokens": -2},
+    ):
+        with pytest.raises(BadInput) as caught:
+            chat(**wrong)
+        assert caught.value.details["field"] == next(iter(wrong))
+
+
+def test_which_tokens_and_words_may_be_made_reaches_the_model() -> None:
+    for found in (
+        chat(allowed_token_ids=[1, 2], bad_words=["a"]),
+        completion(allowed_token_ids=[1, 2], bad_words=["a"]),
+    ):
+        assert (found.allowed_token_ids, found.bad_words) == ((1, 2), ("a",))
+    assert chat(allowed_token_ids=[], bad_words=[]) == chat()
 
 
 def test_allowed_tools_are_the_only_ones() -> None:

@@ -208,11 +208,52 @@ async def test_echo_and_the_limits_of_completions(client: Any) -> None:
     )
     assert echoed.choices[0].text == "A pilot flame let"
     refused: list[dict[str, Any]] = [
-        {"echo": True, "logprobs": 1}, {"prompt": ["a"] * 129}, {"best_of": 2}, {"extra_body": {"top_logprobs": 2}}
+        {"prompt": ["a"] * 129}, {"best_of": 2}, {"extra_body": {"top_logprobs": 2}}
     ]  # fmt: skip
     for fields in refused:
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**{**ASKED, "prompt": "A", **fields})
+
+
+async def test_logprobs_of_prompts(client: Any) -> None:
+    prompt = "A pilot flame"
+    fields: dict[str, Any] = {**ASKED, "prompt": prompt, "max_tokens": 4, "echo": True, "logprobs": 2}
+    (whole,) = (await client.completions.create(**fields)).choices
+    found, count = whole.logprobs, len(prompt) + 4
+    assert "".join(found.tokens) == whole.text == "A pilot flame let"
+    assert [len(one) for one in (found.tokens, found.token_logprobs, found.top_logprobs)] == [count] * 3
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    # As lm-evaluation-harness reads them: is each token the likeliest one?
+    for token, value, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[
+        1:
+    ]:
+        assert (value, top[token]) == (max(top.values()), value)
+    assert found.text_offset == [*range(count)]
+    stream = await client.completions.create(**fields, stream=True)
+    pieces = [choice async for chunk in stream for choice in chunk.choices]
+    assert [
+        value for one in pieces if one.logprobs for value in one.logprobs.token_logprobs
+    ] == pytest.approx(found.token_logprobs, abs=1e-4)
+    assert [at for one in pieces if one.logprobs for at in one.logprobs.text_offset] == found.text_offset
+    assert "".join(one.text for one in pieces) == whole.text
+
+
+async def test_logprobs_of_prompts_as_vllm_has_them(client: Any) -> None:
+    more = {"extra_body": {"prompt_logprobs": 1}}
+    answer = await client.chat.completions.create(**CHAT, max_tokens=2, **more)
+    shown = answer.prompt_logprobs
+    assert (shown[0], len(shown)) == (None, answer.usage.prompt_tokens)
+    (text,) = (
+        await client.completions.create(**ASKED, prompt=["A pilot flame"], max_tokens=2, **more)
+    ).choices
+    for place in text.prompt_logprobs[1:]:
+        assert all(one.keys() == {"logprob", "rank", "decoded_token"} for one in place.values())
+        assert min(one["rank"] for one in place.values()) == 1
+    assert (
+        "".join(next(iter(place.values()))["decoded_token"] for place in text.prompt_logprobs[1:])
+        == " pilot flame"
+    )
+    assert text.logprobs is None
 
 
 @pytest.mark.parametrize(

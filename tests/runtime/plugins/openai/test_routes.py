@@ -46,7 +46,8 @@ RANKS = """
 from pilotflame import RerankRequest
 
 def handler(event: RerankRequest):
-    return {"results": [{"index": 0, "score": 1.0}], "tokens": 1}
+    found = [{"index": index, "score": len(event.query) + len(text) / 100} for index, text in enumerate(event.documents) if text != "lost"]
+    return {"results": sorted(found, key=lambda one: -one["score"]), "tokens": len(event.documents)}
 """
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 BASES = ("/v2/greets/openai", "/tgi/greets")
@@ -209,6 +210,66 @@ async def test_the_tokens_of_a_text_and_the_text_of_tokens(models: Gateway, base
 async def test_a_handler_that_does_not_tell_its_tokens(models: Gateway) -> None:
     answer = await models.client.post("/openai/tokenize", json={"model": "greets", "prompt": "Hi"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
+
+
+@pytest.mark.parametrize(
+    ("sides", "scores"),
+    [
+        ({"text_1": "ab", "text_2": "c"}, [2.01]),
+        ({"text_1": "ab", "text_2": ["c", "cc", "c"]}, [2.01, 2.02, 2.01]),
+        ({"text_1": ["ab"], "text_2": ["c", "cc"]}, [2.01, 2.02]),
+        ({"text_1": ["ab", "a", "ab"], "text_2": ["c", "c", "cc"]}, [2.01, 1.01, 2.02]),
+        ({"queries": "ab", "documents": ["c"]}, [2.01]), ({"queries": "ab", "items": "c"}, [2.01]),
+        ({"data_1": "ab", "data_2": ["c"]}, [2.01]),
+    ],
+)  # fmt: skip
+async def test_pairs_of_texts_are_scored_as_vllm_does(
+    models: Gateway, sides: dict[str, Any], scores: list[float]
+) -> None:
+    for path in ("/v1/score", "/openai/score", "/openai/v1/score", "/v2/ranks/openai/score"):
+        answer = await models.client.post(path, json={"model": "ranks", **sides})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        wanted = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+        assert (found["object"], found["model"], found["data"]) == ("list", "ranks", wanted)
+        assert found["id"].startswith("score-")
+        assert found["usage"]["total_tokens"] == len(scores)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"text_1": ["a", "b"], "text_2": ["c"]}, 400, "text_1"), ({"text_2": "a"}, 400, "text_1"), ({"text_1": "a", "text_2": []}, 400, "text_2"),
+        ({"text_1": "a", "text_2": "b", "model": "greets"}, 400, "model"), ({"text_1": "a", "text_2": ["b", "lost"]}, 500, None),
+    ],
+)  # fmt: skip
+async def test_pairs_that_cannot_be_scored(
+    models: Gateway, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    answer = await models.client.post("/v1/score", json={"model": "ranks", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+async def test_ranks_at_the_paths_of_vllm(models: Gateway) -> None:
+    body = {"model": "ranks", "query": "a", "documents": ["b", "bb"], "top_n": 0}
+    for path in ("/openai/rerank", "/v1/rerank"):
+        found = (await models.client.post(path, json=body)).json()
+        assert [one["index"] for one in found["results"]] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"model": "gone", **CHAT}), ("/v1/completions", {"model": "greets"}), ("/v1/embeddings", {"model": "encodes"}),
+        ("/v1/responses", {"model": "greets"}), ("/v1/rerank", []), ("/v1/score", {}), ("/openai/tokenize", {}), ("/v2/greets/openai/v1/completions", {}),
+        ("/openai/deployments/gone/chat/completions", CHAT),
+    ],
+)  # fmt: skip
+async def test_an_error_in_openais_form_has_its_remedy(models: Gateway, path: str, body: Any) -> None:
+    error = (await models.client.post(path, json=body)).json()["error"]
+    assert {"message", "type", "param", "code", "remedy"} == error.keys()
+    assert error["remedy"]
+    assert error["message"].endswith(error["remedy"])
 
 
 async def test_where_one_function_is_served_alone() -> None:

@@ -41,6 +41,11 @@ def test_each_seed_is_another_one_of_the_event(seeds: list[int]) -> None:
     assert one != other
 
 
+def test_the_last_tokens_of_a_prompt_may_be_kept() -> None:
+    found = event(truncate=3)
+    assert (found.truncate_prompt_tokens, found.truncation_side) == (3, "left")
+
+
 def test_tokens_are_reported_if_the_answer_shows_them() -> None:
     assert event().top_logprobs is None
     assert event(stream=True).top_logprobs == 0
@@ -55,7 +60,7 @@ def test_tokens_are_reported_if_the_answer_shows_them() -> None:
 )
 def test_any_json_is_a_body_or_refused_by_name(body: Any) -> None:
     supported(body)
-    for name in ("best_of", "typical_p", "truncate", "watermark"):
+    for name in ("best_of", "typical_p", "watermark"):
         if isinstance(body, dict) and body:
             with pytest.raises(BadInput, match=f"parameters.{name}"):
                 supported({"inputs": "Hi", "parameters": {name: body}})

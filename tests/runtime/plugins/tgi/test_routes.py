@@ -87,7 +87,7 @@ async def test_parameters_that_ask_for_nothing(scripted: Gateway) -> None:
         ({"typical_p": 0.5}, "parameters.typical_p"),
         ({"best_of": 2}, "parameters.best_of"),
         ({"watermark": True}, "parameters.watermark"),
-        ({"truncate": 3}, "parameters.truncate"),
+        ({"truncate": 0}, "parameters.truncate"),
         ({"decoder_input_details": True}, "parameters.decoder_input_details"),
         ({"temperature": 0}, "parameters.temperature"),
         ({"invented": 1}, "parameters.invented"),

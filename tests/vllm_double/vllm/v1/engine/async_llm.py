@@ -70,12 +70,17 @@ class AsyncLLM:
     async def _outputs(self, ids, params, request_id):
         assert not self.sleeping
         writers = [_Writer(self.tokenizer, ids, params, index) for index in range(params.n)]
+        # As with RequestOutputKind.DELTA: the first output only has them.
+        scored = (
+            None if params.prompt_logprobs is None else [None, *({one: Logprob(-0.25, 2)} for one in ids[1:])]
+        )
         while not all(one.ended for one in writers):
             pieces = [one.step(self.tokens_at_once) for one in writers if not one.ended]
             ended = all(one.ended for one in writers)
             if ended and self.tokenizer.decode(ids).startswith("wait"):
                 await asyncio.Event().wait()
-            yield RequestOutput(request_id, None, ids, None, pieces, ended, num_cached_tokens=self.cached)
+            yield RequestOutput(request_id, None, ids, scored, pieces, ended, num_cached_tokens=self.cached)
+            scored = None
 
 
 class _Writer:
