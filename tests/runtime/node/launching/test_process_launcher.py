@@ -65,7 +65,7 @@ class TestProcessLauncher(LauncherTests):
             await launcher.prepare(second)
             (new,) = launcher.base_pids()
             assert new != old
-            # What was forked from the old base goes on.
+            # Zygotes of the old base go on.
             assert (await forked(source, "w1")).pid
         launcher.end_unused()
 
