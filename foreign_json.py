@@ -120,3 +120,11 @@ def first_errors(error: ValidationError, most: int, *, values: bool = False) -> 
     if (count := error.error_count()) > MOST_ERRORS:
         return [{"type": "too_many_errors", "loc": (), "msg": f"{count} fields are wrong", "input": None}]
     return error.errors(include_url=False, include_input=values, include_context=values)[:most]
+
+
+def is_compact(body: bytes) -> bool:
+    """Return True if a body is JSON that has the same bytes after it was parsed and written again by orjson."""
+    try:
+        return not excess(body) and orjson.dumps(orjson.loads(body)) == body
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return False

@@ -75,6 +75,8 @@ class Dialect:
     "asgi:shop/main.py:app". "" for none."""
     concurrency: ClassVar[int] = 1
     """The invocations that one worker runs at the same time unless the settings say otherwise."""
+    message: ClassVar[str] = ""
+    """What a message of an event source must be, in words for the deployer; "" if it may be any input of a call."""
     stands_in: ClassVar[frozenset[str]] = frozenset()
     """The packages that need not be installed, because the dialect has stand-ins for them."""
 

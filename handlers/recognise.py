@@ -47,6 +47,11 @@ class Dialects:
         dialect = self.find(self.recognise(folder, reference).dialect)
         return 1 if dialect is None else dialect.concurrency
 
+    def message(self, folder: Path, reference: str) -> str:
+        """Return what a message of an event source of the function must be, in words; "" for any input."""
+        dialect = self.find(self.recognise(folder, reference).dialect)
+        return "" if dialect is None else dialect.message
+
     @property
     def stands_in(self) -> frozenset[str]:
         """The packages for which a dialect has stand-ins."""

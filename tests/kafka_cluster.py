@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import socketserver
+import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +26,11 @@ class Cluster:
         self.brokers = [f"{one.host}:{one.port}" for one in found]
 
     def write(
-        self, topic: str, bodies: Sequence[bytes | str], keys: Sequence[str | None] = (), partition: int = -1
+        self,
+        topic: str,
+        bodies: Sequence[bytes | str | None],
+        keys: Sequence[str | None] = (),
+        partition: int = -1,
     ) -> None:
         """Write messages, with these keys in turn. Without a partition, the key chooses it."""
         for number, body in enumerate(bodies):
@@ -67,3 +76,41 @@ def cluster() -> Iterator[Cluster]:
     producer = Producer({"bootstrap.servers": "unused", "test.mock.num.brokers": 1, "log_level": 0})
     yield Cluster(producer)
     producer.flush(LIMIT_S)
+
+
+class _SaslListener(socketserver.BaseRequestHandler):
+    """A connection to a broker that refuses each password, and ends a connection that asks before it logs in."""
+
+    VERSIONS = ((3, 0, 4), (17, 0, 1), (18, 0, 0), (36, 0, 0))
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, struct.error):
+            while True:
+                (size,) = struct.unpack(">i", self._read(4))
+                key, version, correlation = struct.unpack(">hhi", self._read(size)[:8])
+                if (answer := self._answer(key, version)) is None:
+                    return
+                self.request.sendall(struct.pack(">ii", len(answer) + 4, correlation) + answer)
+
+    def _answer(self, key: int, version: int) -> bytes | None:
+        if key == 18:
+            rows = b"".join(struct.pack(">hhh", *one) for one in self.VERSIONS)
+            return struct.pack(">hi", 35 if version else 0, len(self.VERSIONS)) + rows
+        if key == 17:
+            return struct.pack(">hih", 0, 1, 5) + b"PLAIN"
+        text = b"Authentication failed: Invalid username or password"
+        return struct.pack(">hh", 58, len(text)) + text + struct.pack(">i", 0) if key == 36 else None
+
+    def _read(self, size: int) -> bytes:
+        data: bytes = self.request.recv(size, socket.MSG_WAITALL)
+        return data
+
+
+@contextmanager
+def sasl_broker() -> Iterator[str]:
+    """Run a broker that refuses each login. Yield its address."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _SaslListener) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()

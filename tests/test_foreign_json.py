@@ -19,6 +19,7 @@ from pilotflame.foreign_json import (
     excess,
     failing_fast,
     first_errors,
+    is_compact,
     loads,
 )
 from pydantic import BaseModel, ConfigDict, Discriminator, TypeAdapter, ValidationError
@@ -180,3 +181,10 @@ def test_many_unknown_fields_are_counted_and_not_described() -> None:
 def test_a_float_with_a_long_fraction_hides_no_integer_behind_it(number: str) -> None:
     for text in (f"[{number},{2**64}]", f"[{number},[{number}],{-(2**64)}]", f'{{"a":{number},"b":{2**64}}}'):
         assert repr(loads(text)) == repr(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":1}', '"quoted"', "null", "1.5", '{"a": 1}', "1e5", "plain", "12345678901234567890123", ""]
+)
+def test_compact_json_is_written_again_as_it_was(text: str) -> None:
+    assert is_compact(text.encode()) == (text in ('{"a":1}', '"quoted"', "null", "1.5"))

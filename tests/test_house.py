@@ -400,8 +400,6 @@ PARSED = {
     "runtime.plugins.aws_lambda.routes", "runtime.plugins.oip.repository",
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
-    # A message of a queue, counted before, in a thread.
-    "runtime.plugins.sqs.queue",
     # Outputs of a handler, in its own process.
     "handlers.dialect_calls", "handlers.language_model.answer_form", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...errors import GatewayError
 from ..front.api.plugin import ApiPlugin
+from ..ground.settings.function_settings import FunctionSettings
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..jobs.alerting.alerts import FunctionAlerts
 from ..jobs.events.message_queue import Identity
@@ -55,7 +56,11 @@ async def open_stored_calls(
 
 def identity(functions: Functions, name: str) -> Identity:
     """Return what the event sources of a function may use. Raise the errors of `Functions.get`."""
-    access = functions.policies.queue_access(functions.get(name).record.deployed_by)
+    return _identity_of(functions, name, functions.get(name).record.deployed_by)
+
+
+def _identity_of(functions: Functions, name: str, key_id: str) -> Identity:
+    access = functions.policies.queue_access(key_id)
     return Identity(functools.partial(functions.secrets.of, name), access)
 
 
@@ -108,11 +113,15 @@ async def _connect(
         sources.stop(name)
         jobs.forget(name)
 
+    async def deploying(settings: FunctionSettings, key_id: str) -> None:
+        await sources.check(settings, _identity_of(functions, settings.name, key_id))
+
     for function in functions.all():
         follow(function.record.function)
     events.called.append(prewarming.note_call)
     events.ended.append(alerts.note_end)
     events.refused.append(alerts.note_refused)
+    events.deploying.append(deploying)
     events.live.append(live)
     # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it.
     events.creating.append(functools.partial(jobs.store.purge, running=True))

@@ -55,13 +55,18 @@ def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     """Write the template for the task of `model` into a new folder, and return the folder.
 
     `model` is a folder or the URL of a folder. Without `folder`, the new folder is in the working directory, and is
-    named `name` or like the model. If the model's own folder has this path, the name gets the suffix `-function`. Raise
+    named `name` or like the model. A folder that an earlier call has made for the model is returned as it is. If the model's own folder has this path, the name gets the suffix `-function`. Raise
     SnapshotError if no template fits, CodeError if the folder is not empty, and the errors of the model's source.
     """
     where = model if is_remote(model) else str(Path(model).expanduser().resolve())
     template = find_template(where)
     made = folder or _new_folder(name or slug(_last_part(where)) or template, where)
+    settings = made / SETTINGS_FILE
+    # A JSON string is also a valid basic string in TOML.
+    line = f"snapshot = {json.dumps(where, ensure_ascii=False)}"
     if made.is_dir() and any(made.iterdir()):
+        if settings.is_file() and line in settings.read_text(encoding="utf-8").splitlines():
+            return made
         raise CodeError(
             f"{made} already exists and is not empty.", remedy="Name another folder with --output."
         )
@@ -70,9 +75,6 @@ def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     (made / README_FILE).write_text(readme, encoding="utf-8")
     # This script makes the weights of the template's own model, which this function does not use.
     (made / "make_weights.py").unlink(missing_ok=True)
-    settings = made / SETTINGS_FILE
-    # A JSON string is also a valid basic string in TOML.
-    line = f"snapshot = {json.dumps(where, ensure_ascii=False)}"
     text = _SNAPSHOT_LINE.sub(lambda _: line, settings.read_text(encoding="utf-8"), count=1)
     settings.write_text(text, encoding="utf-8")
     return made

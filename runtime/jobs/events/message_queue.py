@@ -49,6 +49,9 @@ class MessageQueue(Protocol):
         Messages that arrive after the caller was cancelled are released.
         """
 
+    async def check(self) -> None:
+        """Raise BusFailed, which says what to set, if the credentials are missing or refused. Other failures may pass: return."""
+
     async def depth(self) -> int:
         """Return about how many messages wait to be received."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
 
+from ....errors import BusFailed, SourceDenied
 from ...ground.settings.event_source import EventSource
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.background import BackgroundTasks
@@ -17,6 +19,8 @@ from ..stored.jobs import Jobs
 from .consumer import Consumer
 from .message_queue import Identity, MessageQueue, Sink
 
+CHECK_S = 15.0
+"""How long a deploy waits at most until all sources have answered."""
 SETTLE_S = 2.0
 """How much longer than the drain a consumer may take, to store results and release messages."""
 
@@ -25,6 +29,18 @@ def _opened(source: EventSource, identity: Identity) -> tuple[MessageQueue, Sink
     module, _, name = source.opener.partition(":")
     opened: tuple[MessageQueue, Sink | None] = getattr(import_module(module), name)(source, identity)
     return opened
+
+
+async def _check(source: EventSource, identity: Identity) -> None:
+    queue, sink = _opened(source, identity)
+    try:
+        await queue.check()
+    except BusFailed as error:
+        raise SourceDenied(error.message, remedy=error.remedy, details=error.details) from error
+    finally:
+        await queue.close()
+        if sink is not None:
+            await sink.close()
 
 
 class Sources:
@@ -43,6 +59,14 @@ class Sources:
         self._consumers: dict[str, list[Consumer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
+
+    async def check(self, settings: FunctionSettings, identity: Identity) -> None:
+        """Raise SourceDenied, which names the source, if its credentials are missing or refused. Pass over sources that do not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CHECK_S):
+                for source in dict.fromkeys(settings.source):
+                    if self._plugins is None or source.type in self._plugins:
+                        await _check(source, identity)
 
     def start(self, name: str, settings: FunctionSettings) -> None:
         """Start consumers for the new sources of a live function. Stop consumers whose source was removed."""

@@ -149,7 +149,7 @@ class JobAttempt:
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
         self._fence = self._stored_bytes = 0
-        now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
+        now_s, waited_s = time.monotonic(), max(0.0, store.clock() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
             job.id, job.input,
@@ -227,7 +227,7 @@ class JobAttempt:
     def _as_sent(self) -> Job:
         """Return the job with its worker, and with the time at which it was sent to the worker."""
         sent_s, now_s = self.invocation.sent_s, time.monotonic()
-        started_s = time.time() - (now_s - sent_s if sent_s else 0.0)
+        started_s = self._store.clock() - (now_s - sent_s if sent_s else 0.0)
         return replace(self.job, worker=self.invocation.worker, started_s=started_s)
 
     async def _store_early(self, new: NewJob) -> None:

@@ -80,7 +80,7 @@ class JobDispatcher:
         if self._closing.is_set() or full or known or self._input_bytes >= MAX_INPUT_BYTES:
             return None
         with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired):
-            live, now_s = self._live(new.function), time.time()
+            live, now_s = self._live(new.function), self._store.clock()
             if not live.revision.streaming:
                 return self._submit(new.queued(new_job_id(now_s), now_s), live, new)
         return None
@@ -136,7 +136,7 @@ class JobDispatcher:
             room = self._room(function, jobs)
             if room <= 0:
                 return None
-            if jobs.waiting or jobs.due_s <= time.time():
+            if jobs.waiting or jobs.due_s <= time.monotonic():
                 await self._submit_due(function, jobs, room)
         except (UnknownFunction, GatewayError):
             # The function was deleted or the gateway shuts down. If a function of this name becomes live again, its
@@ -150,13 +150,13 @@ class JobDispatcher:
             return FULL_RETRY_S
         except JobStoreFailed:
             return STORE_RETRY_S
-        return None if jobs.due_s == math.inf else max(0.0, jobs.due_s - time.time())
+        return None if jobs.due_s == math.inf else max(0.0, jobs.due_s - time.monotonic())
 
     async def _submit_due(self, function: str, jobs: _FunctionJobs, room: int) -> None:
         """Read up to `room` jobs from the store and submit them."""
         jobs.ended.clear()
         # Reset this before the read, not after it: a job that is queued during the read may not be in its result.
-        jobs.waiting, now_s = False, time.time()
+        jobs.waiting, now_s = False, self._store.clock()
         left = True
         try:
             async with self._reading:
@@ -177,9 +177,8 @@ class JobDispatcher:
             # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
             next_s = await self._store.next_due(function, now_s)
-            jobs.due_s = math.inf if next_s is None else next_s
-            if held:
-                jobs.due_s = min(jobs.due_s, now_s + FULL_RETRY_S)
+            wait_s = math.inf if next_s is None else next_s - self._store.clock()
+            jobs.due_s = time.monotonic() + (min(wait_s, FULL_RETRY_S) if held else wait_s)
             left = len(due) == room or sum(len(job.input) for job in due) >= left_bytes
         finally:
             jobs.waiting |= left
@@ -236,7 +235,7 @@ class _FunctionJobs:
     waiting: bool = False
     """True if the store may have jobs that may start and are not in `attempts`."""
     due_s: float = math.inf
-    """The time at which the first delayed job may start."""
+    """The time at which the first delayed job may start, in monotonic seconds."""
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     """By job id, the attempts whose end is not yet stored."""
     last_owner: str = ""

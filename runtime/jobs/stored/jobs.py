@@ -24,6 +24,7 @@ from .dispatcher import JobDispatcher
 from .job import Job, NewJob
 from .outbox import WebhookBodies
 from .schema import SCRIPTS
+from .steady_clock import NOTICED_S, SteadyClock
 from .store import JobStore
 from .stored_bytes import StoredBytes
 from .transaction import Transaction
@@ -38,9 +39,9 @@ EXPIRY_RETRY_S = 5.0
 class Expiry:
     """Expires the jobs of a store that have waited or have been kept for long enough, each at its time."""
 
-    def __init__(self, store: JobStore, keep_s: float) -> None:
-        """Ended jobs are kept for `keep_s`."""
-        self._store, self._keep_s = store, keep_s
+    def __init__(self, store: JobStore, keep_s: float, clock: SteadyClock) -> None:
+        """Ended jobs are kept for `keep_s`. `clock` is the clock of the store."""
+        self._store, self._keep_s, self._clock = store, keep_s, clock
         self._next_s = 0.0
         self._earlier = asyncio.Event()
         self._task: asyncio.Task[None]
@@ -57,7 +58,7 @@ class Expiry:
 
     def expect_ended(self) -> None:
         """Look when jobs expire that end now."""
-        self._expect(time.time() + self._keep_s)
+        self._expect(self._clock() + self._keep_s)
 
     def _expect(self, at_s: float) -> None:
         if at_s < self._next_s:
@@ -67,14 +68,18 @@ class Expiry:
     async def _run(self) -> None:
         while True:
             self._earlier.clear()
-            self._next_s = time.time() + MAX_SLEEP_S
+            self._next_s = self._clock() + MAX_SLEEP_S
             try:
-                while (due_s := await self._store.next_expiry(time.time())) <= time.time():
+                if by_s := self._clock.behind_s:
+                    await self._store.shift(by_s)
+                    self._clock.follow(by_s)
+                    continue
+                while (due_s := await self._store.next_expiry(self._clock())) <= self._clock():
                     await self._store.expire()
             except JobStoreFailed:
-                due_s = time.time() + EXPIRY_RETRY_S
+                due_s = self._clock() + EXPIRY_RETRY_S
             self._next_s = min(self._next_s, due_s)
-            await wait(self._earlier, self._next_s - time.time())
+            await wait(self._earlier, self._next_s - self._clock())
 
 
 class Jobs:
@@ -92,8 +97,11 @@ class Jobs:
         self.addresses = AddressPolicy.parse(settings.webhook_networks)
         """The addresses to which webhooks may be sent."""
         keep_s = settings.keep_result_s
-        self.store = JobStore(self._database, keep_s=keep_s, on_commit=self._on_commit, bodies=bodies)
-        self._expiry = Expiry(self.store, keep_s)
+        self._clock = SteadyClock()
+        self.store = JobStore(
+            self._database, keep_s=keep_s, on_commit=self._on_commit, clock=self._clock, bodies=bodies
+        )
+        self._expiry = Expiry(self.store, keep_s, self._clock)
         self._stored = StoredBytes(0)
         self._dispatcher = JobDispatcher(
             self.store, live, tasks, full=lambda owner: self._stored.refusal(owner, 0) is not None
@@ -112,6 +120,9 @@ class Jobs:
         Return how many of the jobs that were running are queued again, and how many of them have failed.
         """
         await asyncio.to_thread(self._database.open)
+        if (ahead_s := await self.store.last_created_s() - self._clock()) > NOTICED_S:
+            # The clock was set back since the previous run.
+            await self.store.shift(-ahead_s)
         self._stored.load(await self.store.stored_bytes())
         if (most_bytes := self._most_stored) is None:
             most_bytes = await asyncio.to_thread(self._default_most)

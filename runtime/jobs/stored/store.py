@@ -97,7 +97,7 @@ class JobStore:
         self._on_commit = on_commit
         self.most_stored_bytes = sys.maxsize
         """The limit of `StoredBytes`, which `submit` keeps."""
-        self._clock = clock
+        self.clock = clock
 
     _recover = _transition(transitions.recover)
     _give_up = _transition(transitions.give_up)
@@ -135,6 +135,8 @@ class JobStore:
     _delivery_body = _query(outbox.body_of)
     begun_alerts = _query(queries.begun_alerts)
     stored_bytes = _query(schema.stored_bytes)
+    shift = _transition(transitions.shift)
+    last_created_s = _query(transitions.last_created_s)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs. Return their number.
@@ -217,7 +219,7 @@ class JobStore:
     ) -> tuple[list[Delivery], float | None]:
         """Run `outbox.due`."""
         return await self._due_deliveries(
-            time.time(), most=most, most_per_host=most_per_host, sending=sending
+            self.clock(), most=most, most_per_host=most_per_host, sending=sending
         )
 
     async def record_attempt(
@@ -225,7 +227,7 @@ class JobStore:
     ) -> DeliveryState | None:
         """Run `outbox.record`."""
         return await self._database.write(
-            lambda connection: outbox.record(connection, delivery.id, attempt, schedule, time.time())
+            lambda connection: outbox.record(connection, delivery.id, attempt, schedule, self.clock())
         )
 
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
@@ -269,7 +271,7 @@ class JobStore:
             # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
             transaction = Transaction(
                 connection,
-                self._clock(),
+                self.clock(),
                 self._keep_s,
                 self._bodies,
                 most_stored_bytes=self.most_stored_bytes,

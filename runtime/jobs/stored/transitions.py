@@ -35,6 +35,14 @@ PURGE_SLICE = 500
 """The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
 EXPIRY_SLICE_S = 0.05
 """A transaction that expires jobs handles no further job after this time."""
+_SHIFTS = (
+    """UPDATE jobs SET until_s = until_s + ?1, stale_s = stale_s + ?1, due_s = due_s + ?1 * (due_s > 0),
+        expires_s = expires_s + ?1 * (expires_s > 0)""",
+    """UPDATE jobs SET created_s = created_s + ?1, started_s = started_s + ?1 * (started_s > 0)
+        WHERE state IN ('IN_QUEUE', 'IN_PROGRESS')""",
+    "UPDATE deliveries SET next_s = next_s + ?1, created_s = created_s + ?1",
+    "UPDATE tombstones SET until_s = until_s + ?1",
+)
 UNSENT_S = 60.0
 """How much longer a job stays each time if a delivery still needs its large bodies."""
 MAX_TOMBSTONES = 1_000_000
@@ -330,6 +338,18 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
         # The pragma releases one page for each row that is fetched, so all rows must be fetched.
         transaction.connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
     return done + deleted
+
+
+def shift(transaction: Transaction, by_s: float) -> None:
+    """Move the ends of all waits by the seconds by which the clock was set, and the times from which unfinished jobs wait."""
+    for change in _SHIFTS:
+        transaction.connection.execute(change, (by_s,))
+
+
+def last_created_s(connection: sqlite3.Connection) -> float:
+    """Return when the latest job was submitted; 0.0 if there is none."""
+    found = connection.execute("SELECT created_s FROM jobs ORDER BY number DESC LIMIT 1").fetchone()
+    return float(found[0]) if found else 0.0
 
 
 def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:

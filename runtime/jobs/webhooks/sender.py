@@ -23,7 +23,7 @@ from .signing import SigningKey
 _log = logging.getLogger(__name__)
 
 MAX_SLEEP_S = 300.0
-"""The longest sleep before the wall clock is read again, since the clock may have been set forward."""
+"""The longest sleep before the clock is read again, which may have been set."""
 MAX_REQUESTS = 128
 """An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
 MAX_REQUESTS_PER_HOST = 16
@@ -37,6 +37,9 @@ PAUSE_S = 5.0
 
 class Outbox(Protocol):
     """The stored deliveries. Its methods raise JobStoreFailed if they cannot be read or written."""
+
+    clock: Callable[[], float]
+    """Returns the present in the Unix seconds of deliveries."""
 
     async def due_deliveries(
         self, *, most: int, most_per_host: int, sending: Collection[Delivery]
@@ -129,7 +132,7 @@ class WebhookSender:
             self._requests[task] = delivery
             task.add_done_callback(self._ended)
         # Due deliveries for which there was no room are read again when a request ends.
-        return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
+        return MAX_SLEEP_S if next_s is None else max(0.0, next_s - self._outbox.clock())
 
     async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
         try:

@@ -118,6 +118,9 @@ class Preparation:
                 settings, needs = self._settings(folder)
                 self.check(settings, _outside(settings, folder, uploaded=request.path is None))
                 local = _local_snapshots(settings, folder)
+                if settings.source and (form := self.dialects.message(folder, settings.handler)):
+                    self.progress.note(f"Each message of its sources must be {form}.")
+                    self.log(f"Each message of its sources must be {form}.")
                 if request.path is not None:
                     code.copy_folder(folder, code_folder, exclude=local.values())
                 self.store.weights.share(code_folder, local.values())

@@ -8,6 +8,7 @@ from typing import Generic, ParamSpec, Self
 
 from ....errors import PilotflameError
 from ...calls.serving.invocation import Invocation
+from ...ground.settings.function_settings import FunctionSettings
 from ...ground.telemetry.invocation_end import GenerationEnd, InvocationEnd
 from ...ground.telemetry.log_files import LogLine
 from ...ground.telemetry.metrics import Metrics
@@ -46,6 +47,8 @@ class FunctionEvents:
     live: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when a revision of the function has become live, and when the function was paused,
     resumed or reset."""
+    deploying: list[Callable[[FunctionSettings, str], Awaitable[object]]] = field(default_factory=list)
+    """Awaited with the settings and the id of the API key of a deploy. An error refuses the deploy."""
     creating: list[Callable[[str], Awaitable[object]]] = field(default_factory=list)
     """Awaited with a function's name before the first revision of the function becomes live. An error refuses the deploy."""
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)

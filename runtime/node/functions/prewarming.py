@@ -33,6 +33,8 @@ class _Alarm:
     function: str
     schedule: Schedule
     next_at: float | None
+    fired_at: float | None = None
+    """The time in the schedule at which it fired last."""
 
 
 class Alarms:
@@ -51,8 +53,10 @@ class Alarms:
         """
         self.drop(function)
         for schedule in schedules:
-            self._alarms.append(_Alarm(function, schedule, _next(schedule, at)))
+            alarm = _Alarm(function, schedule, _next(schedule, at))
+            self._alarms.append(alarm)
             if (left_s := _left_s(schedule, at)) > 0:
+                alarm.fired_at = round(at + left_s - schedule.for_s)
                 yield schedule, left_s
 
     def drop(self, function: str) -> None:
@@ -70,8 +74,13 @@ class Alarms:
             fired = alarm.next_at is not None and alarm.next_at <= at
             if fired and (left_s := _left_s(alarm.schedule, at)) > 0:
                 yield alarm.function, alarm.schedule, left_s
+            if fired:
+                alarm.fired_at = alarm.next_at
             if fired or was_set_back:
                 alarm.next_at = _next(alarm.schedule, at)
+                if alarm.next_at is not None and alarm.next_at == alarm.fired_at:
+                    # The clock was set back over this time only, which does not fire twice.
+                    alarm.next_at = _next(alarm.schedule, alarm.next_at)
 
     def next_at(self) -> float | None:
         """Return when the next schedule fires, in Unix seconds; None if there is none."""

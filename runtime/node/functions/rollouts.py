@@ -73,6 +73,8 @@ class Rollouts:
         with contextlib.ExitStack() as failing:
             failing.callback(self.revisions.threads.start, functools.partial(_remove, staged))
             self.revisions.reconciler.gpus.hardware.check(name, fields.settings.resources)
+            for accept in functions.events.deploying:
+                await accept(fields.settings, request.owner)
             async with functions.lock(name):
                 functions.check_open()
                 failing.pop_all()

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ class ProcessLauncher:
         # its id. Threads make the confinements.
         self._confined: dict[int, tuple[WorkerSpec, asyncio.Future[Confinement]]] = {}
         self._bases: dict[BaseKey, ZygoteProcess] = {}
+        # For each base, what `_installed` returned before its start.
+        self._seen: dict[BaseKey, int] = {}
+        # Bases that were replaced. Their children go on.
+        self._replaced: list[ZygoteProcess] = []
         self._starting: dict[BaseKey, asyncio.Lock] = {}
         # The ids of the specs that need a base, by the base's key. The revisions keep the specs in memory.
         self._specs: dict[BaseKey, set[int]] = {}
@@ -139,10 +144,17 @@ class ProcessLauncher:
                 del self._bases[key]
                 base.close()
                 base.child.kill_after(BASE_EXIT_S)
+        self._end_replaced()
+
+    def _end_replaced(self) -> None:
+        for base in [one for one in self._replaced if one.childless]:
+            self._replaced.remove(base)
+            base.close()
+            base.child.kill_after(BASE_EXIT_S)
 
     async def close(self) -> None:
         self._closed = True
-        for base in self._bases.values():
+        for base in (*self._bases.values(), *self._replaced):
             base.close()
         for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
             for process in self._processes:
@@ -166,9 +178,15 @@ class ProcessLauncher:
         self._specs.setdefault(key, set()).add(id(spec))
         async with self._starting.setdefault(key, asyncio.Lock()):
             self._check_open()
-            base = self._bases.get(key)
+            base, installed = self._bases.get(key), await asyncio.to_thread(_installed, key[0])
+            if base is not None and installed != self._seen[key]:
+                # A fork of a base that has imported the old packages would mix them with the new ones.
+                self._replaced.append(self._bases.pop(key))
+                self._end_replaced()
+                base = None
             if base is None or not base.alive:
                 base = self._bases[key] = await self._start_base(*key)
+                self._seen[key] = installed
             # `forget` may have removed this entry while the base started. The next call of `forget` needs the entry.
             self._specs.setdefault(key, set()).add(id(spec))
             return base
@@ -220,6 +238,14 @@ class ProcessLauncher:
             remedy = "Run `pilotflame doctor`, and see `pilotflame logs` for its output."
             message = f"The {name} process ended with code {code} before it was ready{said and f': {said}'}."
             dialled.set_exception(LauncherError(message, remedy=remedy))
+
+
+def _installed(python: str) -> int:
+    """Return a number that changes when packages are installed for the gateway's Python; 0 for any other, which does not change."""
+    if python != sys.executable:
+        return 0
+    folders = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    return sum(Path(folder).stat().st_mtime_ns for folder in folders)
 
 
 def _key(spec: WorkerSpec) -> BaseKey:

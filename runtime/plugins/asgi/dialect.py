@@ -21,6 +21,9 @@ class AsgiDialect(Dialect):
     order: ClassVar = 90
     short_key: ClassVar = "asgi"
     concurrency: ClassVar = CONCURRENCY
+    message: ClassVar = (
+        'a request to the app: {"path": "/items"}, and if needed "method", "headers" and "body"'
+    )
     makers: ClassVar = frozenset({"fastapi.FastAPI", "starlette.applications.Starlette"})
     """The calls that make an app."""
 

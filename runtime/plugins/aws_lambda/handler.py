@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from ....machine import memory_bytes
 
 ACCOUNT = "000000000000"
 VERSION = "$LATEST"
-SQS = "aws:sqs"
+SQS, KAFKA = "aws:sqs", "SelfManagedKafka"
 DEFAULT_REGION = "us-east-1"
 # The remaining time that an invocation without a deadline reports. It is the longest timeout that Lambda allows.
 _MAX_REMAINING_MS = 900_000
@@ -135,11 +136,25 @@ def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
 
 
 def _mapped(event: Any, context: Context) -> Any:
-    """Return the event as AWS's event source mapping of a queue makes it, if it is a message of SQS."""
+    """Return the event as AWS's event source mapping makes it, if it is a message of SQS or Kafka."""
     if (record := _record(context)) is None:
         return event
+    if record["eventSource"] == KAFKA:
+        return _of_kafka(event, record)
     body = record["body"] if "body" in record else orjson.dumps(event).decode()
     return {"Records": [{**record, "body": body}]}
+
+
+def _of_kafka(event: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    outer = ("eventSource", "bootstrapServers")
+    record = {name: value for name, value in facts.items() if name not in outer}
+    if "value" not in record:
+        record["value"] = base64.b64encode(orjson.dumps(event)).decode()
+    elif record["value"] is None:
+        # AWS leaves out the value of a tombstone.
+        del record["value"]
+    records = {f"{record['topic']}-{record['partition']}": [record]}
+    return {**{name: facts[name] for name in outer}, "records": records}
 
 
 def _checked(answer: Any, context: Context) -> Any:
@@ -151,7 +166,7 @@ def _checked(answer: Any, context: Context) -> Any:
 
 def _record(context: Context) -> Mapping[str, Any] | None:
     found: Mapping[str, Any] = context.extra.get("message", NOTHING)
-    return found if found.get("eventSource") == SQS else None
+    return found if found.get("eventSource") in (SQS, KAFKA) else None
 
 
 class LambdaCaller:

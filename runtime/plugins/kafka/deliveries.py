@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ....foreign_json import is_compact
+from ....handlers.contract import NOTHING
 from ...jobs.events.message_queue import Message
 from .unfinished import Record, RecordPlace, TakenOffsets, WaitingRecords
 
@@ -18,10 +21,33 @@ MAX_WAITING_BYTES = 64 << 20
 """While the waiting messages have this size, no partition is read on."""
 
 
+_SENT_TYPES = ("NO_TIMESTAMP_TYPE", "CREATE_TIME", "LOG_APPEND_TIME")
+
+
+def facts_of(record: Record) -> dict[str, Any]:
+    """Return a record as AWS's event source mapping has it. The value is left out if the job's input has its exact bytes."""
+    place, value = record.place, record.value
+    kept = value is not None and is_compact(value)
+    return {
+        "partition": place.partition, "offset": place.offset,
+        "timestamp": record.sent_ms, "timestampType": _SENT_TYPES[record.sent_type],
+        # Java's bytes have a sign.
+        "headers": [{name: memoryview(one).cast("b").tolist()} for name, one in record.headers],
+        **({} if record.key is None else {"key": _base64(record.key)}),
+        **({} if kept else {"value": None if value is None else _base64(value)}),
+    }  # fmt: skip
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 class Deliveries:
     """The messages from their receipt to their end. Any thread may call it. The partitions of this member change between the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: Mapping[str, str] = NOTHING) -> None:
+        """`facts` describe the topic. A message has them beside its own."""
+        self._facts = facts
         self._lock = threading.RLock()
         self._epochs: dict[int, int] = {}
         """How often each partition was assigned to this member."""
@@ -89,7 +115,8 @@ class Deliveries:
                 place = RecordPlace(raw.partition(), raw.offset(), self._epochs[raw.partition()])
                 taken.take(place.offset)
                 headers = tuple((name, value or b"") for name, value in raw.headers() or ())
-                record = Record(place, raw.key(), raw.value() or b"null", headers, raw.timestamp()[1])
+                sent_type, sent_ms = raw.timestamp()
+                record = Record(place, raw.key(), raw.value(), headers, sent_ms, sent_type)
                 self._waiting.add(record, 0.0)
 
     def take(self, limit: int) -> list[Message]:
@@ -127,6 +154,7 @@ class Deliveries:
             attributes,
             record.sent_ms / 1000,
             record.group,
+            {**self._facts, **facts_of(record)},
         )
 
     def record_of(self, message: Message) -> Record | None:

@@ -25,7 +25,9 @@ class Writer:
         self._opening = threading.Lock()
         self._producer: Any = None
 
-    def write(self, topic: str, key: bytes | None, body: bytes, headers: Sequence[tuple[str, bytes]]) -> None:
+    def write(
+        self, topic: str, key: bytes | None, body: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
         """Write a message. Blocks. Raise BusFailed if it was not stored."""
         purpose, stored = f"The topic {topic}", threading.Event()
         outcome: list[Any] = []

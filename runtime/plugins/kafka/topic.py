@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ....errors import BusFailed
 from ...jobs.events.blocking_calls import call_in_thread
 from ...jobs.events.message_queue import Identity, Message
-from .client import LOG, REQUEST_S, config_of, failed, failures
+from .client import LOG, PASSWORD, REQUEST_S, USERNAME, config_of, failed, failures
 from .deliveries import Deliveries
 from .settings import KafkaSource
 from .sink import TopicSink, Writer
@@ -25,6 +25,9 @@ BATCH = 500
 """The most messages of one request."""
 POLL_S = 5.0
 FIRST_POLL_S = 1.0
+CHECK_S = 5.0
+"""How long a deploy waits for the brokers."""
+REFUSALS = frozenset({"_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "TOPIC_AUTHORIZATION_FAILED", "CLUSTER_AUTHORIZATION_FAILED"})  # fmt: skip
 SLICE_S = 0.5
 """After this time, a poll looks whether the topic is being closed."""
 MAX_POLL_S = 300.0
@@ -44,7 +47,9 @@ class KafkaTopic:
         self._consumer: Any = None
         self._polling = threading.Lock()
         self._committing = threading.Lock()
-        self._deliveries = Deliveries()
+        self._deliveries = Deliveries({
+            "eventSource": "SelfManagedKafka", "bootstrapServers": ",".join(source.brokers), "topic": source.topic,
+        })  # fmt: skip
         self._error: BusFailed | None = None
         self._closing = False
 
@@ -53,6 +58,9 @@ class KafkaTopic:
     async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
         timeout_s = POLL_S if wait else FIRST_POLL_S
         return await self._call(lambda: self._receive(min(limit, BATCH), timeout_s), self._give_back)
+
+    async def check(self) -> None:
+        await self._call(self._check)
 
     async def depth(self) -> int:
         return await self._call(self._depth)
@@ -110,6 +118,27 @@ class KafkaTopic:
             self._error = failed(self._purpose, error)
             return
         self._deliveries.add(raw)
+
+    def _check(self) -> None:
+        errors: list[Any] = []
+        with failures(self._purpose) as kafka:
+            client = kafka.Consumer(self._config() | {"error_cb": errors.append}, logger=LOG)
+            try:
+                known = _metadata(kafka, client, self._source.topic, errors)
+            finally:
+                client.close()
+            errors += (
+                [] if known is None else [one for one in [known.topics[self._source.topic].error] if one]
+            )
+        names = {one.name() for one in errors}
+        refused = next((one for one in errors if one.name() in REFUSALS), None)
+        if refused is not None:
+            raise failed(self._purpose, refused)
+        if known is None and names == {"_ALL_BROKERS_DOWN"} and not self._identity.secrets().get(USERNAME):
+            # A connection that could not be made has another error.
+            fault = f"{self._purpose}: the brokers end the connection of a client that does not log in."
+            remedy = f"Set the function's secrets {USERNAME} and {PASSWORD}, and tls if the brokers encrypt."
+            raise BusFailed(fault, remedy=remedy, details={"code": "no_credentials"})
 
     def _depth(self) -> int:
         with self._polling:
@@ -179,7 +208,7 @@ class KafkaTopic:
         }
         headers = [*record.headers, *((name, text.encode()) for name, text in origin.items())]
         try:
-            self._writer.write(topic, record.key, record.body, headers)
+            self._writer.write(topic, record.key, record.value, headers)
         except BusFailed:
             self._deliveries.again(message, self._source.backoff_s, failed=False)
             raise
@@ -233,6 +262,18 @@ class KafkaTopic:
             if self._consumer is not None:
                 self._consumer.close()
                 self._consumer = None
+
+
+def _metadata(kafka: Any, client: Any, topic: str, found: Sequence[Any]) -> Any:
+    """Return the metadata of a topic, or None if `found`, the client's errors, has a refusal or CHECK_S has passed."""
+    until_s = time.monotonic() + CHECK_S
+    while time.monotonic() < until_s and not any(one.name() in REFUSALS for one in found):
+        try:
+            return client.list_topics(topic, timeout=SLICE_S)
+        except kafka.KafkaException:
+            # This calls `error_cb`, which has the cause.
+            client.poll(0.0)
+    return None
 
 
 def open_topic(source: KafkaSource, identity: Identity) -> tuple[KafkaTopic, TopicSink | None]:

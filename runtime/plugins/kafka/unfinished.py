@@ -27,15 +27,21 @@ class Record:
 
     place: RecordPlace
     key: bytes | None
-    body: bytes
+    value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
     sent_ms: int
+    sent_type: int = 1
+    """The origin of `sent_ms`: 1 is the producer, 2 the broker, 0 unknown."""
     deliveries: int = 1
 
     @property
     def group(self) -> str:
         """The messages of a group run one after the other: the messages of a partition with the same key. "" without a key."""
         return "" if self.key is None else f"{self.place.partition}:{self.key.hex()}"
+
+    @property
+    def body(self) -> bytes:
+        return self.value or b"null"
 
     def again(self) -> Record:
         return replace(self, deliveries=self.deliveries + 1)

@@ -31,7 +31,6 @@ _REMEDIES = {
     "NoSuchBucket": "Check the bucket's name, and the region.",
     "AccessDenied": "Grant the credentials what the source needs: ReceiveMessage, DeleteMessage and"
     " ChangeMessageVisibility of the queue, and GetQueueAttributes to see its length; SendMessage or PutObject where outputs go.",
-    "InvalidClientTokenId": "Check the AWS credentials.",
     "ExpiredToken": "Log in again, or refresh the session token.",
 }
 _USE_PUBLIC = (
@@ -39,6 +38,15 @@ _USE_PUBLIC = (
 )
 _REFUSED_KEYS = frozenset(
     {"ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"}
+)
+# Parts of the names of AWS's and boto3's errors.
+_NO_KEYS = _REFUSED_KEYS | {
+    "AuthenticationToken", "Credential", "InvalidSecurity", "ProfileNotFound", "SSO", "UnrecognizedClient",
+}  # fmt: skip
+_REMEDIES |= dict.fromkeys(
+    _NO_KEYS - _REMEDIES.keys(),
+    "Check the AWS credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the gateway's environment, or a profile there;"
+    " for a function that may not use these, its secrets of these names.",
 )
 
 
@@ -81,15 +89,15 @@ class AwsClient:
         except boto.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
             self._forget_secrets(code)
-            remedy = next((text for part, text in _REMEDIES.items() if part in code), "")
-            raise self._failed(f"{service} refuses the request ({code})", remedy, code) from error
+            raise self._failed(f"{service} refuses the request ({code})", _remedy(code), code) from error
         except (LookupError, TypeError, AttributeError) as error:
             problem = f"the response of {service} is malformed ({error!r})"
             remedy = "Check that the endpoint is AWS or compatible with it."
             raise self._failed(problem, remedy, "malformed") from error
         except (boto.BotoCoreError, ValueError) as error:
             problem, name = f"the request to {service} failed", type(error).__name__
-            remedy = "Check the endpoint, the network, and the AWS settings in the gateway's environment."
+            usual = "Check the endpoint, the network, and the AWS settings in the gateway's environment."
+            remedy = _remedy(name, usual)
             raise self._failed(f"{problem} ({name})", remedy, name) from error
 
     async def close(self) -> None:
@@ -143,6 +151,16 @@ class AwsClient:
 
     def _failed(self, problem: str, remedy: str, code: str) -> BusFailed:
         return BusFailed(f"{self._purpose}: {problem}.", remedy=remedy, details={"code": code})
+
+
+def is_refusal(error: BusFailed) -> bool:
+    """Return True if the credentials are missing or refused, or the policy does not allow the address."""
+    code = str(error.details.get("code"))
+    return code in ("address", "no_credentials") or any(part in code for part in (*_NO_KEYS, "AccessDenied"))
+
+
+def _remedy(code: str, usual: str = "") -> str:
+    return next((text for part, text in _REMEDIES.items() if part in code), usual)
 
 
 def _session(source: SqsSource, own: Mapping[str, str] | None) -> Any:

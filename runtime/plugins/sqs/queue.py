@@ -8,12 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from ....errors import BusFailed
-from ....foreign_json import excess
+from ....foreign_json import is_compact
 from ...jobs.events.message_queue import Identity, Message, Sink
-from .aws import AwsClient
+from .aws import AwsClient, is_refusal
 from .settings import MAX_VISIBILITY_S, SqsSource
 from .sinks import open_sink
 
@@ -54,6 +52,15 @@ class SqsQueue(AwsClient):
             return [_message(raw, of_queue, fifo=fifo) for raw in response.get("Messages", ())]
 
         return await self.call(poll, self._release_abandoned)
+
+    async def check(self) -> None:
+        # The answer to a receipt that the queue has never given tells only whether the credentials may use the queue.
+        request = {"QueueUrl": self._url, "ReceiptHandle": "check", "VisibilityTimeout": 0}
+        try:
+            await self.call(lambda client: client.change_message_visibility(**request))
+        except BusFailed as error:
+            if is_refusal(error):
+                raise
 
     async def depth(self) -> int:
         """Return the approximate number of messages that wait in the queue."""
@@ -120,7 +127,7 @@ def _record(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "messageId": raw["MessageId"], "receiptHandle": raw["ReceiptHandle"], "attributes": raw.get("Attributes", {}),
         "messageAttributes": {name: _attribute(value) for name, value in raw.get("MessageAttributes", {}).items()},
-        "md5OfBody": raw.get("MD5OfBody", ""), **({} if _is_compact(text) else {"body": text}),
+        "md5OfBody": raw.get("MD5OfBody", ""), **({} if is_compact(text.encode()) else {"body": text}),
     }  # fmt: skip
 
 
@@ -129,12 +136,3 @@ def _attribute(value: Mapping[str, Any]) -> dict[str, Any]:
     if "BinaryValue" in value:
         return found | {"binaryValue": base64.b64encode(value["BinaryValue"]).decode()}
     return found | {"stringValue": value.get("StringValue", "")}
-
-
-def _is_compact(text: str) -> bool:
-    """Return True if parsed JSON, written again, gives the same text."""
-    sent = text.encode()
-    try:
-        return not excess(sent) and orjson.dumps(orjson.loads(sent)) == sent
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        return False

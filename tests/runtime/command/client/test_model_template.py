@@ -71,8 +71,22 @@ def test_the_new_folder_has_the_name_given_and_is_never_the_models_own(
     assert str(tmp_path / "clf") in readme
     assert "hf://" not in readme
     assert "--snapshot" not in readme
+
+
+def test_a_folder_is_made_once_for_a_model_and_never_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"architectures": ["BertForSequenceClassification"]}
+    for name in ("clf", "other"):
+        write(tmp_path / name, config, "model.safetensors", "tokenizer.json")
+    made = write_function("clf", None)
+    (made / "handler.py").write_text("# changed\n")
+    # The deploy has failed, and is repeated.
+    assert write_function("clf", None) == made
+    assert (made / "handler.py").read_text() == "# changed\n"
     with pytest.raises(CodeError, match="already exists") as caught:
-        write_function("clf", None)
+        write_function("other", made)
     assert "--output" in caught.value.remedy
 
 
@@ -114,8 +128,7 @@ def test_a_model_of_the_hub_is_named_and_referred_to(tmp_path: Path, monkeypatch
         text = (tmp_path / "tiny-bert" / "pilotflame.toml").read_text()
         assert 'name = "tiny-bert"' in text
         assert '\nsnapshot = "hf://org/Tiny-BERT@main"\n' in text
-        with pytest.raises(PilotflameError, match="not empty"):
-            write_function("hf://org/Tiny-BERT@main", None)
+        assert write_function("hf://org/Tiny-BERT@main", None) == Path("tiny-bert")
         with pytest.raises(PilotflameError, match="org/None"):
             write_function("hf://org/None", None)
 

@@ -16,7 +16,7 @@ import boto3
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from live import LIMIT_S, Gate, Gateway, gateway_here, gateway_process, short_folder, until
+from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
 from pilotflame.errors import BusFailed
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
@@ -420,7 +420,8 @@ async def test_a_source_tells_its_state_its_lag_and_what_became_of_its_messages(
 
 
 async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> None:
-    answers = [b'{"Messages":[{}]}', b'{"Messages":7}', b'{"Messages":[{"MessageId":"a","ReceiptHandle":"b","Body":"1",'
+    # The deploy gets the first.
+    answers = [b"{}", b'{"Messages":[{}]}', b'{"Messages":7}', b'{"Messages":[{"MessageId":"a","ReceiptHandle":"b","Body":"1",'
                b'"Attributes":{"ApproximateReceiveCount":"many"}}]}', b"[]", b"nonsense"]  # fmt: skip
     async with nonsense(answers) as url:
         function = await deploy(PLAIN, source(queue(), endpoint_url=url), check=False)
@@ -435,13 +436,13 @@ async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> 
 
 
 @asynccontextmanager
-async def nonsense(answers: list[bytes]) -> AsyncIterator[str]:
+async def nonsense(answers: list[bytes], status: int = 200) -> AsyncIterator[str]:
     """A server that is not SQS: it sends these responses in order, then the last one forever."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
         body = answers.pop(0) if len(answers) > 1 else answers[0]
-        return web.Response(body=body, content_type="application/x-amz-json-1.0")
+        return web.Response(status=status, body=body, content_type="application/x-amz-json-1.0")
 
     app = web.Application()
     app.router.add_post("/{path:.*}", answer)
@@ -741,3 +742,31 @@ async def test_other_handlers_find_the_message_beside_its_body(deploy, gate: Gat
     await deploy(text, source(mine), gate=gate, check=False)
     sent = await mine.send("1")
     assert (await gate.next()).word == sent
+
+
+@pytest.mark.parametrize(
+    "code", ["InvalidClientTokenId", "SignatureDoesNotMatch", "AccessDeniedException", "ExpiredToken"]
+)
+async def test_a_deploy_fails_if_aws_refuses_the_credentials_of_its_source(
+    gateway: Gateway, queue: Callable[..., Any], code: str
+) -> None:
+    async with nonsense([json.dumps({"__type": code, "message": "no"}).encode()], status=403) as endpoint:
+        settings = source(queue(), endpoint_url=endpoint)
+        error = failure(await gateway.send(PLAIN, settings, name="locked", check=False))
+    assert (error["status"], error["type"]) == (422, "source_denied")
+    assert "The queue http" in error["message"]
+    assert code in error["message"]
+    assert "credentials" in error["remedy"] or "Log in" in error["remedy"]
+    assert (await gateway.client.get("/v1/functions/locked")).status_code == 404
+
+
+async def test_a_deploy_fails_if_its_source_has_no_credentials(
+    gateway: Gateway, queue: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = queue()
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    error = failure(await gateway.send(PLAIN, source(mine), name="locked", check=False))
+    assert (error["status"], error["type"]) == (422, "source_denied")
+    assert mine.url in error["message"]
+    assert "AWS_ACCESS_KEY_ID" in error["remedy"]

@@ -79,7 +79,15 @@ def test_a_clock_that_is_set_back():
     assert [left_s for _, left_s in alarms.put("f", [HALF_PAST_TWO], now)] == [540.0]
     assert list(alarms.due(now)) == []
     assert list(alarms.due(now - 120)) == []
-    assert alarms.next_at() == unix(2026, 6, 15, 0, 30)
+    # It has fired at this time.
+    assert alarms.next_at() == unix(2026, 6, 16, 0, 30)
+    assert list(alarms.due(now)) == []
+    # Set back over several of its times, it fires at the first of them.
+    assert list(alarms.due(now - 5 * 86400)) == []
+    assert alarms.next_at() == unix(2026, 6, 11, 0, 30)
+    assert [name for name, _, _ in alarms.due(unix(2026, 6, 11, 0, 30))] == ["f"]
+    assert list(alarms.due(unix(2026, 6, 11, 0, 29))) == []
+    assert alarms.next_at() == unix(2026, 6, 12, 0, 30)
 
 
 def test_a_function_that_is_gone_has_no_schedule():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from launcher_tests import ECHO, LauncherTests, forked, launched
 from pilotflame.errors import HandlerImportError, LauncherError
 from pilotflame.runtime.calls.link.worker_spec import Confinement, WorkerSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
+from pilotflame.runtime.node.launching import process_launcher
 from pilotflame.runtime.node.launching.confinements import Confinements
 from pilotflame.runtime.node.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.node.launching.launcher import Launcher, LauncherByImage
@@ -78,6 +81,22 @@ class TestProcessLauncher(LauncherTests):
             await launcher.prepare(make_spec(ECHO).model_copy(update={"python": str(python)}))
         assert "base: Traceback" in caplog.text
 
+    async def test_packages_that_are_installed_make_a_new_base(
+        self, launcher: Launcher, make_spec: Callable[[str], WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = make_spec(ECHO), make_spec(ECHO)
+        async with launched(launcher, first) as source:
+            (old,) = launcher.base_pids()
+            await launcher.prepare(second)
+            assert launcher.base_pids() == [old]
+            monkeypatch.setattr(process_launcher, "_installed", lambda _python: 7)
+            await launcher.prepare(second)
+            (new,) = launcher.base_pids()
+            assert new != old
+            # Zygotes of the old base go on.
+            assert (await forked(source, "w1")).pid
+        launcher.end_unused()
+
     @pytest_asyncio.fixture
     async def launcher(self, state: Path) -> AsyncIterator[Launcher]:
         state.mkdir()
@@ -95,3 +114,14 @@ class TestLauncherByImage(TestProcessLauncher):
     def made(self, listener: Listener, tasks: BackgroundTasks, state: Path) -> Launcher:
         containers = ContainerLauncher(f"unix://{state}/none.sock", listener, tasks, str(state), print)
         return LauncherByImage(super().made(listener, tasks, state), containers)
+
+
+def test_an_installation_changes_what_a_base_has_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _kind: str(tmp_path))
+    before = process_launcher._installed(sys.executable)
+    os.utime(tmp_path, ns=(1, 1))
+    (tmp_path / "new_package").mkdir()
+    assert process_launcher._installed(sys.executable) != before
+    assert process_launcher._installed("/other/python") == 0

@@ -65,3 +65,10 @@ def test_an_app_is_called_by_many_callers_at_once(tmp_path: Path) -> None:
     assert installed_dialects().concurrency(tmp_path, "handler.py") == 100
     (tmp_path / "handler.py").write_text("def handler(event):\n    return event\n")
     assert installed_dialects().concurrency(tmp_path, "handler.py") == 1
+
+
+def test_only_an_app_wants_a_form_of_messages(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(TestAsgiDialect.source)
+    assert '{"path": "/items"}' in installed_dialects().message(tmp_path, "handler.py")
+    (tmp_path / "handler.py").write_text("def handler(event):\n    return event\n")
+    assert installed_dialects().message(tmp_path, "handler.py") == ""

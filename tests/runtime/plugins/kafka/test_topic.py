@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from kafka_cluster import Cluster, cluster
-from live import Gate, Gateway, gateway_here, short_folder, until
+from kafka_cluster import Cluster, cluster, sasl_broker
+from live import Gate, Gateway, failure, free_port, gateway_here, short_folder, until
 from pilotflame.errors import BusFailed
 from pilotflame.runtime.jobs.events.message_queue import Identity, Message
 from pilotflame.runtime.plugins.kafka import topic as kafka_topic
@@ -214,3 +216,82 @@ async def test_a_functions_answers_go_to_another_topic(
     await until(all_committed, "the commit of all messages")
     (shown,) = (await function.status())["sources"]
     assert (shown["state"], shown["completed"]) == ("connected", 7)
+
+
+RECORDS = """
+import json
+from gate import say
+
+def handler(event, context):
+    say(json.dumps(event))
+    [records] = event["records"].values()
+    failed = [one for one in records if one.get("value") == "ZmFpbHM="]
+    return {"batchItemFailures": [{"itemIdentifier": {"offset": one["offset"]}} for one in failed]}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":1}', b'{"a": 1, "b": 12345678901234567890123}', "plain ä".encode(), b"\xff\x00", b'"quoted"', b"",
+        None,
+    ],
+)  # fmt: skip
+async def test_a_lambda_handler_gets_records_as_from_aws(
+    kafka: Cluster, deploy: Any, gate: Gate, body: bytes | None
+) -> None:
+    topic = f"records-{str(body).encode().hex()[:40]}"
+    headers = [("trace", b"1"), ("raw", b"\xff\x00"), ("trace", b"2")]
+    kafka.producer.produce(topic, key=b"\xfe", value=body, headers=headers, partition=1)
+    assert kafka.producer.flush(30) == 0
+    source = {"type": "kafka", "brokers": kafka.brokers, "topic": topic, "group": topic}
+    settings = {"source": [source], "handler": "lambda:handler.py:handler"}
+    await deploy(RECORDS, settings, gate=gate, check=False)
+    event = json.loads((await gate.next()).word)
+    [record] = event.pop("records")[f"{topic}-1"]
+    assert event == {"eventSource": "SelfManagedKafka", "bootstrapServers": ",".join(kafka.brokers)}
+    assert abs(record.pop("timestamp") / 1000 - time.time()) < 60
+    value = {} if body is None else {"value": base64.b64encode(body).decode()}
+    assert record == {
+        "topic": topic, "partition": 1, "offset": 0, "timestampType": "CREATE_TIME", "key": "/g==",
+        "headers": [{"trace": [49]}, {"raw": [-1, 0]}, {"trace": [50]}], **value,
+    }  # fmt: skip
+
+
+async def test_what_a_lambda_handler_reports_as_failed_is_a_dead_letter(
+    kafka: Cluster, deploy: Any, gate: Gate
+) -> None:
+    kafka.write("reported", [b"fails", b"works"])
+    source = {
+        "type": "kafka", "brokers": kafka.brokers, "topic": "reported", "group": "reported", "dead_letters": "unreported",
+        "max_deliveries": 1,
+    }  # fmt: skip
+    settings = {"source": [source], "handler": "lambda:handler.py:handler"}
+    await deploy(RECORDS, settings, gate=gate, check=False)
+    (dead,) = await asyncio.to_thread(kafka.read, "unreported", 1)
+    assert dead.value() == b"fails"
+
+
+@pytest.mark.parametrize("secrets", [{}, {"KAFKA_USERNAME": "ada", "KAFKA_PASSWORD": "hush-hush"}])
+async def test_a_deploy_fails_if_its_broker_refuses_the_credentials(
+    gateway: Gateway, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_topic, "CHECK_S", 1.0)
+    for name, value in secrets.items():
+        await gateway.client.put(f"/v1/functions/locked/secrets/{name}", json={"value": value})
+    with sasl_broker() as broker:
+        source = {"type": "kafka", "brokers": [broker], "topic": "orders", "group": "f"}
+        error = failure(await gateway.send(ANSWERS, {"source": [source]}, name="locked", check=False))
+    assert (error["status"], error["type"]) == (422, "source_denied")
+    assert "The topic orders" in error["message"]
+    assert "KAFKA_USERNAME" in error["remedy"]
+    assert "hush" not in json.dumps(error)
+    assert (await gateway.client.get("/v1/functions/locked")).status_code == 404
+
+
+async def test_a_deploy_does_not_wait_for_brokers_that_are_down(
+    deploy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_topic, "CHECK_S", 0.5)
+    source = {"type": "kafka", "brokers": [f"127.0.0.1:{free_port()}"], "topic": "orders", "group": "f"}
+    await deploy(ANSWERS, {"source": [source]}, check=False)

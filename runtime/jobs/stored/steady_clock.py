@@ -1,0 +1,37 @@
+"""Reads Unix seconds that do not jump when the system's clock is set, so that stored waits neither end early nor last longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+NOTICED_S = 2.0
+"""Smaller differences are left, so that a clock that is slewed changes no rows."""
+
+
+def since_boot_s() -> float:
+    """Return the seconds since the machine started. The time during which it slept counts."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class SteadyClock:
+    """Unix seconds of the start, and the real time since then."""
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = since_boot_s
+    ) -> None:
+        self._wall, self._elapsed = wall, elapsed
+        self._offset_s = wall() - elapsed()
+
+    def __call__(self) -> float:
+        return self._elapsed() + self._offset_s
+
+    @property
+    def behind_s(self) -> float:
+        """The seconds by which the system's clock was set forward, negative if it was set back; 0 if that is not noticed."""
+        behind_s = self._wall() - self()
+        return behind_s if abs(behind_s) > NOTICED_S else 0.0
+
+    def follow(self, by_s: float) -> None:
+        """Read `by_s` more from now on. The caller has moved the stored times."""
+        self._offset_s += by_s
