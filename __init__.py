@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from .handlers.language_model.declared_prefixes import DeclaredPrefixes
     from .handlers.language_model.model import LanguageModel
     from .handlers.tensors import Tensor
+    from .runtime.command.calling.async_client import AsyncClient
+    from .runtime.command.calling.sync_client import SyncClient as Client
     from .snapshot.adapters import Adapters
     from .snapshot.handle import Snapshot
 
 __all__ = [
-    "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest", "Tensor", "__version__",
-    "batch", "language_model",
+    "AsyncClient", "Client", "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest",
+    "Tensor", "__version__", "batch", "language_model",
 ]  # fmt: skip
 
 
@@ -39,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from .handlers.tensors import Tensor  # noqa: PLC0415
 
         return Tensor
+    if name in ("AsyncClient", "Client"):
+        from .runtime.command.calling import async_client, sync_client  # noqa: PLC0415
+
+        return async_client.AsyncClient if name == "AsyncClient" else sync_client.SyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

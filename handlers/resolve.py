@@ -64,6 +64,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
     if not callable(call) or isinstance(call, type):
         fault = f"`{name}` in {file} is {_a(call)}, not a function."
         raise HandlerSignatureError(fault, remedy=f"Define `def {name}(event): ...`.")
+    _refuse_app(call, name, file)
     kind, spec = kind_of(call), getattr(call, BATCH_MARK, None)
     takes_context = _arity(call, f"{name} in {file}") == 2
     codecs = _codecs(call, kind, spec, f"{name} in {file}")
@@ -72,6 +73,17 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
         raise HandlerSignatureError(fault, remedy="Stream or batch: remove one of the two.")
     hooks: dict[str, Any] = {hook: _hook(module, hook, file) for hook in HOOKS}
     return Handler(call, kind, *codecs, takes_context, spec, entry=f"{file}:{name}", **hooks)
+
+
+def _refuse_app(call: Callable[..., Any], name: str, file: str) -> None:
+    """Raise HandlerSignatureError, which names the setting for web apps, if `call` is one by the names of its parameters."""
+    names = inspect.signature(call).parameters
+    if key := "asgi" if {"receive", "send"} <= names.keys() else "wsgi" if "start_response" in names else "":
+        app = f"{file.removesuffix('.py').replace('/', '.')}:{name}"
+        fault = f"`{name}` in {file} is a web app, not a function of an event."
+        raise HandlerSignatureError(
+            fault, remedy=f'Set {key} = "{app}" instead of handler in pilotflame.toml.'
+        )
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:

@@ -1,4 +1,6 @@
-"""The command line: `commands` has the commands, `client` the client of a gateway, options and printed output.
+"""The command line, and the clients for Python programs.
+
+`commands` has the commands, `client` the client of a gateway, options and printed output, and `calling` the clients for programs.
 
 Enter at `runtime/cli.py`, which names the module of each command and has `serve` and `dev`, or at `client/client.py`. Plugins add
 commands: `build`, `chat`, `simulate`.

@@ -136,6 +136,9 @@ def test_a_name_after_a_colon_and_a_file_in_a_subfolder(made: Resolve, folder: P
         ("handler = 5", "`handler` in handler.py is an int, not a function", "def handler"),
         ("class handler: pass", "`handler` in handler.py is a class", "def handler"),
         ("handler = None", "defines no `handler`", "def handler"),
+        ("async def handler(scope, receive, send): ...", "is a web app", 'asgi = "handler:handler"'),
+        ("def handler(environ, start_response): ...", "is a web app", 'wsgi = "handler:handler"'),
+        ("class A:\n def __call__(self, env, start_response): ...\nhandler = A()", "is a web app", "wsgi"),
     ],
 )
 def test_what_is_no_handler_is_refused(made: Resolve, text: str, expected: str, remedy: str) -> None:

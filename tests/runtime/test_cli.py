@@ -155,7 +155,7 @@ def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tm
     name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden", *lists)
     shown = {
         line.split()[0]: " ".join(line.split()[1:])
-        for line in pilotflame("status", name).stdout.splitlines()
+        for line in pilotflame("status", name, "--all").stdout.splitlines()
         if line.strip()
     }
     assert shown["scale.max"] == "3 --set"

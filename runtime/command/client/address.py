@@ -1,16 +1,19 @@
-"""Defines a gateway's default address, and the certificate authorities that commands trust."""
+"""Defines a gateway's address and key, and the certificate authorities that commands trust."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit
 
-from ....errors import GatewayError
+from ....errors import GatewayError, Unauthorized
 
 if TYPE_CHECKING:
     import ssl
 
 DEFAULT_URL = "http://127.0.0.1:8600"
+URL_VARIABLE = "PILOTFLAME_URL"
+KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CA_VARIABLE = "PILOTFLAME_CA"
 
 
@@ -32,3 +35,27 @@ def trusted_authorities() -> ssl.SSLContext | None:
         why = getattr(error, "reason", "") or error.strerror
         wrong = f"{variable} is {os.environ[variable]}, which holds no certificate that can be read: {why}."
         raise GatewayError(wrong, remedy="Name a PEM file with the authority's certificate.") from None
+
+
+def host_of(url: str) -> str:
+    """Return the host in the address of a gateway. Raise GatewayError if it is not such an address."""
+    try:
+        parsed, why = urlsplit(url), "it must begin with http:// or https:// and name a host"
+        if parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0:
+            return parsed.hostname
+    except ValueError as error:
+        why = str(error)
+    raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
+
+
+def authorization(api_key: str) -> dict[str, str]:
+    """Return the headers that send an API key. Raise Unauthorized if the key cannot be one."""
+    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+        remedy = f"Check --api-key and {KEY_VARIABLE}; a key looks like pf_…."
+        raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def path_of(*segments: str) -> str:
+    """Return the path of a route. Each segment is quoted, so that a function's name cannot lead to another route."""
+    return "".join(f"/{quote(segment, safe='')}" for segment in segments)

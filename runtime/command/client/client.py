@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote
 
 import httpx
 
 from ....errors import GatewayError, PilotflameError
 from ...ground.telemetry.timeline import parse_server_timing
-from .address import DEFAULT_URL
+from .address import DEFAULT_URL, path_of
 from .connection import (
     ANSWER_S,
     CONNECT_TIMEOUT_S,
@@ -21,9 +20,8 @@ from .connection import (
     TIMEOUT,
     GatewayConnection,
     json_of,
-    parse_events,
-    split_lines,
 )
+from .events import output_pieces, parse_events, split_lines
 
 if TYPE_CHECKING:
     from ...ground.access.control_socket import ControlAddress
@@ -62,14 +60,7 @@ class InvokeReply:
 
     def pieces(self) -> Iterator[Any]:
         """Yield a stream's pieces. Raise the error that ends the stream, or GatewayError if the stream breaks off."""
-        for event, data in parse_events(self._response.iter_bytes()):
-            if event == "output":
-                yield json.loads(data)
-            elif event == "error":
-                raise PilotflameError.from_wire(json.loads(data))
-            elif event == "completed":
-                return
-        raise GatewayError("The stream broke off before its end.", remedy="Call again.")
+        return output_pieces(self._response.iter_bytes())
 
 
 class Client:
@@ -106,7 +97,7 @@ class Client:
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
         with self._connection.stream(
-            "POST", _path("invoke", name), content=body, headers=headers
+            "POST", path_of("invoke", name), content=body, headers=headers
         ) as response:
             yield InvokeReply(response)
 
@@ -118,7 +109,7 @@ class Client:
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
         response = self._connection.request(
-            "POST", _path(*jobs_of(name)), content=json.dumps(request).encode(), headers=headers
+            "POST", path_of(*jobs_of(name)), content=json.dumps(request).encode(), headers=headers
         )
         job, replayed = json_of(response), response.headers.get("Idempotent-Replayed") == "true"
         return {"id": job["id"], "status": job["status"], "replayed": replayed}
@@ -131,7 +122,7 @@ class Client:
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
         with self._connection.stream(
-            "GET", _path(*jobs_of(name), job_id, "events"), headers=headers
+            "GET", path_of(*jobs_of(name), job_id, "events"), headers=headers
         ) as response:
             for event, data in parse_events(response.iter_bytes()):
                 yield event, json.loads(data)
@@ -188,23 +179,23 @@ class Client:
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
         """Change the live revision of a function, and return the function's status. `how` ends the route's path."""
-        path = _path("v1", "functions", name, how)
+        path = path_of("v1", "functions", name, how)
         return json_of(self._connection.request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 
     def logs(self, name: str, *, lines: int = 100, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield the last lines of a function's log. `query` is as in `gateway_log`."""
-        yield from self._lines(_path("v1", "functions", name, "logs"), {"lines": lines, **query})
+        yield from self._lines(path_of("v1", "functions", name, "logs"), {"lines": lines, **query})
 
     def gateway_log(self, name: str, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield lines of the log "gateway", "audit" or "access".
 
         `query` has the parameters of the route. With `follow`, yield each new line until the caller stops.
         """
-        yield from self._lines(_path("v1", "logs", name), query)
+        yield from self._lines(path_of("v1", "logs", name), query)
 
     def views(self) -> Iterator[dict[str, Any]]:
         """Yield the content of the console. Then yield each second the functions that have changed in it."""
-        yield from self._lines(_path("v1", "console"), {"follow": True})
+        yield from self._lines(path_of("v1", "console"), {"follow": True})
 
     def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
         params = {
@@ -219,7 +210,7 @@ class Client:
     def prefetch(self, name: str) -> dict[str, Any]:
         """Bring a function's image and weights to the gateway's machine. Return facts about them."""
         return json_of(
-            self._connection.request("POST", _path("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT)
+            self._connection.request("POST", path_of("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT)
         )
 
     def warm(self, name: str, *, wait_s: int, **query: Any) -> dict[str, int]:
@@ -228,7 +219,7 @@ class Client:
             query | {"wait_s": wait_s},
             httpx.Timeout(ANSWER_S + wait_s, connect=CONNECT_TIMEOUT_S),
         )
-        path = _path("v2", name, "warmup")
+        path = path_of("v2", name, "warmup")
         return dict(
             json_of(self._connection.request("POST", path, params=params, timeout=timeout))["workers"]
         )
@@ -236,23 +227,18 @@ class Client:
     # -- requests to any route; `path` holds the segments of the route's path
 
     def get(self, *path: str, **params: Any) -> dict[str, Any]:
-        return json_of(self._connection.request("GET", _path(*path), params=params))
+        return json_of(self._connection.request("GET", path_of(*path), params=params))
 
     def post(self, *path: str, body: Any = None, **params: Any) -> dict[str, Any]:
-        return json_of(self._connection.request("POST", _path(*path), json=body, params=params))
+        return json_of(self._connection.request("POST", path_of(*path), json=body, params=params))
 
     def put(self, *path: str, body: Any) -> dict[str, Any]:
-        return json_of(self._connection.request("PUT", _path(*path), json=body))
+        return json_of(self._connection.request("PUT", path_of(*path), json=body))
 
     def delete(self, *path: str) -> None:
-        self._connection.request("DELETE", _path(*path))
+        self._connection.request("DELETE", path_of(*path))
 
 
 def jobs_of(name: str) -> tuple[str, ...]:
     """Return the segments of the path of a function's jobs."""
     return "v1", "functions", name, "jobs"
-
-
-def _path(*segments: str) -> str:
-    """Return the path of a route. Each segment is quoted, so that a function's name cannot lead to another route."""
-    return "".join(f"/{quote(segment, safe='')}" for segment in segments)

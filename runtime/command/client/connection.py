@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies
@@ -10,9 +10,10 @@ from urllib.request import getproxies
 import httpx
 
 from ....addresses import is_loopback
-from ....errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
-from .address import CA_VARIABLE, DEFAULT_URL, trusted_authorities
+from ....errors import GatewayError
+from .address import authorization, host_of, trusted_authorities
 from .gateway_start import wait_for_gateway
+from .request_errors import answered, broken, json_object, unreachable
 
 if TYPE_CHECKING:
     from ...ground.access.control_socket import ControlAddress
@@ -37,11 +38,8 @@ class GatewayConnection:
 
         When such a wait begins, the client calls `on_wait` with a line for the user.
         """
-        if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-            remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
-            raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
         self.url = url.rstrip("/")
-        self.on_loopback = is_loopback(_host(self.url))
+        self.on_loopback = is_loopback(host_of(self.url))
         self._on_wait = on_wait if self.on_loopback and control is None else None
         # Without TLS, also of a proxy, no certificate is checked. To read the well-known authorities takes 36 ms.
         proxies = () if self.on_loopback else getproxies().values()
@@ -52,8 +50,7 @@ class GatewayConnection:
             timeout=timeout,
             trust_env=not self.on_loopback,
             verify=not plain and (trusted_authorities() or True),
-            headers=({"Authorization": f"Bearer {api_key}"} if api_key else {})
-            | (control.headers if control else {}),
+            headers=authorization(api_key) | (control.headers if control else {}),
             transport=httpx.HTTPTransport(uds=str(control.path)) if control else None,
         )
 
@@ -97,79 +94,20 @@ class GatewayConnection:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            remedy = "Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL."
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                remedy = f"Let {CA_VARIABLE} name the PEM file of the authority that signed its certificate."
-            raise GatewayUnreachable(f"No gateway answers at {self.url}: {error}.", remedy=remedy) from None
+            raise unreachable(self.url, error) from None
         except httpx.TimeoutException:
             slow = f"The gateway at {self.url} did not answer in time."
             raise GatewayError(slow, remedy="See its log, or try again.") from None
         except httpx.TransportError as error:
-            broke = f"The connection to the gateway at {self.url} broke: {str(error).rstrip('.')}."
-            raise GatewayError(broke, remedy="Check that it still runs, and call again.") from None
-
-
-def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of a response, split at line feeds only.
-
-    httpx's `iter_lines` also splits at U+2028, which JSON may contain.
-    """
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r").decode()
-    if rest:
-        yield rest.decode()
-
-
-def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (name, data) of each server-sent event. Drop a last event that is incomplete, without an empty line."""
-    name, data = "message", list[str]()
-    for line in split_lines(chunks):
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if not line:
-            if data:
-                yield name, "\n".join(data)
-            name, data = "message", []
-        elif field == "event":
-            name = value
-        elif field == "data":
-            data.append(value)
+            raise broken(self.url, error) from None
 
 
 def _check(response: httpx.Response) -> None:
     """Raise the error in the body of `response`, unless its status is a success."""
     if response.is_success:
         return
-    response.read()
-    try:
-        wire = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        raise _not_a_gateway(response) from None
-    raise PilotflameError.from_wire(wire)
+    raise answered(str(response.request.url), response.status_code, response.read())
 
 
 def json_of(response: httpx.Response) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = response.json()
-    except ValueError:
-        raise _not_a_gateway(response) from None
-    return found
-
-
-def _not_a_gateway(response: httpx.Response) -> GatewayError:
-    text, status = " ".join(response.text.split())[:200], response.status_code
-    wrong = f"{response.request.url} answered {status}, and not as a gateway does: {text!r}."
-    return GatewayError(wrong, remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.")
-
-
-def _host(url: str) -> str:
-    try:
-        parsed, why = httpx.URL(url), "it must begin with http:// or https:// and name a host"
-    except httpx.InvalidURL as error:
-        parsed, why = httpx.URL(), str(error)
-    if parsed.scheme in ("http", "https") and parsed.host:
-        return parsed.host
-    raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
+    return json_object(str(response.request.url), response.status_code, response.content)

@@ -46,6 +46,11 @@ def copy_template(template: str, folder: Path) -> str:
     return name
 
 
+def lacks_weights(folder: Path) -> bool:
+    """Return True if the settings in a template's folder leave the weights to the user."""
+    return "\n# snapshot = " in (folder / SETTINGS_FILE).read_text(encoding="utf-8")
+
+
 def _name_of(folder: Path) -> str:
     """Return the function's name for a folder. Raise SettingsError if a new folder should have another name.
 

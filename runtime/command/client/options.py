@@ -21,15 +21,13 @@ from ....errors import CodeError, GatewayError, PilotflameError
 from ....snapshot.sources.locate import is_remote
 from ....snapshot.sources.variables import OWN_NAMES
 from . import display
-from .address import CA_VARIABLE, DEFAULT_URL
+from .address import CA_VARIABLE, DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 
 if TYPE_CHECKING:
     from ...ground.settings.gateway_settings import GatewaySettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-URL_VARIABLE = "PILOTFLAME_URL"
-KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
 STATE_VARIABLE = "PILOTFLAME_STATE_DIR"
 INPUT_FILE = "test_input.json"

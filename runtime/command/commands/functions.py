@@ -20,6 +20,8 @@ from ..client.options import FunctionSource
 MAX_EXAMPLE_CHARS = 200
 # The dialect of pilotflame's own handlers.
 OWN = "pilotflame"
+DEFAULT = "default"
+"""The origin of a setting that has its default."""
 
 
 @click.command()
@@ -141,8 +143,9 @@ def list_functions(*, client: Client, as_json: bool) -> None:
 @click.command()
 @options.function
 @click.option("--memory", is_flag=True, help="Also measure the memory of each of its processes.")
+@click.option("--all", "every", is_flag=True, help="Also show the settings that have their defaults.")
 @options.gateway
-def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
+def status(*, name: str, memory: bool, every: bool, client: Client, as_json: bool) -> None:
     """Show one function: revision, workers, settings, event sources, processes.
 
     Example: pilotflame status hello --memory
@@ -151,7 +154,11 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     if as_json:
         return display.print_json(found)
     display.print_table(("", ""), _facts(found))
-    display.print_table(("setting", "value", "from"), _settings(found), apart=True)
+    rows = _settings(found)
+    shown = [row for row in rows if every or row[-1] != DEFAULT]
+    display.print_table(("setting", "value", "from"), shown, apart=True)
+    if len(shown) < len(rows):
+        display.echo(f"{display.counted(len(rows) - len(shown), 'other setting')} by default: --all")
     if memory:
         columns = ("process", "pid", "own memory", "with its share", "resident")
         display.print_table(columns, [_process_row(process) for process in found["processes"]], apart=True)
@@ -369,7 +376,7 @@ def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _origin(origins: dict[str, str], key: str) -> str:
     """Return the origin of a setting, also if the file sets the keys of its table, or an override sets the table that it is in."""
     below = (origin for name, origin in origins.items() if name.startswith(f"{key}."))
-    return origins.get(key) or next(below, None) or origins.get(key.partition(".")[0]) or "default"
+    return origins.get(key) or next(below, None) or origins.get(key.partition(".")[0]) or DEFAULT
 
 
 def _shown(value: Any) -> str:

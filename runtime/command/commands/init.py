@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..client import display, options
-from ..client.function_template import README_FILE, copy_template, templates
+from ..client.function_template import README_FILE, copy_template, lacks_weights, templates
 
 
 @click.command()
@@ -38,5 +38,8 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     target = folder or Path(template)
     name = copy_template(template, target)
     facts = {"name": name, "template": template, "folder": str(target.resolve())}
-    text = f"made {target} from {template}: read {target / README_FILE}, then: pilotflame test {target}"
+    weights = " --snapshot WEIGHTS" if lacks_weights(target) else ""
+    text = (
+        f"made {target} from {template}: read {target / README_FILE}, then: pilotflame test {target}{weights}"
+    )
     return display.print_result(facts, text, as_json=as_json)

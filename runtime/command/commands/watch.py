@@ -30,7 +30,7 @@ async def watch(folder: Path, rollouts: Rollouts, deployment: Deployment, stop: 
         while changed is not None:
             # Start to wait for changes before the deploy, so that no change during the deploy is missed.
             change = tasks.create_task(_any(changes))
-            live = await _deploy(rollouts, deployment, say)
+            live = await _deploy(rollouts, deployment, say, stop)
             # All revisions of a function write to the same log. So follow the log only once.
             if log is None and live is not None:
                 log = tasks.create_task(_print_log(live, say))
@@ -56,12 +56,17 @@ def _speaker(folder: Path, rollouts: Rollouts) -> Say:
     return say
 
 
-async def _deploy(rollouts: Rollouts, deployment: Deployment, say: Say) -> Live | None:
+async def _deploy(rollouts: Rollouts, deployment: Deployment, say: Say, stop: asyncio.Event) -> Live | None:
     """Deploy, and print the outcome. If it fails, return None; the previous revision stays live."""
     started_s = time.monotonic()
     try:
         live = await rollouts.deploy(deployment)
-    except (PilotflameError, OSError) as error:
+    except (PilotflameError, OSError, RuntimeError) as error:
+        # Ctrl-C ends the processes and threads that the deploy uses.
+        if stop.is_set():
+            return None
+        if isinstance(error, RuntimeError):
+            raise
         # The deploy raises OSError if a file vanishes while it is copied.
         say(f"pilotflame: not deployed: {error}")
         if isinstance(error, PilotflameError) and error.trace:

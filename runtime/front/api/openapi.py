@@ -64,14 +64,14 @@ class OpenApi:
         `named` is True if the caller asks for one function only.
         """
         paths, schemas = (dict(part) for part in self._static)
-        found = list(functions)
+        found, invoked = list(functions), dict[str, Any]()
         if paths.pop(INVOKE_PATH, None):
             for function in found:
                 described = self._describe(function)
-                paths[f"/invoke/{function.name}"] = described.path
+                invoked[f"/invoke/{function.name}"] = described.path
                 schemas |= described.components
         components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES | self._key_headers}
-        document = {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
+        document = {"openapi": "3.1.0", "info": _INFO, "paths": invoked | paths, "components": components}
         for plugin in self._plugins:
             document = plugin.describe(document, found, named=named)
         return document

@@ -23,7 +23,7 @@ _TYPES = {"integer": "whole number", "boolean": "true or false", "object": "tabl
 _PAGE = """# Settings
 
 This page is generated: `pilotflame settings --markdown > docs/settings.md`. `pilotflame settings NAME` shows one setting, and
-`pilotflame status FUNCTION` shows those in force for a function and where each comes from.
+`pilotflame status FUNCTION --all` shows those in force for a function and where each comes from.
 
 ## Functions
 

@@ -172,7 +172,7 @@ def _stopped(decision: DecisionRecord, left: dict[str, float]) -> str:
         said += " without work"
     facts = [] if ready is None else [f"{_count(ready, 'worker')} had been ready"]
     if "recent" in left:
-        facts.append(f"{left.pop('recent'):.0f} needed lately")
+        facts.append(f"{_count(left.pop('recent'), 'worker')} needed lately")
     return ": ".join([said, ", ".join(facts + _state(left))]).removesuffix(": ")
 
 
@@ -195,8 +195,12 @@ def _woken(_decision: DecisionRecord, left: dict[str, float]) -> str:
 
 def _state(left: dict[str, float]) -> list[str]:
     """Return phrases for the other numbers of the function at that time, without zeros."""
-    words = {"queued": "waiting", "in_flight": "running", "starting": "already starting"}
-    return [f"{count:.0f} {word}" for name, word in words.items() if (count := left.pop(name, 0.0))]
+    calls, words = "invocation", {"queued": "waiting", "in_flight": "running"}
+    found = [
+        f"{_count(count, calls)} {word}" for name, word in words.items() if (count := left.pop(name, 0.0))
+    ]
+    starting = left.pop("starting", 0.0)
+    return [*found, f"{_count(starting, 'worker')} already starting"] if starting else found
 
 
 def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:

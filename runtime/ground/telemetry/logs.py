@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -156,9 +156,12 @@ class RevisionLog:
     def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None:
         self.channel.write(source, text, level, request_id=request_id, revision=self._revision)
 
-    def last_words(self, source: str, count: int) -> str:
-        """Return the last lines of one source, joined into one line."""
-        return " | ".join(line.text for line in self.channel.tail(count, source))
+    def last_words(self, source: str, count: int, requests: Collection[str]) -> str:
+        """Return the last lines of one source, joined into one line, without lines of other calls than `requests`."""
+        lines = self.channel.tail(KEPT_LINES, source)
+        return " | ".join(
+            [line.text for line in lines if not line.request_id or line.request_id in requests][-count:]
+        )
 
 
 class Capture:

@@ -21,6 +21,8 @@ from ....addresses import Addresses
 from ....errors import SettingsError, WebhookRefused
 from .delivery import DeliveryAttempt
 
+NETWORKS = "PILOTFLAME_WEBHOOK_NETWORKS"
+"""The setting that allows other addresses than public ones."""
 MAX_URL_CHARS = 2048
 MAX_ERROR_CHARS = 300
 REDIRECTS = frozenset({301, 302, 307, 308})
@@ -55,7 +57,8 @@ class AddressPolicy(Addresses):
         family, kind, protocol, _, address = info
         if reason := self.fault(str(address[0])):
             # The address is not shown, because that would reveal how names resolve in our network.
-            raise PermissionError(EACCES, f"webhooks may not be sent to its address: {reason}")
+            allowed = f"{reason}; {NETWORKS} may allow it"
+            raise PermissionError(EACCES, f"webhooks may not be sent to its address: {allowed}")
         return socket.socket(family, kind, protocol)
 
     def check(self, url: str) -> URL:
@@ -187,7 +190,7 @@ def _text_fault(text: str, url: URL) -> str | None:
 def _refusal(fault: str) -> WebhookRefused:
     return WebhookRefused(
         f"The webhook may not be sent: {fault}.",
-        remedy="Use an http or https URL of a public address; the gateway's settings may allow others.",
+        remedy=f"Use an http or https URL of a public address, or let the gateway's {NETWORKS} list the address.",
     )
 
 

@@ -233,11 +233,11 @@ def describe_end(
     # At a shutdown, the zygote ends before its workers, so it cannot report their exit codes.
     if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
         return WorkerEnd(f"worker {replica.name} has drained and ended")
-    words = logs.last_words(replica.name, LAST_WORDS)
+    ids = [invocation.id for invocation in started]
+    words = logs.last_words(replica.name, LAST_WORDS, ids)
     said = f"; its last words: {words}" if words else "; it printed nothing"
     # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision.
     expected = replica.start.failed or (replica.left and (retiring or replica.relieved))
-    ids = [invocation.id for invocation in started]
     ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
     return WorkerEnd(
         f"worker {replica.name} ended with {cause}{ran}{said}",

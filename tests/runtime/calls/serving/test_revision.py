@@ -385,6 +385,15 @@ async def test_a_worker_that_exits_is_logged_with_its_last_words(deploy):
     assert line["request_id"] == response.headers["X-Request-Id"]
 
 
+async def test_the_last_words_are_of_this_death_and_not_of_earlier_calls(deploy):
+    source = "import os\ndef handler(event):\n    print('call', event)\n    if event == 2: os._exit(7)\n"
+    function = await deploy(source)
+    await function.answer(1)
+    await function.call(2)
+    line = await ended(function, "exit code 7")
+    assert line["text"].endswith("its last words: call 2")
+
+
 async def test_a_worker_that_is_killed_is_logged_also_without_work(deploy):
     function = await deploy(PID)
     pid = await function.answer()

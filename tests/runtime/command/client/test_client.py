@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
 from pilotflame.runtime.command.client.client import Client
-from pilotflame.runtime.command.client.connection import parse_events, split_lines
+from pilotflame.runtime.command.client.events import parse_events, split_lines
 from pilotflame.runtime.node.packaging.code import pack
 
 

@@ -38,3 +38,13 @@ def test_the_status_names_the_fields_of_prefixes() -> None:
     ):
         rows = commands._settings({"settings": {"prefixes": prefixes}, "setting_origins": origins})
         assert rows == [("prefixes.assistant", "messages, tools", origin)]
+
+
+def test_the_status_shows_the_settings_that_differ_and_with_all_the_others(pilotflame, deployed):
+    name = deployed(ECHO, "--set", "timeout_s=7")
+    shown, everything = pilotflame("status", name).stdout, pilotflame("status", name, "--all").stdout
+    assert "timeout_s" in shown
+    assert "max_queue" not in shown
+    assert "other settings by default: --all" in shown
+    assert "max_queue" in everything
+    assert "--all" not in everything

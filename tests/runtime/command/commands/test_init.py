@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -58,6 +59,17 @@ def test_agents_md_names_the_function_and_commands_that_exist(tmp_path: Path):
     assert len(named) > 6
     assert set(named) <= set(cli.list_commands(click.Context(cli)))
     assert "{name}" not in guide
+
+
+@pytest.mark.parametrize(
+    ("template", "weights"), [("hello", ""), ("onnx", ""), ("reranking", " --snapshot WEIGHTS")]
+)
+def test_the_next_step_names_the_weights_that_are_missing(
+    template: str, weights: str, run_here: Any, tmp_path: Path
+):
+    folder = tmp_path / "mine"
+    told = run_here("init", folder, "--template", template).stdout
+    assert told.strip().endswith(f"pilotflame test {folder}{weights}")
 
 
 def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path):

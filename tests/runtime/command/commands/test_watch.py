@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from live import gateway_process, until
 
 
@@ -43,3 +45,21 @@ async def test_a_change_is_a_deploy(state):
         assert gateway.process is not None
         gateway.process.terminate()
         assert await gateway.process.wait() == 0
+
+
+async def test_an_end_during_the_first_deploy_is_no_error(state):
+    folder, begun = state.parent / "slow", state.parent / "begun"
+    folder.mkdir()
+    (folder / "handler.py").write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)\n")
+
+    async def importing() -> bool:
+        return begun.exists()
+
+    async with gateway_process(state, watch=str(folder)) as gateway:
+        await until(importing, "the import of the handler")
+        assert gateway.process is not None
+        gateway.process.send_signal(signal.SIGINT)
+        assert await gateway.process.wait() == 0
+    told = (state.parent / "gateway.log").read_text()
+    assert "Traceback" not in told
+    assert "not deployed" not in told

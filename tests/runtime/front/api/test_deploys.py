@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from live import GATE_MODULE, TRUSTED, Gate, Gateway, failure, gateway_here, until
-from pilotflame.runtime.command.client.connection import parse_events
+from pilotflame.runtime.command.client.events import parse_events
 from pilotflame.runtime.node.launching import slow_build
 from pilotflame.runtime.node.packaging.code import file_digests, identity, pack
 

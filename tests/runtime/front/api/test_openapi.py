@@ -108,6 +108,8 @@ def test_each_function_has_its_path_with_its_schemas() -> None:
     assert paths["/invoke/plain"]["post"]["requestBody"]["content"]["application/json"]["schema"] == {}
     assert list(paths["/invoke/stream"]["post"]["responses"]["200"]["content"]) == ["text/event-stream"]
     assert "422" in post["responses"]
+    # The page /docs shows them in this order.
+    assert [path.startswith("/invoke/") for path in paths][: len(FUNCTIONS)] == [True] * len(FUNCTIONS)
     assert "/invoke/tree" not in describe([])["paths"]
 
 

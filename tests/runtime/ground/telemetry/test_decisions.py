@@ -30,7 +30,7 @@ def told(action: str, cause: str, **figures: float) -> str:
         ),
         (
             ("start", "load", {"workers": 1, "queued": 1, "in_flight": 3, "starting": 2, "ready": 3, "drain_s": 4}),
-            "started 1 worker: 1 invocation waited, 3 workers ready, 3 running, 2 already starting, drain 4.0 s",
+            "started 1 worker: 1 invocation waited, 3 workers ready, 3 invocations running, 2 workers already starting, drain 4.0 s",
         ),
         (
             ("start", "schedule 0 8 * * *", {"workers": 1, "queued": 0, "ready": 0}),
@@ -42,7 +42,7 @@ def told(action: str, cause: str, **figures: float) -> str:
         ),
         (
             ("stop", "idle", {"workers": 2, "recent": 1, "queued": 0, "in_flight": 1, "starting": 0, "ready": 3}),
-            "stopped 2 workers without work: 3 workers had been ready, 1 needed lately, 1 running",
+            "stopped 2 workers without work: 3 workers had been ready, 1 worker needed lately, 1 invocation running",
         ),
         (
             ("evict", "pressure", {"rung": 2, "idle_s": 1200, "freed_bytes": 4.2e6, "extra_wake_s": 0.8}),

@@ -128,6 +128,7 @@ async def test_a_name_of_a_private_address_is_refused_at_the_connection(inside: 
     url = inside.url.replace("127.0.0.1", "innocent.example")
     attempt = await post(url, resolver=Names("127.0.0.1"))
     assert "may not be sent to its address" in attempt.error
+    assert "PILOTFLAME_WEBHOOK_NETWORKS" in attempt.error
     assert "127.0.0.1" not in attempt.error
     assert inside.came == []
 
@@ -313,6 +314,7 @@ def test_a_url_is_refused_by_its_text(url: str) -> None:
     with pytest.raises(WebhookRefused) as refused:
         PUBLIC.check(url)
     assert "hush" not in str(refused.value)
+    assert "PILOTFLAME_WEBHOOK_NETWORKS" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

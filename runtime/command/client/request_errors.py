@@ -1,0 +1,48 @@
+"""Makes the errors of requests to a gateway, for any HTTP library."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ....errors import GatewayError, GatewayUnreachable, PilotflameError
+from .address import CA_VARIABLE
+
+
+def unreachable(url: str, error: Exception) -> GatewayUnreachable:
+    """Return the error for a request that could not be sent, because there is no connection."""
+    remedy = "Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL."
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        remedy = f"Let {CA_VARIABLE} name the PEM file of the authority that signed its certificate."
+    return GatewayUnreachable(f"No gateway answers at {url}: {error}.", remedy=remedy)
+
+
+def broken(url: str, error: Exception) -> GatewayError:
+    """Return the error for a connection that broke after the request was sent."""
+    broke = f"The connection to the gateway at {url} broke: {str(error).rstrip('.')}."
+    return GatewayError(broke, remedy="Check that it still runs, and call again.")
+
+
+def answered(url: str, status: int, body: bytes) -> PilotflameError:
+    """Return the error in the body of the response to a request for `url`."""
+    try:
+        return PilotflameError.from_wire(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return _not_a_gateway(url, status, body)
+
+
+def json_object(url: str, status: int, body: bytes) -> dict[str, Any]:
+    """Return the JSON object in the body of a response. Raise GatewayError if there is none."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _not_a_gateway(url, status, body)
+    return found
+
+
+def _not_a_gateway(url: str, status: int, body: bytes) -> GatewayError:
+    text = " ".join(body[:2000].decode(errors="replace").split())[:200]
+    wrong = f"{url} answered {status}, and not as a gateway does: {text!r}."
+    return GatewayError(wrong, remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.")
