@@ -28,12 +28,12 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
 LIMITS = {
-    "product": 54_900,
+    "product": 55_950,
     "infra": 8_200,
     "large classes": 10,
     "settings": 125,
     "make targets": 26,
-    "words of docs": 46_100,
+    "words of docs": 46_300,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""
