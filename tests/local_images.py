@@ -24,7 +24,7 @@ def base_image() -> str:
     build = f'FROM {python_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{PREPARE}"]\n'
 
     def write(root: Path) -> None:
-        for name in ("pip", "setuptools", "wheel"):
+        for name in ("pip", "setuptools"):
             _add_distribution(root, name)
         # Required, but not called here: its name is enough, and its program is large.
         _add_distribution(root, "uv", only=".dist-info/")

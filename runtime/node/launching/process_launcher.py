@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
+import logging
 import os
 import re
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from ...._version import __version__
 from ....errors import HandlerError, LauncherError
 from ...calls.link.child import KILLED_S
 from ...calls.link.worker_spec import Confinement, WorkerSpec
@@ -25,6 +28,7 @@ from .launcher import NO_SECRETS
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 
+LOG = logging.getLogger(__name__)
 # How long a base may take to start. Importing large packages from a disk that is not cached is slow.
 BASE_TIMEOUT_S = 300.0
 # How long a base may take to end after its link is closed. Then it is killed.
@@ -136,7 +140,7 @@ class ProcessLauncher:
             await base.child.wait_killed(BASE_EXIT_S + KILLED_S)
 
     def base_pids(self) -> list[int]:
-        return [base.child.pid for base in self._bases.values() if base.alive]
+        return [base.child.pid for base in (*self._bases.values(), *self._replaced) if base.alive]
 
     def end_unused(self) -> None:
         for key, base in list(self._bases.items()):
@@ -178,18 +182,30 @@ class ProcessLauncher:
         self._specs.setdefault(key, set()).add(id(spec))
         async with self._starting.setdefault(key, asyncio.Lock()):
             self._check_open()
-            base, installed = self._bases.get(key), await asyncio.to_thread(_installed, key[0])
-            if base is not None and installed != self._seen[key]:
-                # A fork of a base that has imported the old packages would mix them with the new ones.
-                self._replaced.append(self._bases.pop(key))
-                self._end_replaced()
-                base = None
+            self._end_replaced()
+            installed = await asyncio.to_thread(_installed, key[0])
+            base = self._bases.get(key)
             if base is None or not base.alive:
                 base = self._bases[key] = await self._start_base(*key)
-                self._seen[key] = installed
+            elif installed and installed != self._seen[key]:
+                base = await self._replace(key, base)
+            self._seen[key] = installed
             # `forget` may have removed this entry while the base started. The next call of `forget` needs the entry.
             self._specs.setdefault(key, set()).add(id(spec))
             return base
+
+    async def _replace(self, key: BaseKey, base: ZygoteProcess) -> ZygoteProcess:
+        """Return a base that has imported the packages as they are now: a fork of `base` would mix them with the old ones. If it
+        does not start, because an installation is running, return `base`.
+        """
+        try:
+            newer = await self._start_base(*key)
+        except LauncherError as error:
+            LOG.warning("packages were installed, and a new base does not start yet: %s", error)
+            return base
+        self._bases[key] = newer
+        self._replaced.append(base)
+        return newer
 
     async def _start_base(self, python: str, preload: tuple[str, ...]) -> ZygoteProcess:
         name = f"base {' '.join(preload)}".strip()
@@ -241,11 +257,13 @@ class ProcessLauncher:
 
 
 def _installed(python: str) -> int:
-    """Return a number that changes when packages are installed for the gateway's Python; 0 for any other, which does not change."""
-    if python != sys.executable:
+    """Return a number that changes when packages are installed for the gateway's Python; 0 for any other, which does not change,
+    and after an upgrade of pilotflame: its bases belong to the next gateway.
+    """
+    if python != sys.executable or importlib.metadata.version("pilotflame") != __version__:
         return 0
-    folders = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    return sum(Path(folder).stat().st_mtime_ns for folder in folders)
+    folders = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    return sum(folder.stat().st_mtime_ns for folder in folders if folder.is_dir())
 
 
 def _key(spec: WorkerSpec) -> BaseKey:

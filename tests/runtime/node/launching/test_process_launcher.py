@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -31,6 +32,10 @@ def make_spec(tmp_path: Path) -> Callable[[str], WorkerSpec]:
         return WorkerSpec(function="tone", revision=f"1-{code.name}", code=code)
 
     return make
+
+
+async def fails_to_start(_self: object, _python: str, _preload: tuple[str, ...]) -> Any:
+    raise LauncherError("half of a package is there")
 
 
 class TestProcessLauncher(LauncherTests):
@@ -89,10 +94,17 @@ class TestProcessLauncher(LauncherTests):
             (old,) = launcher.base_pids()
             await launcher.prepare(second)
             assert launcher.base_pids() == [old]
+            starting = ProcessLauncher._start_base
             monkeypatch.setattr(process_launcher, "_installed", lambda _python: 7)
+            monkeypatch.setattr(ProcessLauncher, "_start_base", fails_to_start)
             await launcher.prepare(second)
-            (new,) = launcher.base_pids()
-            assert new != old
+            assert launcher.base_pids() == [old]
+            monkeypatch.setattr(ProcessLauncher, "_start_base", starting)
+            monkeypatch.setattr(process_launcher, "_installed", lambda _python: 8)
+            await launcher.prepare(second)
+            # The old base counts as long as it has children.
+            new, last = launcher.base_pids()
+            assert new != last == old
             # Zygotes of the old base go on.
             assert (await forked(source, "w1")).pid
         launcher.end_unused()
@@ -125,3 +137,9 @@ def test_an_installation_changes_what_a_base_has_seen(
     (tmp_path / "new_package").mkdir()
     assert process_launcher._installed(sys.executable) != before
     assert process_launcher._installed("/other/python") == 0
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "9.9")
+    assert process_launcher._installed(sys.executable) == 0
+    monkeypatch.undo()
+    # Some Pythons name a folder that does not exist.
+    monkeypatch.setattr("sysconfig.get_path", lambda _kind: str(tmp_path / "none"))
+    assert process_launcher._installed(sys.executable) == 0
