@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import queue
 import sys
@@ -70,15 +71,43 @@ class ChannelHandler(logging.Handler):
             self._loop.call_soon_threadsafe(write, line.source, line.text, line.level)
 
 
+class _LossyOutput(logging.StreamHandler[TextIO]):
+    """Prints messages, and drops messages that the operating system does not accept."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        super().__init__(stream)
+        self.setFormatter(formatter)
+        self._called = "standard error" if stream is sys.stderr else "standard output"
+        self._dropped = itertools.count(1)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
+        if isinstance(sys.exc_info()[1], OSError):
+            self.drop()
+        else:
+            super().handleError(record)
+
+    def drop(self) -> None:
+        """Count a dropped message, and log the 1st, the 10th, the 100th and so on: the output may drop this message, too."""
+        if str(count := next(self._dropped)).rstrip("0") == "1":
+            LOG.warning("%s: lines were dropped (%d): its reader is too slow or gone", self._called, count)
+
+
 class _LossyHandler(QueueHandler):
     """Hands messages to the thread that writes them. Messages are dropped while the thread is too slow."""
+
+    def __init__(self, waiting: queue.SimpleQueue[logging.LogRecord], output: _LossyOutput) -> None:
+        super().__init__(waiting)
+        self._waiting, self._output = waiting, output
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         # The library's method formats the message here, which would lose the level and the traceback.
         return record
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Drop the message, which is in the log's file anyway."""
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(record)
+        else:
+            self._output.drop()
 
 
 class _Printer(QueueListener):
@@ -86,8 +115,7 @@ class _Printer(QueueListener):
 
     def stop(self) -> None:
         """Write the waiting messages, unless the reader of standard error is too slow."""
-        with contextlib.suppress(queue.Full):
-            self.enqueue_sentinel()
+        self.enqueue_sentinel()
         if (thread := self._thread) is not None:
             thread.join(STOP_TIMEOUT_S)
         self._thread = None
@@ -168,13 +196,13 @@ def _print_line(printer: logging.Handler, line: LogLine, form: Format) -> None:
 @contextlib.contextmanager
 def _printing(stream: TextIO, formatter: logging.Formatter) -> Iterator[logging.Handler]:
     """Yield a handler whose records a thread prints on `stream`."""
-    output = logging.StreamHandler(stream)
-    output.setFormatter(formatter)
-    waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
+    output = _LossyOutput(stream, formatter)
+    # A finaliser that runs inside `put` may log. `queue.Queue` would wait for its own lock then.
+    waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     listener = _Printer(waiting, output)
     listener.start()
     try:
-        yield _LossyHandler(waiting)
+        yield _LossyHandler(waiting, output)
     finally:
         listener.stop()
 

@@ -162,7 +162,7 @@ def explaining(*, named: bool = True) -> Iterator[None]:
             or (known := explained(error, named=named)) is None
         ):
             raise
-        LOG.warning("%s", explained(error))
+        LOG.warning("%s", explained(error), exc_info=True)
         raise known from error
 
 

@@ -1,15 +1,19 @@
-"""Logs what a base or the fetcher prints, and remembers its last line."""
+"""Logs what a base or the fetcher prints, and makes the error of its end."""
 
 from __future__ import annotations
 
 import logging
 import socket
+import time
 
+from ....errors import LauncherError
 from ...ground.telemetry.log_files import LogLine
 from ...ground.telemetry.log_stream import LogStream
 from ...ground.telemetry.logs import LogChannel
 
 LOG = logging.getLogger(__name__)
+# An older line does not say why the process has ended.
+RECENT_S = 5.0
 
 
 class ChildOutput:
@@ -28,12 +32,17 @@ class ChildOutput:
     def started(self) -> None:
         self._theirs.close()
 
-    def close(self) -> str:
-        """Stop reading, and return the last line that the process has printed."""
+    def close(self) -> None:
         self._theirs.close()
         self._stream.drain()
         self._stream.close()
-        return next((line.text for line in self._channel.tail(1)), "")
+
+    def end(self, message: str, remedy: str) -> LauncherError:
+        """Stop reading, and return the error of the process's end. Its last line may name paths, so only owners get it."""
+        self.close()
+        said = [line.text for line in self._channel.tail(1) if line.text and line.at > time.time() - RECENT_S]
+        whole = LauncherError(f"{message}: {said[0]}." if said else f"{message}.", remedy=remedy)
+        return LauncherError(f"{message}.", remedy=remedy, details={"fault": whole.to_wire()} if said else {})
 
     def _log(self, line: LogLine) -> None:
         if line.text:

@@ -342,9 +342,8 @@ class FetcherClient:
                     # The line is not an event: a library printed it in the fetcher.
                     LOG.info("fetcher: %s", line.decode(errors="replace").rstrip())
         requests.close()
-        code, said = await process.wait(), output.close()
-        ended = f"The fetcher ended (exit code {code}){said and f': {said}'}."
-        error = LauncherError(ended, remedy="See `pilotflame logs` for its output.")
+        ended = f"The fetcher ended (exit code {await process.wait()})"
+        error = output.end(ended, remedy="See `pilotflame logs` for its output.")
         for progress in held.values():
             if not progress.fetch.ended_s:
                 self.metrics.ended("failed")
@@ -377,7 +376,7 @@ class FetcherClient:
 
     def _fail_to_share(self, error: PilotflameError) -> None:
         if self._port is not None and not self._port.done():
-            LOG.error("%s", error)
+            LOG.error("%s", error.whole)
             self._port.set_exception(error)
             # Retrieve the exception: otherwise asyncio logs an error if nothing awaits the future.
             self._port.exception()

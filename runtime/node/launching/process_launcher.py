@@ -249,11 +249,10 @@ class ProcessLauncher:
     ) -> None:  # fmt: skip
         code = await process.wait()
         self._processes.discard(process)
-        said = output.close()
+        remedy = "Run `pilotflame doctor`, and see `pilotflame logs` for its output."
+        error = output.end(f"The {name} process ended with code {code} before it was ready", remedy)
         if not dialled.done():
-            remedy = "Run `pilotflame doctor`, and see `pilotflame logs` for its output."
-            message = f"The {name} process ended with code {code} before it was ready{said and f': {said}'}."
-            dialled.set_exception(LauncherError(message, remedy=remedy))
+            dialled.set_exception(error)
 
 
 def _installed(python: str) -> int:

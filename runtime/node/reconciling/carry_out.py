@@ -186,7 +186,9 @@ class CarryOut:
         try:
             held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
         except PilotflameError as error:
-            self._one.logs.write("gateway", f"adapter {name[:80]} could not be fetched: {error}", "error")
+            self._one.logs.write(
+                "gateway", f"adapter {name[:80]} could not be fetched: {error.whole}", "error"
+            )
             held = for_callers(error)
         if not replica.child.link.closed:
             replica.tell_held(name, held)

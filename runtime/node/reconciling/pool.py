@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ....errors import ActivationFailed, PilotflameError
 from ...calls.link.child import KILLED_S, Child
@@ -269,7 +269,14 @@ class Pool:
 
 
 def _unexpected(error: Exception) -> ActivationFailed:
-    if (known := explained(error)) is not None:
-        return ActivationFailed(f"A worker could not be started: {known.message}", remedy=known.remedy)
-    message = f"A worker could not be started: {type(error).__name__}: {error}"
-    return ActivationFailed(message, remedy="See the gateway's log for the traceback.")
+    """Return the error for callers. Only the function's owner gets the text of `error` and the paths in it."""
+
+    def made(details: dict[str, Any], *, named: bool) -> ActivationFailed:
+        text, remedy = type(error).__name__, "See the gateway's log for the traceback."
+        if (known := explained(error, named=named)) is not None:
+            text, remedy = known.message, known.remedy
+        elif named:
+            text = f"{text}: {error}"
+        return ActivationFailed(f"A worker could not be started: {text}", remedy=remedy, details=details)
+
+    return made({"fault": made({}, named=True).to_wire()}, named=False)

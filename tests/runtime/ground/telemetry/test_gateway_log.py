@@ -1,7 +1,9 @@
 """What the gateway itself says: on standard error, as text or JSON, and in its log."""
 
+import asyncio
 import json
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pilotflame.runtime.ground.telemetry import gateway_log
 from pilotflame.runtime.ground.telemetry.gateway_log import Format, Level, collected, gateway_logging
 from pilotflame.runtime.ground.telemetry.log_files import LogFiles, LogQuery
 from pilotflame.runtime.ground.telemetry.logs import Logs
@@ -155,3 +158,70 @@ async def test_a_collector_reads_all_lines_on_standard_output(
     }  # fmt: skip
     assert second == {"at": second["at"], "source": "audit", "text": "all", "level": "info", "revision": "",
                       "request_id": "", "log": "audit", **facts}  # fmt: skip
+
+
+async def test_a_message_that_a_finaliser_logs_inside_a_message_does_not_wait(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    log = logging.getLogger("pilotflame.runtime.tested")
+
+    def collects(frame: Any, event: str, called: Any) -> None:
+        """Log inside the first call of the queue's put, where the garbage collector may run finalisers."""
+        if (event, getattr(called, "__name__", frame.f_code.co_name)) in (
+            ("call", "_put"),
+            ("c_call", "put"),
+        ):
+            sys.setprofile(None)
+            log.error("inside")
+
+    def logs_twice() -> None:
+        sys.setprofile(collects)
+        log.error("outside")
+
+    with gateway_logging(Logs(files), "info", "text"):
+        thread = threading.Thread(target=logs_twice, daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert not thread.is_alive()
+    files.close()
+    printed = capfd.readouterr().err
+    assert "inside" in printed
+    assert "outside" in printed
+
+
+@pytest.mark.parametrize("gone", [True, False])
+async def test_lines_without_a_reader_are_dropped_and_counted_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs = Logs(files)
+    with (
+        os.fdopen(os.dup(writer) if gone else os.open(os.devnull, os.O_WRONLY), "w") as output,
+        gateway_logging(logs, "info", "text"),
+        (channel := logs.channel("gateway")).subscribe() as news,
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", output)
+            if not gone:
+                patched.setattr(gateway_log, "MAX_WAITING", 0)
+            with collected(logs):
+                for _ in range(12):
+                    logs.of_function("f").write("w1", "printed")
+                async with asyncio.timeout(10.0):
+                    for _ in range(2):
+                        await news.get()
+        if gone:
+            # The pipe has a reader when `output` is closed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    os.close(writer)
+    files.close()
+    said = [line.text for line in channel.tail(10) if line.text.startswith("standard output: ")]
+    assert said == [
+        f"standard output: lines were dropped ({count}): its reader is too slow or gone" for count in (1, 10)
+    ]
+    assert "Traceback" not in capfd.readouterr().err

@@ -16,7 +16,7 @@ from live import failure, gateway_here, short_folder
 from pilotflame.errors import GatewayError, LauncherError, RequirementsError
 from pilotflame.runtime.command.client.exit_codes import exit_code_of
 from pilotflame.runtime.front.listening.sockets import bind
-from pilotflame.runtime.ground.telemetry.refusals import explained
+from pilotflame.runtime.ground.telemetry.refusals import explained, explaining
 from pilotflame.runtime.node.functions.deploy import Preparation
 from pilotflame.runtime.node.functions.function_folder import FunctionFolder
 from pilotflame.runtime.node.launching.child_output import ChildOutput
@@ -137,6 +137,14 @@ def test_errors_with_numbers_of_their_own() -> None:
     )
     assert "a connection: " in str(explained(ssl.SSLError(1, "wrong version number")))
     assert explained(TimeoutError()) is None
+
+
+def test_what_is_explained_has_its_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug may raise OSError, too."""
+    with pytest.raises(GatewayError), explaining():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/data/x")
+    assert "/data/x: it does not exist" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 async def test_a_deploy_and_a_rollback_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from live import Gate, gone
+from pilotflame.runtime.node.reconciling.pool import _unexpected
 from serving_handlers import BREAKS_ITS_DEVICE, PID, THREADED, WAITS, device_weights, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -77,3 +80,13 @@ async def test_a_worker_whose_device_has_failed_is_replaced(deploy, tmp_path: Pa
     assert found == right(3)
     await gone(worker)
     await function.logged("a device of this worker has failed")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full", "/hidden/x"), ValueError("/hidden/x is odd")]
+)
+async def test_only_the_owner_reads_the_text_of_an_unexpected_error(error: Exception) -> None:
+    found = _unexpected(error)
+    assert "hidden" not in str(found) + json.dumps(found.to_wire())
+    assert found.message.startswith("A worker could not be started: ")
+    assert "/hidden/x" in found.whole.message
