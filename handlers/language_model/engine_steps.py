@@ -59,7 +59,7 @@ class SequenceRun:
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
     scored: PromptLogprobs | None = None
-    """Collects the logprobs of the prompt; None if the request does not ask for them."""
+    """Collects the logprobs of the prompt; None if it has all of them, or the request does not ask for them."""
     over: bool = False
     prompt: int = field(init=False)
     """The tokens of the prompt."""
@@ -225,7 +225,7 @@ class EngineSteps:
         try:
             if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
-            scored = run.scored if run.scored is not None and not run.scored.complete else None
+            scored = run.scored
             logits = self.reader.read(
                 chunk, run.ids, run.fill, run.adapter, slice_s, every=scored is not None
             )
@@ -234,6 +234,7 @@ class EngineSteps:
             if scored is not None:
                 scored.add(chunk.begin, logits)
                 logits = logits[-1:]
+                run.scored = None if scored.complete else scored
             if not chunk.last:
                 return []
             self._rows.join(self.reader.row(chunk.sequence))

@@ -37,7 +37,7 @@ from .engine_steps import Token
 from .generation_defaults import GenerationDefaults
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
-from .prompt_logprobs import PromptLogprobs
+from .prompt_logprobs import PromptLogprobs, check_prompt_logprobs
 from .prompts import Prompts, most_new_tokens
 from .sampling import Logprobs, Sampler
 
@@ -155,6 +155,7 @@ class LanguageModel:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
         prompt = self._prompts.prompt(request, self.most_tokens)
         most_new = most_new_tokens(request, len(prompt.ids), self.most_tokens)
+        check_prompt_logprobs(request, len(prompt.ids))
         first = self._forms.constraint(request, prompt)
         constraints = [first.copy() if first is not None else None for _ in range(request.n)]
         forms = [(constraint, self._forms.parts(request, prompt)) for constraint in constraints]
@@ -265,7 +266,7 @@ class LanguageModel:
         if scored is not None:
             tokens = [Token(ids[0], Logprobs(0.0, ()), False, False)]
             tokens += [
-                Token(token, of, False, False) for token, of in zip(ids[1:], scored.found, strict=True)
+                Token(token, of, False, False) for token, of in zip(ids[1:], scored.taken(), strict=True)
             ]
             found = [
                 self._logprobs(token, ids[max(0, at - MOST_BYTES) : at]) for at, token in enumerate(tokens)
