@@ -30,16 +30,16 @@ from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
 from .constraint import Constraint
-from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
+from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
 from .engine import Engine
 from .engine_steps import Token
-from .generation_defaults import GenerationDefaults
+from .generation_defaults import GenerationDefaults, seeded
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
 from .prompt_logprobs import PromptLogprobs, check_prompt_logprobs
 from .prompts import Prompts, most_new_tokens
-from .sampling import Logprobs, Sampler
+from .sampling import Logprobs, Sampler, TokenLimits
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
@@ -61,7 +61,9 @@ class _Plan:
     usage: TokenUsage
     forms: list[tuple[Constraint | None, AnswerParts | None]]
     """The constraint and the reader of each answer."""
-    bad_words: list[list[int]]
+    sampling: Sampling
+    """How the tokens of the first answer are chosen."""
+    limits: TokenLimits
     targets: Targets
     origin: CallOrigin
 
@@ -165,8 +167,19 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        bad_words = self._prompts.bad_words(request)
-        return _Plan(request, prompt.ids, most_new, usage, forms, bad_words, _targets(request), origin.get())
+        sampling = self._defaults.sampling(request.sampling)
+        limits = TokenLimits(sampling.allowed_token_ids, self._prompts.bad_words(request))
+        return _Plan(
+            request,
+            prompt.ids,
+            most_new,
+            usage,
+            forms,
+            sampling,
+            limits,
+            _targets(request),
+            origin.get(),
+        )
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -201,7 +214,7 @@ class LanguageModel:
     async def _answer(self, plan: _Plan, index: int) -> AsyncGenerator[Delta]:
         request, ids, usage = plan.request, plan.ids, plan.usage
         constraint, parts = plan.forms[index]
-        sampling = self._defaults.sampling(request.sampling, index)
+        sampling = seeded(plan.sampling, index)
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
         # The marks of calls may be special tokens.
         decode = self._decode if parts is None else self._decode_marks
@@ -212,7 +225,7 @@ class LanguageModel:
             with_stop=request.include_stop_str_in_output,
             least=sampling.min_tokens,
         )
-        sampler = Sampler(sampling, ids, ends, constraint, plan.bad_words)
+        sampler = Sampler(sampling, ids, ends, constraint, plan.limits)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
         made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)

@@ -51,6 +51,45 @@ ChosenToken = tuple[int, Logprobs | None]
 """A token, and its logprobs if the request asks for them."""
 
 
+class TokenLimits:
+    """The tokens that no answer to a request may have. The samplers of its answers share them, in the engine's thread."""
+
+    def __init__(self, allowed: Collection[int] | None, bad_words: Sequence[Sequence[int]] = ()) -> None:
+        """`bad_words` has the tokens of each text that may not be made."""
+        self._allowed = None if allowed is None else torch.tensor(sorted({*allowed}))
+        self._prepared: Tensor | None = None
+        """The allowed tokens that the model has, on its device."""
+        self._bad = dict[tuple[int, ...], list[int]]()
+        """The last tokens of bad words, by the tokens before them."""
+        for *before, last in bad_words:
+            self._bad.setdefault(tuple(before), []).append(last)
+        self._lengths = sorted({*map(len, self._bad)})
+
+    @property
+    def memory(self) -> int:
+        """How many of the last tokens `forbid` needs."""
+        return max(self._lengths, default=0)
+
+    @property
+    def none(self) -> bool:
+        return self._allowed is None and not self._bad
+
+    def allow(self, scores: Tensor) -> None:
+        """Give each token that is not allowed -inf in scores (vocabulary,)."""
+        if self._allowed is None:
+            return
+        if self._prepared is None:
+            self._prepared = self._allowed[self._allowed < len(scores)].to(scores.device)
+        kept = scores[self._prepared]
+        scores.fill_(-math.inf)[self._prepared] = kept
+
+    def forbid(self, scores: Tensor, last: Sequence[int]) -> None:
+        """Give each token -inf that would end a bad word after the tokens `last`."""
+        befores = (tuple(last[len(last) - length :]) for length in self._lengths if length <= len(last))
+        ended = [token for before in befores for token in self._bad.get(before, ()) if token < len(scores)]
+        scores[ended] = -math.inf
+
+
 class Sampler:
     """Says how the tokens of one sequence are chosen, and knows those that were."""
 
@@ -60,21 +99,21 @@ class Sampler:
         prompt: Collection[int],
         ends: Collection[int],
         grammar: Grammar | None = None,
-        bad_words: Sequence[Sequence[int]] = (),
+        limits: TokenLimits | None = None,
     ) -> None:
-        """`ends` are the tokens that end a sequence. `bad_words` has the tokens of each text that may not be made."""
+        """`ends` are the tokens that end a sequence. The limits are made of `sampling`, unless they are shared."""
         self.sampling, self._grammar = sampling, grammar
+        self._limits = limits or TokenLimits(sampling.allowed_token_ids)
         self._ends = sorted({*ends} | {*sampling.stop_token_ids})
         self._made: Counter[int] = Counter()
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1 else []
-        self._bad = [tuple(word) for word in bad_words]
-        self._last = deque[int](maxlen=max(map(len, self._bad), default=0))
+        self._last = deque[int](maxlen=self._limits.memory)
         self._generator: torch.Generator | None = None
 
     @property
     def greedy(self) -> bool:
         """True if `choose` would only take the largest logit. Then call `note` instead."""
-        return self.sampling.greedy and self._grammar is None and not self._bad
+        return self.sampling.greedy and self._grammar is None and self._limits.none
 
     @property
     def complete(self) -> bool:
@@ -98,10 +137,7 @@ class Sampler:
     def limit(self, scores: Tensor) -> None:
         """Change scores (vocabulary,) by the penalties of the request, and give each token that may not follow -inf."""
         of = self.sampling
-        if of.allowed_token_ids is not None:
-            allowed = [token for token in of.allowed_token_ids if token < len(scores)]
-            kept = scores[allowed]
-            scores.fill_(-math.inf)[allowed] = kept
+        self._limits.allow(scores)
         if of.logit_bias:
             biases = {token: bias for token, bias in of.logit_bias.items() if 0 <= token < len(scores)}
             scores[list(biases)] += torch.tensor(list(biases.values()), device=scores.device)
@@ -113,10 +149,7 @@ class Sampler:
         if (of.presence_penalty or of.frequency_penalty) and self._made:
             counts = torch.tensor(list(self._made.values()), dtype=scores.dtype, device=scores.device)
             scores[list(self._made)] -= counts * of.frequency_penalty + of.presence_penalty
-        last = [*self._last]
-        # The slice of a word of one token begins at the end.
-        ended = [word[-1] for word in self._bad if [*word[:-1]] == last[len(last) - len(word) + 1 :]]
-        scores[[token for token in ended if token < len(scores)]] = -math.inf
+        self._limits.forbid(scores, [*self._last])
         if self._grammar is not None:
             scores.copy_(self._grammar.mask(scores))
         if self._made.total() < of.min_tokens and self._ends:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
 from pilotflame.handlers.language_model.contract import Sampling
-from pilotflame.handlers.language_model.sampling import Sampler, choose
+from pilotflame.handlers.language_model.sampling import Sampler, TokenLimits, choose
 from torch import Tensor
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 1.5])
@@ -112,7 +112,7 @@ def test_only_the_allowed_tokens_are_made() -> None:
 
 def test_a_bad_word_is_not_made() -> None:
     def made(words: list[list[int]], count: int = 4) -> list[int]:
-        sampler = Sampler(Sampling(temperature=0.0), [], [], None, words)
+        sampler = Sampler(Sampling(temperature=0.0), [], [], None, TokenLimits(None, words))
         assert not sampler.greedy
         return [sampler.choose(LOGITS)[0] for _ in range(count)]
 
@@ -120,6 +120,19 @@ def test_a_bad_word_is_not_made() -> None:
     assert made([[0, 0]]) == [0, 4, 0, 4]
     assert made([[0, 0, 0], [4]]) == [0, 0, 1, 0]
     assert made([[0], [4, 4], [999_999]]) == [4, 1, 4, 1]
+
+
+def test_the_limits_of_a_request_are_prepared_once_for_all_its_answers() -> None:
+    limits = TokenLimits((3, 2, 3, 3, 999_999), [[2, 2], [2, 3], [9, 9, 2]])
+    samplers = [Sampler(Sampling(temperature=0.0), [], [], None, limits) for _ in range(2)]
+    assert [one.greedy for one in samplers] == [False, False]
+    assert [choose(samplers, torch.stack([LOGITS, LOGITS]))[0] for _ in range(1)] == [(2, None)]
+    prepared = limits._prepared
+    assert prepared is not None
+    assert prepared.tolist() == [2, 3]
+    # After 2, both tokens would end a bad word, so that none is left.
+    assert all(isinstance(one, OutputNotFinite) for one in choose(samplers, torch.stack([LOGITS, LOGITS])))
+    assert limits._prepared is prepared
 
 
 def test_many_rows_at_once_are_as_one_by_one() -> None:
