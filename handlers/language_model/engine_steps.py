@@ -18,7 +18,6 @@ from ...errors import InputInvalid, OutputNotFinite, Overloaded
 from ..failure import is_out_of_memory
 from .admission import NO_TARGETS, Admission, EngineLoad, Targets
 from .causal_model import CausalModel
-from .draws import rows_of
 from .prompt_logprobs import PromptLogprobs
 from .prompt_reader import PromptReader
 from .rows import Rows
@@ -303,7 +302,7 @@ def _choose(runs: Sequence[SequenceRun], logits: Tensor) -> list[Made]:
             made.append((run, _token(run, likeliest[row], None)))
         else:
             rows.append(row)
-    found = choose([runs[row].sampler for row in rows], rows_of(logits, rows)) if rows else []
+    found = choose([runs[row].sampler for row in rows], logits, rows)
     for row, choice in zip(rows, found, strict=True):
         if isinstance(choice, Exception):
             if not isinstance(choice, InputInvalid | OutputNotFinite):

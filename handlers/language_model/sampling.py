@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -171,11 +172,32 @@ class Sampler:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[ChosenToken | Exception]:
-    """Choose and note the next token of each sampler from `logits` (rows, vocabulary), all at once.
+def choose(
+    samplers: Sequence[Sampler], logits: Tensor, rows: Sequence[int] | None = None
+) -> list[ChosenToken | Exception]:
+    """Choose and note the next token of each sampler from its row of `logits` (rows, vocabulary), all at once. `rows` are their numbers.
 
     Return for each row its choice, or the error that makes one impossible. An error changes no other row.
     """
+    rows = range(len(samplers)) if rows is None else rows
+    random = [one.random() if one.sampling.temperature else 0.0 for one in samplers]
+    if len(samplers) > 1:
+        with suppress(Exception):
+            return _chosen(samplers, rows_of(logits, rows), random)
+    # There may be too little memory for all rows at once.
+    made: list[ChosenToken | Exception] = []
+    for sampler, row, share in zip(samplers, rows, random, strict=True):
+        try:
+            made += _chosen([sampler], logits[row : row + 1], [share])
+        except Exception as error:  # noqa: BLE001  only this row fails
+            made.append(error)
+    return made
+
+
+def _chosen(
+    samplers: Sequence[Sampler], logits: Tensor, random: Sequence[float]
+) -> list[ChosenToken | Exception]:
+    """Do what `choose` says, with a random number for each row. Raise what fails for all rows, before a token is noted."""
     scores, failed = logits.to(torch.float32, copy=True), dict[int, Exception]()
     for row, sampler in enumerate(samplers):
         try:
@@ -188,7 +210,7 @@ def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[ChosenToken | Ex
     if rows:
         asked = [samplers[row].sampling for row in rows]
         for row, token in zip(
-            rows, drawn(rows_of(scores, rows), asked, [samplers[row].random() for row in rows]), strict=True
+            rows, drawn(rows_of(scores, rows), asked, [random[row] for row in rows]), strict=True
         ):
             tokens[row] = token
     logprobs = _logprobs(samplers, logits, tokens)

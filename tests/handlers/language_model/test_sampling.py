@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
+from pilotflame.handlers.language_model import sampling
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.sampling import Sampler, TokenLimits, choose
 from torch import Tensor
@@ -186,3 +188,27 @@ def test_an_impossible_choice_fails_its_row_only() -> None:
     broken, found = choose(samplers, torch.stack([LOGITS, LOGITS]))
     assert isinstance(broken, OutputNotFinite)
     assert found == (0, None)
+
+
+@pytest.mark.parametrize("failing", ["drawn", "logprobs_of"])
+def test_rows_that_fail_together_are_chosen_one_by_one(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """With the same random numbers. Only the row that also fails alone has the error."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    asked = [Sampling(seed=seed, top_logprobs=1) for seed in range(3)]
+
+    def made() -> list[Any]:
+        samplers = [Sampler(of, [], []) for of in asked]
+        return [choose(samplers, logits, [3, 0, 2]) for _ in range(3)]
+
+    wanted = made()
+    whole = getattr(sampling, failing)
+
+    def failed(scores: Tensor, *others: Any) -> Any:
+        if len(scores) > 1 or not others[0] or others[0] == [asked[2]]:
+            raise MemoryError("no room for the rows")
+        return whole(scores, *others)
+
+    monkeypatch.setattr(sampling, failing, failed)
+    for found, right in zip(made(), wanted, strict=True):
+        assert found[:2] == right[:2]
+        assert isinstance(found[2], MemoryError) == (failing == "drawn")
