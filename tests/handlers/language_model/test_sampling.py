@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
-from pilotflame.handlers.language_model import sampling
+from pilotflame.handlers.language_model import draws, sampling
 from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.sampling import Sampler, TokenLimits, choose
 from torch import Tensor
@@ -212,3 +212,20 @@ def test_rows_that_fail_together_are_chosen_one_by_one(monkeypatch: pytest.Monke
     for found, right in zip(made(), wanted, strict=True):
         assert found[:2] == right[:2]
         assert isinstance(found[2], MemoryError) == (failing == "drawn")
+
+
+def test_a_row_with_few_possible_tokens_is_drawn_from_the_likeliest_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    among = draws._among
+
+    def noted(scores: Tensor, of: Any, random: Any, count: int) -> list[int]:
+        counts.append(count)
+        return among(scores, of, random, count)
+
+    monkeypatch.setattr(draws, "_among", noted)
+    for fields in ({"top_k": 50}, {"top_p": 0.99}, {"min_p": 0.01}):
+        asked = Sampling(seed=1, allowed_token_ids=(7, 9), **fields)  # type: ignore[arg-type]
+        assert Sampler(asked, [], []).choose(torch.zeros(10_000))[0] in {7, 9}
+    assert counts == [256] * 3
