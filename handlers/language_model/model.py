@@ -229,6 +229,7 @@ class LanguageModel:
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
         made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)
+        written = list[int]()
         top = request.prompt_logprobs
         scored = PromptLogprobs(ids, top) if top is not None else None
         found = self.engine.generate(
@@ -259,14 +260,19 @@ class LanguageModel:
                 if reason is not None:
                     add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
-                    if reason == "stop":
-                        self._forms.check(request, "".join([*said, delta.text]), called=called)
+                    if reason == "stop" and (request.output is not None or request.must_call):
+                        stop_token = token.id in sampling.stop_token_ids and token.id not in self._ends
+                        cut = written if stop_token or stream.stopped is not None else None
+                        text = "".join([*said, delta.text])
+                        check = partial(self._forms.check, text=text, called=called, cut=cut)
+                        await self._planned(check, request)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
                         delta.stop_reason = token.id
                 if request.output is not None:
                     said.append(delta.text)
+                    written.append(token.id)
                 yield delta
                 if reason is not None:
                     return
