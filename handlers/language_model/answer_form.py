@@ -50,18 +50,31 @@ class AnswerForms:
             self._constraints.check_properties(schema or {})
         return self._constraints.new(grammar)
 
-    def check(self, request: GenerationRequest, text: str, *, called: bool) -> None:
-        """Raise OutputInvalid if an answer that has ended is not what the request asks for, as after a stop string in the middle of it."""
+    def check(
+        self, request: GenerationRequest, text: str, *, called: bool, cut: Sequence[int] | None = None
+    ) -> None:
+        """Raise OutputInvalid if an answer that has ended is not what the request asks for, as after a stop string in the middle of it.
+
+        `cut` has the tokens of an answer that a stop has ended; None: it has kept its pattern or grammar to the end.
+        """
         check_answer(request, text, called=called)
         output = request.output
-        # Otherwise, the tokens have kept the pattern or the grammar.
-        if self._constraints is None or output is None or not (request.stop or request.stop_token_ids):
+        if cut is None or self._constraints is None or output is None:
+            return
+        # Such a text does not show all bytes and tokens of the answer.
+        if "\ufffd" in text or not self._unseen.isdisjoint(cut):
             return
         if output.grammar is not None or output.regex is not None:
             grammar = _alone(output)
             # Spaces may be the end of the reasoning.
             if not any(self._constraints.accepts(grammar, one) for one in (text, text.lstrip())):
                 raise OutputInvalid(_UNFINISHED, remedy=_AGAIN)
+
+    @property
+    def _unseen(self) -> set[int]:
+        """The special tokens, which a text leaves out, except the marks of reasoning."""
+        marks: list[int] = self._tokenizer.convert_tokens_to_ids(sorted(self._tokens & {THINK, THOUGHT}))
+        return {*self._tokenizer.all_special_ids} - {*marks}
 
     def parts(self, request: GenerationRequest, prompt: Prompt) -> AnswerParts | None:
         """Return the reader of an answer; None if all of it is text. Raise InputInvalid."""

@@ -63,7 +63,12 @@ def _among(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float
 
     last = torch.tensor([min(of.top_k, count) - 1 if of.top_k > 0 else count - 1 for of in samplings])
     least = values[:, :1] + column([math.log(of.min_p) if of.min_p else -math.inf for of in samplings])
-    kept = (values >= least) & (values >= values.gather(1, last.to(values.device)[:, None]))
+    # A token that may not follow is never kept, even if fewer than top_k are left.
+    kept = (
+        (values > -math.inf)
+        & (values >= least)
+        & (values >= values.gather(1, last.to(values.device)[:, None]))
+    )
     # As in vLLM, top_p applies to what min_p and top_k leave.
     whole = ~kept[:, -1:] if count < scores.shape[-1] else torch.ones_like(kept[:, -1:])
     alone = column([float(of.top_k <= 0 and not of.min_p) for of in samplings]) > 0

@@ -18,7 +18,6 @@ from ...errors import InputInvalid, OutputNotFinite, Overloaded
 from ..failure import is_out_of_memory
 from .admission import NO_TARGETS, Admission, EngineLoad, Targets
 from .causal_model import CausalModel
-from .draws import rows_of
 from .prompt_logprobs import PromptLogprobs
 from .prompt_reader import PromptReader
 from .rows import Rows
@@ -59,7 +58,7 @@ class SequenceRun:
     loop: asyncio.AbstractEventLoop
     out: asyncio.Queue[Token | Exception]
     scored: PromptLogprobs | None = None
-    """Collects the logprobs of the prompt; None if the request does not ask for them."""
+    """Collects the logprobs of the prompt; None if it has all of them, or the request does not ask for them."""
     over: bool = False
     prompt: int = field(init=False)
     """The tokens of the prompt."""
@@ -225,7 +224,7 @@ class EngineSteps:
         try:
             if chunk.begin == chunk.sequence.stored:
                 self._load_adapter(run)
-            scored = run.scored if run.scored is not None and not run.scored.complete else None
+            scored = run.scored
             logits = self.reader.read(
                 chunk, run.ids, run.fill, run.adapter, slice_s, every=scored is not None
             )
@@ -234,6 +233,7 @@ class EngineSteps:
             if scored is not None:
                 scored.add(chunk.begin, logits)
                 logits = logits[-1:]
+                run.scored = None if scored.complete else scored
             if not chunk.last:
                 return []
             self._rows.join(self.reader.row(chunk.sequence))
@@ -302,7 +302,7 @@ def _choose(runs: Sequence[SequenceRun], logits: Tensor) -> list[Made]:
             made.append((run, _token(run, likeliest[row], None)))
         else:
             rows.append(row)
-    found = choose([runs[row].sampler for row in rows], rows_of(logits, rows)) if rows else []
+    found = choose([runs[row].sampler for row in rows], logits, rows)
     for row, choice in zip(rows, found, strict=True):
         if isinstance(choice, Exception):
             if not isinstance(choice, InputInvalid | OutputNotFinite):

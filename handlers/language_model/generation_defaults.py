@@ -23,13 +23,9 @@ class GenerationDefaults:
             self._sampling["temperature"] = 0.0
         self._ends = settings.get("eos_token_id")
 
-    def sampling(self, asked: Sampling, index: int = 0) -> Sampling:
-        """Return the fields that a request has set over the defaults. Answer number `index` has a seed of its own."""
-        fields = self._sampling | asked.model_dump(exclude_unset=True)
-        if index and fields.get("seed") is not None:
-            # The next seed after the largest is the smallest.
-            fields["seed"] = (fields["seed"] + index + (1 << 63)) % (1 << 64) - (1 << 63)
-        return Sampling(**fields)
+    def sampling(self, asked: Sampling) -> Sampling:
+        """Return the fields that a request has set over the defaults."""
+        return Sampling(**self._sampling | asked.model_dump(exclude_unset=True))
 
     def ends(self, *others: int | Iterable[int] | None) -> list[int]:
         """Return the tokens that end an answer, each once: those of the file and `others`."""
@@ -38,6 +34,15 @@ class GenerationDefaults:
             if one is not None:
                 found |= dict.fromkeys([one] if isinstance(one, int) else one)
         return list(found)
+
+
+def seeded(sampling: Sampling, index: int) -> Sampling:
+    """Return the sampling of answer number `index`, which has a seed of its own."""
+    if not index or sampling.seed is None:
+        return sampling
+    # The next seed after the largest is the smallest.
+    seed = (sampling.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
+    return sampling.model_copy(update={"seed": seed})
 
 
 def _settings(folder: Path) -> dict[str, Any]:

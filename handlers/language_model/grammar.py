@@ -15,6 +15,9 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON has the spaces of Python's json.dumps. If a model could choose them, it could write spaces without end."""
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _ANY = r"/(.|\n)*/"
+_EBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
+MOST_EBNF_CHARS, MOST_EBNF_RULES = 64 << 10, 1000
+"""The translation from EBNF is Python, and takes minutes for a larger grammar."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -31,8 +34,13 @@ def output_rules(output: OutputFormat) -> str:
 
 def lark_of(grammar: str) -> str:
     """Return a grammar in the Lark form: as it is, or translated from the EBNF form of llama.cpp and xgrammar. Raise InputInvalid."""
-    if "::=" not in grammar:
+    if not _EBNF_RULE.search(grammar):
         return grammar
+    if len(grammar) > MOST_EBNF_CHARS or grammar.count("::=") > MOST_EBNF_RULES:
+        raise InputInvalid(
+            f"The grammar has more than {MOST_EBNF_CHARS} characters or {MOST_EBNF_RULES} rules of EBNF.",
+            remedy="Send a smaller grammar, or send it in the Lark form.",
+        )
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415  it may not be installed
 

@@ -30,16 +30,16 @@ from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
 from .constraint import Constraint
-from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
+from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
 from .engine import Engine
 from .engine_steps import Token
-from .generation_defaults import GenerationDefaults
+from .generation_defaults import GenerationDefaults, seeded
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
-from .prompt_logprobs import PromptLogprobs
+from .prompt_logprobs import PromptLogprobs, check_prompt_logprobs
 from .prompts import Prompts, most_new_tokens
-from .sampling import Logprobs, Sampler
+from .sampling import Logprobs, Sampler, TokenLimits
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
@@ -61,7 +61,9 @@ class _Plan:
     usage: TokenUsage
     forms: list[tuple[Constraint | None, AnswerParts | None]]
     """The constraint and the reader of each answer."""
-    bad_words: list[list[int]]
+    sampling: Sampling
+    """How the tokens of the first answer are chosen."""
+    limits: TokenLimits
     targets: Targets
     origin: CallOrigin
 
@@ -155,6 +157,7 @@ class LanguageModel:
         check_adapter(request.adapter, self._adapters.names if self._adapters is not None else [])
         prompt = self._prompts.prompt(request, self.most_tokens)
         most_new = most_new_tokens(request, len(prompt.ids), self.most_tokens)
+        check_prompt_logprobs(request, len(prompt.ids))
         first = self._forms.constraint(request, prompt)
         constraints = [first.copy() if first is not None else None for _ in range(request.n)]
         forms = [(constraint, self._forms.parts(request, prompt)) for constraint in constraints]
@@ -164,8 +167,19 @@ class LanguageModel:
         usage = TokenUsage(
             prompt_tokens=len(prompt.ids), cached_tokens=len(stored.ids) if stored is not None else 0
         )
-        bad_words = self._prompts.bad_words(request)
-        return _Plan(request, prompt.ids, most_new, usage, forms, bad_words, _targets(request), origin.get())
+        sampling = self._defaults.sampling(request.sampling)
+        limits = TokenLimits(sampling.allowed_token_ids, self._prompts.bad_words(request))
+        return _Plan(
+            request,
+            prompt.ids,
+            most_new,
+            usage,
+            forms,
+            sampling,
+            limits,
+            _targets(request),
+            origin.get(),
+        )
 
     async def _answers(self, plan: _Plan) -> AsyncGenerator[Delta]:
         """Yield the pieces of several answers as they come."""
@@ -200,7 +214,7 @@ class LanguageModel:
     async def _answer(self, plan: _Plan, index: int) -> AsyncGenerator[Delta]:
         request, ids, usage = plan.request, plan.ids, plan.usage
         constraint, parts = plan.forms[index]
-        sampling = self._defaults.sampling(request.sampling, index)
+        sampling = seeded(plan.sampling, index)
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
         # The marks of calls may be special tokens.
         decode = self._decode if parts is None else self._decode_marks
@@ -211,10 +225,11 @@ class LanguageModel:
             with_stop=request.include_stop_str_in_output,
             least=sampling.min_tokens,
         )
-        sampler = Sampler(sampling, ids, ends, constraint, plan.bad_words)
+        sampler = Sampler(sampling, ids, ends, constraint, plan.limits)
         # A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
         made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)
+        written = list[int]()
         top = request.prompt_logprobs
         scored = PromptLogprobs(ids, top) if top is not None else None
         found = self.engine.generate(
@@ -245,14 +260,19 @@ class LanguageModel:
                 if reason is not None:
                     add_text(delta, stream.finish(), parts, last=True)
                     called = parts is not None and parts.called and reason == "stop"
-                    if reason == "stop":
-                        self._forms.check(request, "".join([*said, delta.text]), called=called)
+                    if reason == "stop" and (request.output is not None or request.must_call):
+                        stop_token = token.id in sampling.stop_token_ids and token.id not in self._ends
+                        cut = written if stop_token or stream.stopped is not None else None
+                        text = "".join([*said, delta.text])
+                        check = partial(self._forms.check, text=text, called=called, cut=cut)
+                        await self._planned(check, request)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
                     if token.ends and token.id in sampling.stop_token_ids:
                         delta.stop_reason = token.id
                 if request.output is not None:
                     said.append(delta.text)
+                    written.append(token.id)
                 yield delta
                 if reason is not None:
                     return
@@ -265,7 +285,7 @@ class LanguageModel:
         if scored is not None:
             tokens = [Token(ids[0], Logprobs(0.0, ()), False, False)]
             tokens += [
-                Token(token, of, False, False) for token, of in zip(ids[1:], scored.found, strict=True)
+                Token(token, of, False, False) for token, of in zip(ids[1:], scored.taken(), strict=True)
             ]
             found = [
                 self._logprobs(token, ids[max(0, at - MOST_BYTES) : at]) for at, token in enumerate(tokens)

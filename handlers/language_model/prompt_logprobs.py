@@ -6,10 +6,32 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...errors import InputInvalid
+from .contract import GenerationRequest
 from .sampling import Logprobs, logprobs_of
 
 ROWS = 64
 """How many logits are turned into logprobs at a time. Each takes the memory of a vocabulary."""
+MOST_VALUES, TOKEN_VALUES = 300_000, 6
+"""The most values of a prompt's logprobs. The likeliest tokens are a value each, and the token of the prompt is TOKEN_VALUES. The JSON of a
+value has 5 marks (`foreign_json.MAX_MARKS`).
+"""
+
+
+def check_prompt_logprobs(request: GenerationRequest, tokens: int) -> None:
+    """Raise InputInvalid if the logprobs of a prompt with `tokens` tokens would be too large, or would be sent several times."""
+    if (top := request.prompt_logprobs) is None:
+        return
+    message, remedy = "", "Set n to 1."
+    if request.n > 1:
+        message = "prompt_logprobs, or echo with logprobs, goes with n 1 only."
+    elif tokens > (most := MOST_VALUES // (TOKEN_VALUES + top)):
+        message = (
+            f"prompt_logprobs {top}, or echo with logprobs {top}, takes a prompt of {most} tokens at most."
+        )
+        remedy = "Shorten the prompt, or ask for fewer of the likeliest tokens."
+    if message:
+        raise InputInvalid(message, remedy=remedy, details={"field": "prompt_logprobs"})
 
 
 class PromptLogprobs:
@@ -24,6 +46,11 @@ class PromptLogprobs:
     @property
     def complete(self) -> bool:
         return len(self.found) == len(self._ids) - 1
+
+    def taken(self) -> list[Logprobs]:
+        """Return the logprobs, and keep none."""
+        found, self.found = self.found, []
+        return found
 
     def add(self, begin: int, logits: Tensor) -> None:
         """Note the logits (tokens, vocabulary) after the tokens from number `begin` on. A prompt may be read again, in part or as a whole."""

@@ -44,7 +44,7 @@ class Prompts:
         cut = _Cut.of(request, most)
         if request.messages is not None:
             # Each message has a token at least.
-            if len(request.messages) > most and cut is None:
+            if len(request.messages) > most:
                 raise _too_long(most)
             text = self._templated(request)
             ids = self._encoded(text, most, cut, add_special_tokens=request.add_special_tokens is True)
@@ -179,7 +179,9 @@ class _Cut(NamedTuple):
         if (tokens := request.truncate_prompt_tokens) is None:
             return None
         room = most - (request.max_tokens or 1)
-        return cls(max(1, room) if tokens < 0 else tokens, request.truncation_side == "left")
+        # A token more, because a prompt that is still too long is refused.
+        kept = max(1, room) if tokens < 0 else min(tokens, most + 1)
+        return cls(kept, request.truncation_side == "left")
 
     def of_text(self, text: str, chars: int) -> str:
         return text[-chars:] if self.last else text[:chars]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,45 @@ ChosenToken = tuple[int, Logprobs | None]
 """A token, and its logprobs if the request asks for them."""
 
 
+class TokenLimits:
+    """The tokens that no answer to a request may have. The samplers of its answers share them, in the engine's thread."""
+
+    def __init__(self, allowed: Collection[int] | None, bad_words: Sequence[Sequence[int]] = ()) -> None:
+        """`bad_words` has the tokens of each text that may not be made."""
+        self._allowed = None if allowed is None else torch.tensor(sorted({*allowed}))
+        self._prepared: Tensor | None = None
+        """The allowed tokens that the model has, on its device."""
+        self._bad = dict[tuple[int, ...], list[int]]()
+        """The last tokens of bad words, by the tokens before them."""
+        for *before, last in bad_words:
+            self._bad.setdefault(tuple(before), []).append(last)
+        self._lengths = sorted({*map(len, self._bad)})
+
+    @property
+    def memory(self) -> int:
+        """How many of the last tokens `forbid` needs."""
+        return max(self._lengths, default=0)
+
+    @property
+    def none(self) -> bool:
+        return self._allowed is None and not self._bad
+
+    def allow(self, scores: Tensor) -> None:
+        """Give each token that is not allowed -inf in scores (vocabulary,)."""
+        if self._allowed is None:
+            return
+        if self._prepared is None:
+            self._prepared = self._allowed[self._allowed < len(scores)].to(scores.device)
+        kept = scores[self._prepared]
+        scores.fill_(-math.inf)[self._prepared] = kept
+
+    def forbid(self, scores: Tensor, last: Sequence[int]) -> None:
+        """Give each token -inf that would end a bad word after the tokens `last`."""
+        befores = (tuple(last[len(last) - length :]) for length in self._lengths if length <= len(last))
+        ended = [token for before in befores for token in self._bad.get(before, ()) if token < len(scores)]
+        scores[ended] = -math.inf
+
+
 class Sampler:
     """Says how the tokens of one sequence are chosen, and knows those that were."""
 
@@ -60,21 +100,21 @@ class Sampler:
         prompt: Collection[int],
         ends: Collection[int],
         grammar: Grammar | None = None,
-        bad_words: Sequence[Sequence[int]] = (),
+        limits: TokenLimits | None = None,
     ) -> None:
-        """`ends` are the tokens that end a sequence. `bad_words` has the tokens of each text that may not be made."""
+        """`ends` are the tokens that end a sequence. The limits are made of `sampling`, unless they are shared."""
         self.sampling, self._grammar = sampling, grammar
+        self._limits = limits or TokenLimits(sampling.allowed_token_ids)
         self._ends = sorted({*ends} | {*sampling.stop_token_ids})
         self._made: Counter[int] = Counter()
         self._prompt = sorted(set(prompt)) if sampling.repetition_penalty != 1 else []
-        self._bad = [tuple(word) for word in bad_words]
-        self._last = deque[int](maxlen=max(map(len, self._bad), default=0))
+        self._last = deque[int](maxlen=self._limits.memory)
         self._generator: torch.Generator | None = None
 
     @property
     def greedy(self) -> bool:
         """True if `choose` would only take the largest logit. Then call `note` instead."""
-        return self.sampling.greedy and self._grammar is None and not self._bad
+        return self.sampling.greedy and self._grammar is None and self._limits.none
 
     @property
     def complete(self) -> bool:
@@ -98,10 +138,7 @@ class Sampler:
     def limit(self, scores: Tensor) -> None:
         """Change scores (vocabulary,) by the penalties of the request, and give each token that may not follow -inf."""
         of = self.sampling
-        if of.allowed_token_ids is not None:
-            allowed = [token for token in of.allowed_token_ids if token < len(scores)]
-            kept = scores[allowed]
-            scores.fill_(-math.inf)[allowed] = kept
+        self._limits.allow(scores)
         if of.logit_bias:
             biases = {token: bias for token, bias in of.logit_bias.items() if 0 <= token < len(scores)}
             scores[list(biases)] += torch.tensor(list(biases.values()), device=scores.device)
@@ -113,10 +150,7 @@ class Sampler:
         if (of.presence_penalty or of.frequency_penalty) and self._made:
             counts = torch.tensor(list(self._made.values()), dtype=scores.dtype, device=scores.device)
             scores[list(self._made)] -= counts * of.frequency_penalty + of.presence_penalty
-        last = [*self._last]
-        # The slice of a word of one token begins at the end.
-        ended = [word[-1] for word in self._bad if [*word[:-1]] == last[len(last) - len(word) + 1 :]]
-        scores[[token for token in ended if token < len(scores)]] = -math.inf
+        self._limits.forbid(scores, [*self._last])
         if self._grammar is not None:
             scores.copy_(self._grammar.mask(scores))
         if self._made.total() < of.min_tokens and self._ends:
@@ -138,11 +172,32 @@ class Sampler:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[ChosenToken | Exception]:
-    """Choose and note the next token of each sampler from `logits` (rows, vocabulary), all at once.
+def choose(
+    samplers: Sequence[Sampler], logits: Tensor, rows: Sequence[int] | None = None
+) -> list[ChosenToken | Exception]:
+    """Choose and note the next token of each sampler from its row of `logits` (rows, vocabulary), all at once. `rows` are their numbers.
 
     Return for each row its choice, or the error that makes one impossible. An error changes no other row.
     """
+    rows = range(len(samplers)) if rows is None else rows
+    random = [one.random() if one.sampling.temperature else 0.0 for one in samplers]
+    if len(samplers) > 1:
+        with suppress(Exception):
+            return _chosen(samplers, rows_of(logits, rows), random)
+    # There may be too little memory for all rows at once.
+    made: list[ChosenToken | Exception] = []
+    for sampler, row, share in zip(samplers, rows, random, strict=True):
+        try:
+            made += _chosen([sampler], logits[row : row + 1], [share])
+        except Exception as error:  # noqa: BLE001  only this row fails
+            made.append(error)
+    return made
+
+
+def _chosen(
+    samplers: Sequence[Sampler], logits: Tensor, random: Sequence[float]
+) -> list[ChosenToken | Exception]:
+    """Do what `choose` says, with a random number for each row. Raise what fails for all rows, before a token is noted."""
     scores, failed = logits.to(torch.float32, copy=True), dict[int, Exception]()
     for row, sampler in enumerate(samplers):
         try:
@@ -155,7 +210,7 @@ def choose(samplers: Sequence[Sampler], logits: Tensor) -> list[ChosenToken | Ex
     if rows:
         asked = [samplers[row].sampling for row in rows]
         for row, token in zip(
-            rows, drawn(rows_of(scores, rows), asked, [samplers[row].random() for row in rows]), strict=True
+            rows, drawn(rows_of(scores, rows), asked, [random[row] for row in rows]), strict=True
         ):
             tokens[row] = token
     logprobs = _logprobs(samplers, logits, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -24,6 +25,8 @@ from .targets import with_targets
 
 MAX_ON_LOOP_BYTES = 1 << 20
 """A larger answer is made in a thread, in the turn of its caller."""
+MAX_ON_LOOP_LOGPROBS = 256
+"""A piece with logprobs of more tokens becomes events in a thread, as after echo of a long prompt."""
 AHEAD = "X-Queue-Ahead"
 """The header of a stream that begins while its call waits: how many calls of the same caller a worker takes first."""
 
@@ -96,7 +99,7 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
                 continue
             if found is None:
                 break
-            if data := answer.piece(*found):
+            if data := await _events(request, answer, *found):
                 await _write(request, response, deltas, data)
     except PilotflameError as error:
         if not response.prepared:
@@ -106,6 +109,13 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
         await _write(request, response, deltas, answer.end())
     await response.write_eof()
     return response
+
+
+async def _events(request: web.Request, answer: TextAnswer, prompt: int, delta: Delta) -> bytes:
+    """Return the events of a piece, as `TextAnswer.piece` does."""
+    tokens = len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
+    make = partial(answer.piece, prompt, delta)
+    return await in_turn(request, make) if tokens > MAX_ON_LOOP_LOGPROBS else make()
 
 
 def _comment(deltas: Deltas) -> bytes:

@@ -116,15 +116,17 @@ def test_an_answer_that_a_stop_has_cut_matches_its_pattern(output: dict[str, str
     tokenizer = byte_tokenizer(HERMES)
     forms = AnswerForms(tokenizer, Prompts(tokenizer, len(tokenizer)), [tokenizer.eos_token_id])
     asked: dict[str, Any] = {"prompt": "a", "output": output}
-    for fields in ({"stop": ["x"]}, {"stop_token_ids": [7]}):
-        request = GenerationRequest(**asked, **fields)
-        forms.check(request, "ab-12", called=False)
-        forms.check(request, "\n\nab-12", called=False)
-        for wrong in ("ab-1", "", "ab-123", "AB-12"):
-            with pytest.raises(OutputInvalid, match="format"):
-                forms.check(request, wrong, called=False)
-    # Without stops, the tokens have kept it.
-    forms.check(GenerationRequest(**asked), "ab", called=False)
+    request = GenerationRequest(**asked, stop=["x"], stop_token_ids=[7])
+    for good in ("ab-12", "\n\nab-12"):
+        forms.check(request, good, called=False, cut=[1])
+    for wrong in ("ab-1", "", "ab-123", "AB-12"):
+        with pytest.raises(OutputInvalid, match="format"):
+            forms.check(request, wrong, called=False, cut=[1])
+    # If no stop has ended it, the tokens have kept it.
+    forms.check(request, "ab", called=False)
+    # These texts do not show all bytes and tokens of their answers.
+    forms.check(request, "ab\ufffd", called=False, cut=[1])
+    forms.check(request, "ab", called=False, cut=[1, tokenizer.eos_token_id])
 
 
 def test_an_answer_that_must_be_a_call_is_one() -> None:

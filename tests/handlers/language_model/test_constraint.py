@@ -244,6 +244,7 @@ def test_a_property_that_is_also_a_pattern_is_refused(schema: dict[str, Any]) ->
         ('word ::= "a" | "b"\nroot ::= word{2,3} # two or three', "aba", "a"),
         ('root ::= "start: " [^\\n]* "\\n"', "start: x\n", "x"),
         ('start: "a" | "b"', "b", "c"),
+        ('start: "a ::= b"', "a ::= b", "a"),
     ],
 )
 def test_grammars_in_lark_and_ebnf(grammar: str, good: str, bad: str) -> None:
@@ -257,3 +258,18 @@ def test_grammars_in_lark_and_ebnf(grammar: str, good: str, bad: str) -> None:
 def test_an_ebnf_grammar_that_cannot_be_used_is_the_requests_fault(grammar: str) -> None:
     with pytest.raises(InputInvalid):
         Constraints(PLAIN_TOKENS, [PLAIN_TOKENS.eos_token_id]).new(lark_of(grammar))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "root ::= r0\n" + "\n".join(f'r{number} ::= "a"' for number in range(1000)),
+        f'root ::= "{"a" * (64 << 10)}"',
+    ],
+)
+def test_a_large_ebnf_grammar_is_refused_before_its_translation(
+    grammar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llguidance.gbnf_to_lark.gbnf_to_lark", lambda _: pytest.fail("translated"))
+    with pytest.raises(InputInvalid, match="65536 characters or 1000 rules"):
+        lark_of(grammar)

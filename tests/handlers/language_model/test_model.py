@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from live import gateway_here
+from pilotflame.errors import InputInvalid, OutputInvalid
 from pilotflame.handlers.caller import CallOrigin, origin
 from pilotflame.handlers.language_model.admission import NO_TARGETS
+from pilotflame.handlers.language_model.answer_form import AnswerForms
 from pilotflame.handlers.language_model.contract import GenerationRequest
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.engine_steps import Token
 from pilotflame.handlers.language_model.model import LanguageModel
+from pilotflame.handlers.language_model.prompt_logprobs import PromptLogprobs
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
 from safetensors.torch import load_file, save_file
@@ -52,6 +56,53 @@ async def test_the_first_of_several_answers_decides_whether_a_request_is_late(
     assert [one != NO_TARGETS for one in targets] == [True, False, False]
     # The tenant and the priority of the call reach each of its sequences.
     assert others == {(-10, "a1")}
+
+
+async def test_the_logprobs_of_a_prompt_are_not_kept_and_have_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    snapshot = Snapshot(tmp_path, create(tmp_path))
+    model = LanguageModel(snapshot, rows=2, window=500)
+    snapshot.open()
+    made: list[PromptLogprobs] = []
+
+    class Noted(PromptLogprobs):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr("pilotflame.handlers.language_model.model.PromptLogprobs", Noted)
+    request = GenerationRequest(prompt="Go on", max_tokens=3, prompt_logprobs=1)
+    async for delta in model.generate(request):
+        assert (delta.prompt_logprobs is None) == bool(delta.tokens)
+        assert [one.found for one in made] == [[]]
+    with pytest.raises(InputInvalid, match="n 1 only"):
+        await anext(model.generate(request.model_copy(update={"n": 2})))
+
+
+async def test_an_answer_that_a_stop_has_cut_is_checked_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path)
+    snapshot = Snapshot(tmp_path, create(tmp_path))
+    model = LanguageModel(snapshot, rows=2, window=500)
+    snapshot.open()
+    seen: list[Any] = []
+    check = AnswerForms.check
+
+    def noted(self: AnswerForms, *arguments: Any, **named: Any) -> None:
+        seen.append((threading.current_thread().name.partition("_")[0], named["cut"]))
+        check(self, *arguments, **named)
+
+    monkeypatch.setattr(AnswerForms, "check", noted)
+    [first, second] = model.tokenizer.encode("ab", add_special_tokens=False)
+    asked: dict[str, Any] = {"prompt": "Go", "output": {"regex": "ab"}, "stop": ["zz"]}
+    texts = [delta.text async for delta in model.generate(GenerationRequest(**asked))]
+    assert "".join(texts) == "ab"
+    with pytest.raises(OutputInvalid):
+        _ = [one async for one in model.generate(GenerationRequest(**asked, stop_token_ids=[second]))]
+    assert seen == [("planner", None), ("planner", [first])]
 
 
 STORED = ("float32", "bfloat16", "float16", "bfloat16 with float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -125,6 +126,19 @@ def test_a_long_prompt_of_which_a_part_is_kept_is_not_read_as_a_whole(
     assert tokenizer.read <= 6 * len(LONG)
     with pytest.raises(InputInvalid, match="maximum context length"):
         prompts.prompt(GenerationRequest(prompt=text, truncate_prompt_tokens=MOST + 1), MOST)
+
+
+@pytest.mark.parametrize("tokens", [-1, MOST + 1, 10**9])
+def test_the_tokens_to_keep_do_not_change_how_much_is_read(
+    prompts: Prompts, tokenizer: Counting, tokens: int
+) -> None:
+    kept: dict[str, Any] = {"truncate_prompt_tokens": tokens}
+    with suppress(InputInvalid):
+        prompts.prompt(GenerationRequest(prompt="x" * 1_000_000, **kept), MOST)
+    assert tokenizer.read <= (MOST + 2) * len(LONG)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}] * (MOST + 1)
+    with pytest.raises(InputInvalid, match="the prompt is too long"):
+        prompts.prompt(GenerationRequest(messages=messages, **kept), MOST)
 
 
 def test_the_beginning_of_a_prompt_is_kept_with_its_last_tokens(tokenizer: Counting) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
+from pilotflame.handlers.language_model import draws, sampling
 from pilotflame.handlers.language_model.contract import Sampling
-from pilotflame.handlers.language_model.sampling import Sampler, choose
+from pilotflame.handlers.language_model.sampling import Sampler, TokenLimits, choose
 from torch import Tensor
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 1.5])
@@ -112,7 +114,7 @@ def test_only_the_allowed_tokens_are_made() -> None:
 
 def test_a_bad_word_is_not_made() -> None:
     def made(words: list[list[int]], count: int = 4) -> list[int]:
-        sampler = Sampler(Sampling(temperature=0.0), [], [], None, words)
+        sampler = Sampler(Sampling(temperature=0.0), [], [], None, TokenLimits(None, words))
         assert not sampler.greedy
         return [sampler.choose(LOGITS)[0] for _ in range(count)]
 
@@ -120,6 +122,19 @@ def test_a_bad_word_is_not_made() -> None:
     assert made([[0, 0]]) == [0, 4, 0, 4]
     assert made([[0, 0, 0], [4]]) == [0, 0, 1, 0]
     assert made([[0], [4, 4], [999_999]]) == [4, 1, 4, 1]
+
+
+def test_the_limits_of_a_request_are_prepared_once_for_all_its_answers() -> None:
+    limits = TokenLimits((3, 2, 3, 3, 999_999), [[2, 2], [2, 3], [9, 9, 2]])
+    samplers = [Sampler(Sampling(temperature=0.0), [], [], None, limits) for _ in range(2)]
+    assert [one.greedy for one in samplers] == [False, False]
+    assert [choose(samplers, torch.stack([LOGITS, LOGITS]))[0] for _ in range(1)] == [(2, None)]
+    prepared = limits._prepared
+    assert prepared is not None
+    assert prepared.tolist() == [2, 3]
+    # After 2, both tokens would end a bad word, so that none is left.
+    assert all(isinstance(one, OutputNotFinite) for one in choose(samplers, torch.stack([LOGITS, LOGITS])))
+    assert limits._prepared is prepared
 
 
 def test_many_rows_at_once_are_as_one_by_one() -> None:
@@ -173,3 +188,44 @@ def test_an_impossible_choice_fails_its_row_only() -> None:
     broken, found = choose(samplers, torch.stack([LOGITS, LOGITS]))
     assert isinstance(broken, OutputNotFinite)
     assert found == (0, None)
+
+
+@pytest.mark.parametrize("failing", ["drawn", "logprobs_of"])
+def test_rows_that_fail_together_are_chosen_one_by_one(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """With the same random numbers. Only the row that also fails alone has the error."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    asked = [Sampling(seed=seed, top_logprobs=1) for seed in range(3)]
+
+    def made() -> list[Any]:
+        samplers = [Sampler(of, [], []) for of in asked]
+        return [choose(samplers, logits, [3, 0, 2]) for _ in range(3)]
+
+    wanted = made()
+    whole = getattr(sampling, failing)
+
+    def failed(scores: Tensor, *others: Any) -> Any:
+        if len(scores) > 1 or not others[0] or others[0] == [asked[2]]:
+            raise MemoryError("no room for the rows")
+        return whole(scores, *others)
+
+    monkeypatch.setattr(sampling, failing, failed)
+    for found, right in zip(made(), wanted, strict=True):
+        assert found[:2] == right[:2]
+        assert isinstance(found[2], MemoryError) == (failing == "drawn")
+
+
+def test_a_row_with_few_possible_tokens_is_drawn_from_the_likeliest_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    among = draws._among
+
+    def noted(scores: Tensor, of: Any, random: Any, count: int) -> list[int]:
+        counts.append(count)
+        return among(scores, of, random, count)
+
+    monkeypatch.setattr(draws, "_among", noted)
+    for fields in ({"top_k": 50}, {"top_p": 0.99}, {"min_p": 0.01}):
+        asked = Sampling(seed=1, allowed_token_ids=(7, 9), **fields)  # type: ignore[arg-type]
+        assert Sampler(asked, [], []).choose(torch.zeros(10_000))[0] in {7, 9}
+    assert counts == [256] * 3

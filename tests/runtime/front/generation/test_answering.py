@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import threading
 from typing import Any
 
 import pytest
 from live import Gate, Gateway, failure, until
+from pilotflame.handlers.language_model.contract import Delta
 from pilotflame.runtime.calls.serving.invocation import Invocation
 from pilotflame.runtime.front.generation import answering, deltas
+from pilotflame.runtime.plugins.completions.answers import CompletionAnswer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -142,3 +146,34 @@ async def test_a_large_piece_that_is_no_delta_fails_the_call(gateway: Gateway, d
     answer = await gateway.client.post("/openai/v1/completions", json={"model": function.name, "prompt": "a"})
     assert answer.status_code == 500
     assert "no language model" in answer.text
+
+
+SCORES = """
+from pilotflame import Delta, GenerationRequest
+
+def handler(event: GenerationRequest):
+    scored = {"token": "a", "id": 1, "logprob": -1.0, "top": [("a", 1, -1.0)]}
+    yield Delta(text="a" * 300, prompt_logprobs=[scored] * 300)
+    yield Delta(text="b", tokens=[1], logprobs=[scored], finish_reason="stop")
+"""
+
+
+async def test_the_event_of_a_long_prompt_is_made_in_a_thread(
+    gateway: Gateway, deploy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = await deploy(SCORES)
+    on_loop: list[bool] = []
+    piece = CompletionAnswer.piece
+
+    def noted(self: CompletionAnswer, prompt: int, delta: Delta) -> bytes:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return piece(self, prompt, delta)
+
+    monkeypatch.setattr(CompletionAnswer, "piece", noted)
+    body = {"model": function.name, "prompt": "a", "stream": True, "echo": True, "logprobs": 1}
+    response = await gateway.client.post("/v1/completions", json=body)
+    first, second, done, _ = response.text.split("\n\n")
+    assert len(json.loads(first.removeprefix("data: "))["choices"][0]["logprobs"]["tokens"]) == 300
+    assert json.loads(second.removeprefix("data: "))["choices"][0]["text"] == "b"
+    assert done == "data: [DONE]"
+    assert on_loop == [False, True]
