@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,40 @@ async def test_a_map_keeps_the_order_with_bounded_calls_and_inputs() -> None:
             assert read - len(found) <= 3 * 4
     assert found == list(range(1, 100))
     assert most == 3
+
+
+async def test_a_source_that_waits_for_the_answer_to_its_last_event() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(json.loads(await request.read()))
+
+    answered = asyncio.Semaphore(0)
+
+    async def events() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+            await answered.acquire()
+
+    async with server(answer) as url, AsyncClient(url, timeout_s=20) as client, asyncio.timeout(5):
+        found = list[int]()
+        async for value in client.function("f").map(events(), concurrency=1):
+            found.append(value)
+            answered.release()
+    assert found == [0, 1, 2]
+
+
+async def test_a_source_that_fails_does_so_in_its_place() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(json.loads(await request.read()))
+
+    def events() -> Iterator[int]:
+        yield 1
+        raise OSError("gone")
+
+    async with server(answer) as url, AsyncClient(url, timeout_s=20) as client:
+        answers = client.function("f").map(events())
+        assert await anext(answers) == 1
+        with pytest.raises(OSError, match="gone"):
+            await anext(answers)
 
 
 async def test_an_error_of_a_map_is_raised_in_its_place(calling: AsyncClient, deploy: Any) -> None:
