@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from .devices import may_be_of_device
 
 # The errors that callers get as they are. Any other exception is a failure of the handler.
 TOLD = (BadInput, HandlerFailed, InputInvalid, InputTooLarge, OutputInvalid, Overloaded, UnsupportedMedia)
+
+# The room of the clients with which handlers call other functions.
+_CLIENTS = "pilotflame.runtime.command.calling."
 
 
 class AnswerFrames:
@@ -101,7 +105,7 @@ class AnswerFrames:
 
     def failure_frames(self, calls: list[Call], error: BaseException) -> list[bytes]:
         described = self.describe(error)
-        if isinstance(error, EngineStopped):
+        if isinstance(described, EngineStopped):
             calls[0].context.retire()
         return [self.error_frame(call, described) for call in calls]
 
@@ -118,6 +122,8 @@ class AnswerFrames:
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""
+        if _of_another_call(error):
+            return explain(HandlerFailed, what, error, self._root)
         self.suspicious = self.suspicious or may_be_of_device(error) or isinstance(error, SnapshotChanged)
         if isinstance(error, TOLD):
             return error
@@ -125,3 +131,9 @@ class AnswerFrames:
             return not_whole(error)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
         return explain(HandlerFailed, what, error, self._root, remedy=remedy)
+
+
+def _of_another_call(error: BaseException) -> bool:
+    """Return True if a client has raised `error`. Then the error is about another function, and may invite a retry of that call."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(_CLIENTS)

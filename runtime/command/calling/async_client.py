@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
 from typing import Any, Literal, Self, TypedDict, Unpack
 
@@ -94,19 +93,34 @@ class AsyncFunctionHandle:
         A call that fails raises its error in its place, and ends the other calls. With `return_exceptions`, the error is
         yielded instead. Use `contextlib.aclosing` if you may leave the loop early.
         """
-        slots, waiting = slots_of(concurrency), deque[asyncio.Task[Any]]()
+        slots, room = slots_of(concurrency), asyncio.Semaphore(AHEAD * concurrency)
+        calls = asyncio.Queue[asyncio.Task[Any] | None](AHEAD * concurrency + 1)
+
+        async def begin() -> None:
+            try:
+                await room.acquire()
+                async for event in _each(events):
+                    work = self.call_in(slots, event, timeout_s, return_exceptions)
+                    calls.put_nowait(asyncio.create_task(work))
+                    await room.acquire()
+            finally:
+                calls.put_nowait(None)
+
+        # A task reads the events, because the source may wait for an answer before it has the next event.
+        beginning = asyncio.create_task(begin())
         try:
-            async for event in _each(events):
-                while waiting and (waiting[0].done() or len(waiting) == AHEAD * concurrency):
-                    yield await waiting.popleft()
-                work = self.call_in(slots, event, timeout_s, return_exceptions)
-                waiting.append(asyncio.create_task(work))
-            while waiting:
-                yield await waiting.popleft()
+            while (call := await calls.get()) is not None:
+                yield await call
+                room.release()
+            # Raise the error of the source.
+            await beginning
         finally:
-            for task in waiting:
+            beginning.cancel()
+            await asyncio.gather(beginning, return_exceptions=True)
+            left = [call for call in (calls.get_nowait() for _ in range(calls.qsize())) if call is not None]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
 
     async def call_in(self, slots: asyncio.Semaphore, event: Any, timeout_s: float | None, keep: bool) -> Any:
         """Call the function once one of `slots` is free. With `keep`, return its error instead of raising it."""

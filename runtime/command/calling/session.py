@@ -11,9 +11,8 @@ from typing import NamedTuple
 import aiohttp
 from yarl import URL
 
-from ....addresses import is_loopback
 from ....errors import BadInput, DeadlineExceeded, FunctionStopped, OutputTooLarge, PilotflameError
-from ..client.address import authorization, host_of, trusted_authorities
+from ..client.address import authorization, proxy_of, trusted_authorities
 from ..client.request_errors import answered, broken, unreachable
 
 TIMEOUT_S = 600.0
@@ -66,8 +65,8 @@ class GatewaySession:
     def __init__(self, url: str, *, api_key: str, retry_s: float) -> None:
         """A request is repeated for at most `retry_s` seconds."""
         self.url = url.rstrip("/")
-        self._on_loopback = is_loopback(host_of(self.url))
-        self._headers = authorization(api_key)
+        self._proxy = proxy_of(self.url)
+        self._headers = authorization(api_key, self.url)
         self._retry_s = retry_s
         self._allowed_s = min(retry_s, FIRST_RETRY_S)
         # A session belongs to an event loop. A forked child must not end the sessions of its parent.
@@ -111,7 +110,9 @@ class GatewaySession:
         # A quoted slash in the name of a function stays quoted.
         url = URL(self.url + order.path, encoded=True)
         headers = {**order.headers, "X-Request-Timeout": f"{left_s:.3f}"}
-        async with self._http.request(order.method, url, data=order.body, headers=headers) as response:
+        async with self._http.request(
+            order.method, url, data=order.body, headers=headers, allow_redirects=False
+        ) as response:
             self._allowed_s = self._retry_s
             status, body = response.status, bytearray()
             async for chunk in response.content.iter_any():
@@ -121,7 +122,7 @@ class GatewaySession:
                     raise OutputTooLarge(large, remedy="Let the function store it, and return its address.")
             if status < 300:
                 return Reply(str(url), status, response.content_type, bytes(body))
-            error = answered(str(url), status, bytes(body))
+            error = answered(str(url), status, bytes(body), response.headers.get("Location", ""))
             wait_s = _asked_wait_s(error, response.headers)
             safe_s = 0.0 if order.safe and status in _TEMPORARY else None
             return _Failure(error, safe_s if wait_s is None else wait_s)
@@ -135,8 +136,8 @@ class GatewaySession:
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, ssl=authorities or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 headers=self._headers,
-                # A proxy that the environment names cannot reach a gateway on this machine.
-                trust_env=not self._on_loopback,
+                # With trust_env, a password of ~/.netrc would replace the key.
+                proxy=self._proxy,
             )
         return self._opened[loop]
 

@@ -27,7 +27,8 @@ class _LoopThread:
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._lock = threading.Lock()
+        # The lock of each process, by its id: a child must not wait for a lock that a thread of its parent held at the fork.
+        self._locks = dict[int, threading.Lock]()
         self._pid, self._thread = 0, threading.Thread()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -56,6 +57,10 @@ class _LoopThread:
         # Garbage collection may call this in the thread itself.
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
+
+    @property
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or self._pid != os.getpid():

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
+from ....addresses import is_loopback
 from ....errors import GatewayError, Unauthorized
 
 if TYPE_CHECKING:
@@ -48,11 +49,27 @@ def host_of(url: str) -> str:
     raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
 
 
-def authorization(api_key: str) -> dict[str, str]:
-    """Return the headers that send an API key. Raise Unauthorized if the key cannot be one."""
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment names for a gateway, or None. A proxy cannot reach a gateway on this machine."""
+    # The import takes time, and only commands that send requests need it.
+    from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415
+
+    if is_loopback(host := host_of(url)) or proxy_bypass(host):
+        return None
+    found = getproxies().get(urlsplit(url).scheme)
+    return found if found is None or "://" in found else f"http://{found}"
+
+
+def authorization(api_key: str, url: str) -> dict[str, str]:
+    """Return the headers that send an API key to `url`. Raise Unauthorized if the key cannot be one, or is not alone."""
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
         remedy = f"Check --api-key and {KEY_VARIABLE}; a key looks like pf_…."
         raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
+    if api_key and "@" in urlsplit(url).netloc:
+        remedy = f"Remove them from --url and {URL_VARIABLE}, or set no API key."
+        raise Unauthorized(
+            "The gateway's address has a user or a password, which replaces the API key.", remedy=remedy
+        )
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 

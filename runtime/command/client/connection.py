@@ -50,7 +50,7 @@ class GatewayConnection:
             timeout=timeout,
             trust_env=not self.on_loopback,
             verify=not plain and (trusted_authorities() or True),
-            headers=authorization(api_key) | (control.headers if control else {}),
+            headers=authorization(api_key, self.url) | (control.headers if control else {}),
             transport=httpx.HTTPTransport(uds=str(control.path)) if control else None,
         )
 
@@ -106,7 +106,8 @@ def _check(response: httpx.Response) -> None:
     """Raise the error in the body of `response`, unless its status is a success."""
     if response.is_success:
         return
-    raise answered(str(response.request.url), response.status_code, response.read())
+    target = response.headers.get("Location", "")
+    raise answered(str(response.request.url), response.status_code, response.read(), target)
 
 
 def json_of(response: httpx.Response) -> dict[str, Any]:

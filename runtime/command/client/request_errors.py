@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ....errors import GatewayError, GatewayUnreachable, PilotflameError
+from ....snapshot.sources.location import shown
 from .address import CA_VARIABLE
 
 
@@ -23,8 +24,11 @@ def broken(url: str, error: Exception) -> GatewayError:
     return GatewayError(broke, remedy="Check that it still runs, and call again.")
 
 
-def answered(url: str, status: int, body: bytes) -> PilotflameError:
-    """Return the error in the body of the response to a request for `url`."""
+def answered(url: str, status: int, body: bytes, target: str = "") -> PilotflameError:
+    """Return the error in the response to a request for `url`. `target` is its header Location."""
+    if 300 <= status < 400 and target:
+        moved = f"{url} answered {status}, which names another address: {shown(target)[:200]!r}."
+        return GatewayError(moved, remedy="Let --url (or PILOTFLAME_URL) name the gateway itself.")
     try:
         return PilotflameError.from_wire(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError, AttributeError):

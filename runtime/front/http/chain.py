@@ -210,7 +210,8 @@ class Chain:
         try:
             if self.standalone is not None:
                 await self.standalone.hold(request, passage.path)
-            return await self.audit.audited(request, passage.path, handler)
+            with explaining(named=False, begun=self.guard.may_call(passage.method, passage.path)):
+                return await self.audit.audited(request, passage.path, handler)
         except UnknownFunction as error:
             if public:
                 raise

@@ -134,6 +134,13 @@ class Guard:
         # A row with "*" serves all methods.
         return ("*" if ("*", path) in self._scopes else method, path)
 
+    def may_call(self, method: str, path: str) -> bool:
+        """Return True if a request to a registered path may run a function."""
+        return method not in ("GET", "HEAD") and self._scopes.get((method, path)) not in (
+            Scope.DEPLOY,
+            Scope.ADMIN,
+        )
+
     async def find_signer(self, request: web.Request, path: str) -> Held | None:
         """Return the key that has signed a request, or as which its token acts; None if it holds a key itself or needs none.
 

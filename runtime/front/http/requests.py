@@ -29,8 +29,9 @@ from .incoming_bodies import INCOMING
 
 CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
-BODY_BYTES = web.RequestKey("body_bytes", int)
 """The body of a request that the guard had to read, as it was sent. `read_body` unpacks and returns it."""
+BODY_BYTES = web.RequestKey("body_bytes", int)
+"""The size of the body that `read_body` has returned."""
 CALLS = web.RequestKey("calls", bool)
 """Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
 CONTINUED = web.RequestKey("continued", bool)

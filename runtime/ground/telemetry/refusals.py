@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from ....errors import GatewayError
+from ....errors import CallEnded, GatewayError
 
 LOG = logging.getLogger(__name__)
 
@@ -152,8 +152,11 @@ def explained(error: BaseException, *, named: bool = True) -> GatewayError | Non
 
 
 @contextlib.contextmanager
-def explaining(*, named: bool = True) -> Iterator[None]:
-    """Log what the operating system refuses inside the block, and raise it as an error with a remedy."""
+def explaining(*, named: bool = True, begun: bool = False) -> Iterator[None]:
+    """Log what the operating system refuses inside the block, and raise it as an error with a remedy.
+
+    If a call may have `begun` in the block, the error invites no retry.
+    """
     try:
         yield
     except (OSError, RuntimeError, MemoryError, ExceptionGroup) as error:
@@ -163,6 +166,9 @@ def explaining(*, named: bool = True) -> Iterator[None]:
         ):
             raise
         LOG.warning("%s", explained(error), exc_info=True)
+        if begun:
+            remedy = f"{known.remedy} The call may have run: find out before you repeat it."
+            raise CallEnded(known.message, remedy=remedy) from error
         raise known from error
 
 

@@ -42,8 +42,6 @@ INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CO
                       *PREFIXES)  # fmt: skip
 # Programs read these variables in upper and in lower case. A URL with a user name or a password is not passed.
 PROXIES = ("NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-MAX_SOURCE_CHARS = 1 << 20
-MOST_NAMED = 10
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These variables stop libraries from starting thread pools at import, because a zygote must not have threads. In
 # workers, `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
@@ -92,7 +90,9 @@ class ProcessLauncher:
         try:
             return await base.launch(spec, logs, on_death, secrets, confinement)
         except HandlerError as error:
-            await asyncio.to_thread(_name_dropped, error, spec, spec.env.keys() | secrets.keys())
+            _name_dropped(
+                error, spec.env.keys() | secrets.keys() | SINGLE_THREADED.keys() | ASK_WITHOUT_USE.keys()
+            )
             raise
 
     async def _confine(self, spec: WorkerSpec) -> Confinement:
@@ -312,18 +312,16 @@ def _passes(key: str, value: str) -> bool:
     return (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
 
 
-def _name_dropped(error: HandlerError, spec: WorkerSpec, given: Set[str]) -> None:
-    """Name variables that the function does not inherit in the remedy of a failed import: those in the error or the handler's file.
+def _name_dropped(error: HandlerError, given: Set[str]) -> None:
+    """Say in the remedy of a failed import that the function does not inherit the variable that the import lacks.
 
-    `given` are the variables that the function has in other ways.
+    `given` are the variables that the function has in other ways. No other variable is named, because the function's code is
+    not to learn which variables the gateway has.
     """
-    file = spec.code / spec.handler.partition(":")[0]
-    source = file.read_text(errors="replace")[:MAX_SOURCE_CHARS] if file.is_file() else ""
-    words = set(re.findall(r"\w+", f"{error.message} {error.trace} {source}"))
-    given |= SINGLE_THREADED.keys() | ASK_WITHOUT_USE.keys()
-    names = sorted(key for key in os.environ.keys() & words - given if not _passes(key, os.environ[key]))
-    if names:
-        dropped = f"Functions do not inherit {', '.join(names[:MOST_NAMED])} of the gateway: set env in pilotflame.toml."
+    found = re.search(r": KeyError: '(\w{2,})'$", error.message)
+    name = found[1] if found and error.details.get("exception") == "KeyError" else ""
+    if name in os.environ.keys() - given and not _passes(name, os.environ[name]):
+        dropped = f"Functions do not inherit {name} of the gateway: set env in pilotflame.toml."
         error.remedy = f"{error.remedy} {dropped}".strip()
 
 

@@ -18,6 +18,8 @@ from urllib.parse import quote
 import aiohttp
 
 from ....errors import BadInput, GatewayError, PilotflameError
+from ...command.client.address import authorization, proxy_of
+from ...command.client.request_errors import answered
 from .inputs import InputLine
 from .journal import Journal
 
@@ -58,12 +60,11 @@ class Submitter:
         self._allowed_s = min(patience_s, FIRST_PATIENCE_S)
         """The batch fails after every request has failed for this time."""
         self._failing_since_s: float | None = None
-        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=authorities or True),
             timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
-            headers={"Content-Type": "application/json", **authorization},
-            trust_env=True,
+            headers={"Content-Type": "application/json", **authorization(api_key, url)},
+            proxy=proxy_of(url),
         )
 
     async def __aenter__(self) -> Self:
@@ -108,7 +109,11 @@ class Submitter:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _post(self, body: bytes, key: str) -> tuple[int, dict[str, Any]]:
-        async with self._session.post(self._url, data=body, headers={"Idempotency-Key": key}) as response:
+        async with self._session.post(
+            self._url, data=body, headers={"Idempotency-Key": key}, allow_redirects=False
+        ) as response:
+            if target := response.headers.get("Location") if response.status // 100 == 3 else None:
+                raise answered(self._gateway, response.status, b"", target)
             reply = json.loads(await response.read())
         if not isinstance(reply, dict):
             # The caller already catches ValueError, which `json.loads` raises for invalid JSON.

@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
+from pilotflame import AsyncClient, Client, PilotflameError
+from pilotflame.errors import BadInput, EngineStopped, Overloaded, SnapshotChanged
 from pilotflame.handlers.caller import NO_ORIGIN, NORMAL, CallOrigin, origin
 from pilotflame.handlers.contract import Cancellation, Context, batch
 from pilotflame.handlers.handler import HandlerKind
@@ -302,6 +306,49 @@ async def test_what_the_handler_raises_goes_to_its_caller_and_the_next_one_runs(
         assert described["details"]["exception"] == type(error).__name__
         assert "test_runner.py, line " in described["message"]
     assert await made.ask(2, "fine") == "fine"
+
+
+def calls_another(url: str, kept: bool) -> Callable[..., Any]:
+    def handler(_event: Any) -> Any:
+        with Client(url, retry_s=0.0) as client:
+            for found in client.function("other").map([1], return_exceptions=kept):
+                raise found
+
+    return handler
+
+
+def calls_another_on_loop(url: str, kept: bool) -> Callable[..., Any]:
+    async def handler(_event: Any) -> Any:
+        async with AsyncClient(url, retry_s=0.0) as client:
+            async for found in client.function("other").map([1], return_exceptions=kept):
+                raise found
+
+    return handler
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["raised", "yielded"])
+@pytest.mark.parametrize("error", [Overloaded, BadInput, SnapshotChanged, EngineStopped])
+@pytest.mark.parametrize("made_for", [calls_another, calls_another_on_loop])
+async def test_an_error_of_a_call_of_another_function_is_a_failure_of_the_handler(
+    rig: MakeRig,
+    made_for: Callable[[str, bool], Callable[..., Any]],
+    error: type[PilotflameError],
+    kept: bool,
+) -> None:
+    body = orjson.dumps({"error": error("Nested.", details={"retry_after_s": 9.0}).to_wire()})
+
+    async def answer(_request: web.BaseRequest) -> web.Response:
+        return web.Response(status=503, body=body)
+
+    async with RawTestServer(answer) as server:
+        made = rig(made_for(str(server.make_url("/")), kept))
+        made.submit(1)
+        (frame,) = await made.expect(FrameKind.ERROR)
+    described = frame.json()
+    assert described["type"] == "handler_failed"
+    assert described["details"]["exception"] == error.code
+    assert "test_runner.py, line " in described["message"]
+    assert not made.runner.answers.suspicious
 
 
 async def test_a_base_exception_does_not_end_the_handlers_thread(rig: MakeRig) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,69 @@ async def test_the_address_and_the_key_of_the_commands(
         AsyncClient("localhost:8600", api_key="")
 
 
+# -- other servers than the gateway
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_a_redirect_is_an_error_that_names_its_target(status: int) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        found = {"Location": "/login?state=secret"} if len(asked) == 1 else {}
+        return web.json_response("a login page", status=status if found else 200, headers=found)
+
+    async with server(answer) as url, AsyncClient(url, timeout_s=20) as client:
+        with pytest.raises(GatewayError, match=f"{status}.*'/login'") as caught:
+            await client.function("f").call()
+    assert "secret" not in str(caught.value)
+    assert len(asked) == 1
+
+
+async def test_a_proxy_of_the_environment_and_no_password_of_netrc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        names = ("Host", "Authorization", "Proxy-Authorization")
+        asked.append(tuple(request.headers.get(name, "") for name in names))
+        return web.json_response("answer")
+
+    (tmp_path / "netrc").write_text("default login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr("pilotflame.runtime.command.calling.session.FIRST_RETRY_S", 0.0)
+    async with server(answer) as url:
+        monkeypatch.setenv("http_proxy", url.replace("http://", "a:b@"))
+        for key in ("", "pf_x"):
+            async with AsyncClient("http://gateway.invalid", api_key=key) as client:
+                assert await client.function("f").call() == "answer"
+        async with AsyncClient(url.replace("127.0.0.1", "localhost"), api_key="") as client:
+            assert await client.function("f").call() == "answer"
+        monkeypatch.setenv("no_proxy", "other.invalid,gateway.invalid")
+        async with AsyncClient("http://gateway.invalid") as client:
+            with pytest.raises(GatewayUnreachable):
+                await client.function("f").call()
+    proxied, local = (
+        ("gateway.invalid", "", "Basic YTpi"),
+        (url.replace("http://127.0.0.1", "localhost"), "", ""),
+    )
+    assert asked == [proxied, ("gateway.invalid", "Bearer pf_x", "Basic YTpi"), local]
+
+
+async def test_an_address_with_a_password_beside_a_key() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(request.headers["Authorization"])
+
+    async with server(answer) as url:
+        address = url.replace("http://", "http://me:secret@")
+        with pytest.raises(Unauthorized, match="user or a password") as caught:
+            AsyncClient(address, api_key="pf_x")
+        assert "secret" not in str(caught.value)
+        async with AsyncClient(address, api_key="") as client:
+            assert await client.function("f").call() == "Basic bWU6c2VjcmV0"
+
+
 # -- repeats
 
 
@@ -245,6 +309,40 @@ async def test_a_map_keeps_the_order_with_bounded_calls_and_inputs() -> None:
             assert read - len(found) <= 3 * 4
     assert found == list(range(1, 100))
     assert most == 3
+
+
+async def test_a_source_that_waits_for_the_answer_to_its_last_event() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(json.loads(await request.read()))
+
+    answered = asyncio.Semaphore(0)
+
+    async def events() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+            await answered.acquire()
+
+    async with server(answer) as url, AsyncClient(url, timeout_s=20) as client, asyncio.timeout(5):
+        found = list[int]()
+        async for value in client.function("f").map(events(), concurrency=1):
+            found.append(value)
+            answered.release()
+    assert found == [0, 1, 2]
+
+
+async def test_a_source_that_fails_does_so_in_its_place() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(json.loads(await request.read()))
+
+    def events() -> Iterator[int]:
+        yield 1
+        raise OSError("gone")
+
+    async with server(answer) as url, AsyncClient(url, timeout_s=20) as client:
+        answers = client.function("f").map(events())
+        assert await anext(answers) == 1
+        with pytest.raises(OSError, match="gone"):
+            await anext(answers)
 
 
 async def test_an_error_of_a_map_is_raised_in_its_place(calling: AsyncClient, deploy: Any) -> None:

@@ -146,6 +146,37 @@ def test_a_forked_child_has_connections_of_its_own(served: str, deployed: str) -
     assert told == [2, 3, 4]
 
 
+def test_a_fork_while_another_thread_begins_a_call(served: str, deployed: str) -> None:
+    told = program(
+        f"""
+        import asyncio, json, os, signal, threading, pilotflame
+        function = pilotflame.Client({served!r}).function({deployed!r})
+        begin, begun, forked = asyncio.run_coroutine_threadsafe, threading.Event(), threading.Event()
+
+        def begin_late(*given):
+            begun.set()
+            forked.wait()
+            return begin(*given)
+
+        asyncio.run_coroutine_threadsafe = begin_late
+        calling = threading.Thread(target=function.call, args=(1,))
+        calling.start()
+        begun.wait()
+        asyncio.run_coroutine_threadsafe = begin
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            signal.alarm(10)
+            os.write(writer, json.dumps(function.call(2)).encode())
+            os._exit(0)
+        forked.set()
+        calling.join()
+        _, status = os.waitpid(child, 0)
+        print(json.dumps([status, int(os.read(reader, 9) if not status else 0)]))
+        """
+    )
+    assert told == [0, 2]
+
+
 def test_a_program_need_not_close_its_client(served: str, deployed: str) -> None:
     text = f"import pilotflame\nf = pilotflame.Client({served!r}).function({deployed!r})\nprint(f.call(1))"
     done = subprocess.run(

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
+from pilotflame.errors import (
+    BadInput,
+    GatewayError,
+    GatewayUnreachable,
+    SettingsError,
+    Unauthorized,
+    UnknownFunction,
+)
 from pilotflame.runtime.command.client.client import Client
 from pilotflame.runtime.command.client.events import parse_events, split_lines
 from pilotflame.runtime.node.packaging.code import pack
@@ -42,6 +49,8 @@ def server() -> Iterator[Callable[[int, str, bytes], str]]:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
+                if status == 302:
+                    self.send_header("Location", "/login")
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -161,6 +170,14 @@ def test_another_server_answers(server, status: int):
     url = server(status, "text/html", b"<h1>Hello\n there</h1>")
     with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status}, .*Hello there"):
         client.get("v1", "functions")
+
+
+def test_a_redirect_and_an_address_with_a_password(server: Callable[[int, str, bytes], str]) -> None:
+    url = server(302, "text/html", b"")
+    with Client(url) as client, pytest.raises(GatewayError, match=r"302.*/login"):
+        client.get("v1", "functions")
+    with pytest.raises(Unauthorized, match="user or a password"):
+        Client(url.replace("http://", "http://me:secret@"), api_key="pf_x")
 
 
 def test_a_stream_that_breaks_off(server):

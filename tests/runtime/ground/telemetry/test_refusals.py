@@ -15,6 +15,8 @@ import pytest
 from live import failure, gateway_here, short_folder
 from pilotflame.errors import GatewayError, LauncherError, RequirementsError
 from pilotflame.runtime.command.client.exit_codes import exit_code_of
+from pilotflame.runtime.front.api.invoke import Invoker
+from pilotflame.runtime.front.http.guard import Guard
 from pilotflame.runtime.front.listening.sockets import bind
 from pilotflame.runtime.ground.telemetry.refusals import explained, explaining
 from pilotflame.runtime.node.functions.deploy import Preparation
@@ -175,3 +177,29 @@ async def test_a_deploy_and_a_rollback_on_a_full_disk(state: Path, monkeypatch: 
         assert "the disk or its quota is full" in error["message"]
         assert "/secret" not in str(error)
         assert await function.answer(1) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EMFILE, "x"), MemoryError(), RuntimeError("can't start new thread")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_refusal_after_a_call_has_run_invites_no_retry_and_before_it_does(
+    state: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def refused(*_given: object) -> None:
+        raise error
+
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    yield event\n")
+        path = f"/invoke/{function.name}"
+        with monkeypatch.context() as patched:
+            patched.setattr(Guard, "find_signer", refused)
+            before = await gateway.client.post(path, json=1)
+        assert (before.status_code, before.headers["Retry-After"]) == (503, "2")
+        monkeypatch.setattr(Invoker, "_stream", refused)
+        after = await gateway.client.post(path, json=1)
+        assert failure(after)["status"] == 500
+        assert "is limited" in failure(after)["message"]
+        assert "Retry-After" not in after.headers
+        assert after.headers["x-should-retry"] == "false"

@@ -59,16 +59,36 @@ class TestProcessLauncher(LauncherTests):
         async with launched(launcher, second) as source:
             assert (await forked(source, "w1")).pid
 
-    async def test_a_failed_import_names_variables_that_were_dropped(
-        self, launcher: Launcher, make_spec: Callable[[str], WorkerSpec], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("failure", "named"),
+        [
+            ('os.environ["MODEL_HOME"]', True),
+            ('os.environ["GIVEN_HOME"]', False),
+            ('os.environ["_"]', False),
+            ('os.environ.get("MODEL_HOME") + 1', False),
+            ("{}[\"KeyError: 'MODEL_HOME'\"]", False),
+            ("exec('raise ValueError(\"KeyError: \\\\\\'MODEL_HOME\\\\\\'\")')", False),
+        ],
+    )
+    async def test_a_failed_import_names_only_the_dropped_variable_that_it_lacks(
+        self,
+        launcher: Launcher,
+        make_spec: Callable[[str], WorkerSpec],
+        monkeypatch: pytest.MonkeyPatch,
+        failure: str,
+        named: bool,
     ) -> None:
-        for name in ("MODEL_HOME", "GIVEN_HOME", "OTHER_HOME"):
+        for name in ("MODEL_HOME", "GIVEN_HOME", "OTHER_HOME", "_"):
             monkeypatch.setenv(name, "/models")
-        spec = make_spec('import os\nmodels = os.environ.get("MODEL_HOME", os.environ["GIVEN_HOME"]) + 1\n')
+        spec = make_spec(
+            f"import os\nfor _ in 'OTHER_HOME',:\n    os.environ.pop('GIVEN_HOME', 0)\n    {failure}\n"
+        )
         with pytest.raises(HandlerImportError) as caught:
             async with launched(launcher, spec.model_copy(update={"env": {"GIVEN_HOME": "/own"}})):
                 pass
-        assert "do not inherit MODEL_HOME of the gateway: set env in pilotflame.toml" in caught.value.remedy
+        inherited = "Functions do not inherit MODEL_HOME of the gateway: set env in pilotflame.toml."
+        assert (inherited in caught.value.remedy) is named
+        assert caught.value.remedy.count("not inherit") == named
 
     async def test_a_base_that_dies_at_its_start_says_its_last_line(
         self,

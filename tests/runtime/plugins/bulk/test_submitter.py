@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from pilotflame.errors import Forbidden, GatewayError, UnknownFunction
+from pilotflame.errors import Forbidden, GatewayError, Unauthorized, UnknownFunction
 from pilotflame.runtime.plugins.bulk.inputs import InputLine
 from pilotflame.runtime.plugins.bulk.journal import Journal
 from pilotflame.runtime.plugins.bulk.submitter import AHEAD, Submitter, dumped, run_in_order
@@ -84,6 +84,20 @@ async def test_an_error_of_all_lines_is_raised(serve) -> None:
     async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         with pytest.raises(Forbidden, match="not yours"):
             await submitter.answer(LINE)
+
+
+async def test_a_redirect_ends_it_and_a_proxy_does_not_get_requests_to_this_machine(
+    serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": "http://login.invalid/"})
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with Submitter(await serve(answer), "f", api_key="pf_x", run="r", patience_s=0.2) as submitter:
+        with pytest.raises(GatewayError, match=r"302.*'http://login.invalid/'"):
+            await submitter.answer(LINE)
+    with pytest.raises(Unauthorized, match="user or a password"):
+        Submitter("http://me:secret@127.0.0.1:9", "f", api_key="pf_x", run="r")
 
 
 async def test_a_gateway_that_stays_away_ends_it() -> None:
