@@ -154,9 +154,9 @@ class AwsClient:
 
 
 def is_refusal(error: BusFailed) -> bool:
-    """Return True if the credentials are missing or refused, or the policy does not allow the address."""
+    """Return True if the credentials are missing or not valid, or the policy does not allow the address."""
     code = str(error.details.get("code"))
-    return code in ("address", "no_credentials") or any(part in code for part in (*_NO_KEYS, "AccessDenied"))
+    return code in ("address", "no_credentials") or any(part in code for part in _NO_KEYS)
 
 
 def _remedy(code: str, usual: str = "") -> str:
