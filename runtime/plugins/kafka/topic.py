@@ -49,7 +49,7 @@ class KafkaTopic:
         self._committing = threading.Lock()
         self._deliveries = Deliveries({
             "eventSource": "SelfManagedKafka", "bootstrapServers": ",".join(source.brokers), "topic": source.topic,
-        })  # fmt: skip
+        }, identity.dialect)  # fmt: skip
         self._error: BusFailed | None = None
         self._closing = False
 
