@@ -106,10 +106,27 @@ class _SaslListener(socketserver.BaseRequestHandler):
         return data
 
 
+class _DeadEnd(socketserver.BaseRequestHandler):
+    """A connection that is closed at once, as by a proxy whose broker is down."""
+
+
 @contextmanager
 def sasl_broker() -> Iterator[str]:
     """Run a broker that refuses each login. Yield its address."""
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _SaslListener) as server:
+    with _listening(_SaslListener) as address:
+        yield address
+
+
+@contextmanager
+def dead_end() -> Iterator[str]:
+    """Run a proxy whose broker is down. Yield its address."""
+    with _listening(_DeadEnd) as address:
+        yield address
+
+
+@contextmanager
+def _listening(handler: type[socketserver.BaseRequestHandler]) -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_address[1]}"

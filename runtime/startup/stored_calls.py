@@ -61,7 +61,12 @@ def identity(functions: Functions, name: str) -> Identity:
 
 def _identity_of(functions: Functions, name: str, key_id: str) -> Identity:
     access = functions.policies.queue_access(key_id)
-    return Identity(functools.partial(functions.secrets.of, name), access)
+
+    def dialect() -> str:
+        live = functions.find(name)
+        return "" if live is None else str(live.record.handler.get("dialect", ""))
+
+    return Identity(functools.partial(functions.secrets.of, name), access, dialect)
 
 
 async def _open_jobs(

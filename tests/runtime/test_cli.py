@@ -172,8 +172,8 @@ def test_the_status_lists_event_sources(pilotflame, tmp_path: Path):
     queue = "http://127.0.0.1:1/000000000000/orders"
     table = f'[[source]]\ntype = "sqs"\nqueue = "{queue}"\nregion = "us-east-1"\n'
     (tmp_path / "pilotflame.toml").write_text(f'name = "ordered"\n{table}')
-    for secret in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        assert pilotflame("secrets", "set", "ordered", secret, given=b"any\n").returncode == 0
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert pilotflame("secrets", "set", "ordered", name, given=b"any\n").returncode == 0
     assert pilotflame("deploy", tmp_path, "--no-check").returncode == 0
     lines = [line.split() for line in pilotflame("status", "ordered").stdout.splitlines()]
     assert [

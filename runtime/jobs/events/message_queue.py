@@ -35,6 +35,8 @@ class Identity:
 
     secrets: Callable[[], Mapping[str, str]] = dict[str, str]
     access: Access = ANY
+    dialect: Callable[[], str] = str
+    """Returns the dialect of the live handler; "" if it is not known yet."""
 
 
 class MessageQueue(Protocol):

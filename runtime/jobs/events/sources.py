@@ -61,11 +61,16 @@ class Sources:
         self._closed = False
 
     async def check(self, settings: FunctionSettings, identity: Identity) -> None:
-        """Raise SourceDenied, which names the source, if its credentials are missing or refused. Pass over sources that do not answer."""
+        """Raise SourceDenied, which names the source, if its credentials are missing or refused.
+
+        Pass over sources that do not answer, and over the sources of running consumers.
+        """
+        running = {(one.source, one.access) for one in self._consumers.get(settings.name, ())}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CHECK_S):
                 for source in dict.fromkeys(settings.source):
-                    if self._plugins is None or source.type in self._plugins:
+                    on = self._plugins is None or source.type in self._plugins
+                    if on and (source, identity.access) not in running:
                         await _check(source, identity)
 
     def start(self, name: str, settings: FunctionSettings) -> None:

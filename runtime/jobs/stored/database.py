@@ -46,6 +46,7 @@ class _QueuedCall:
 
     run: Change[Any]
     committed: Callable[[Any], object] | None
+    at_commit: Callable[[], object] | None
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
@@ -112,31 +113,40 @@ class Database:
             calls.put(None)
             thread.join()
 
-    async def write(self, change: Change[T], committed: Callable[[T], object] | None = None) -> T:
+    async def write(
+        self, change: Change[T], committed: Callable[[T], object] | None = None,
+        at_commit: Callable[[], object] | None = None,
+    ) -> T:  # fmt: skip
         """Run `change` in a transaction and return its result once the transaction is durably on disk.
 
         `change` runs in the writer thread. It runs a second time if the commit of its group failed. If it raises, only
         its own changes are undone: the changes of other callers in the group stay. After the commit, the event loop
         calls `committed` with the result, even if the caller was cancelled. Raises JobStoreFailed if the database
         cannot be written.
+
+        The writer thread calls `at_commit` right after the commit. No other change runs between `change` and `at_commit`.
         """
-        return await self._call(self._writes, change, committed)
+        return await self._call(self._writes, change, committed, at_commit)
 
     async def read(self, query: Change[T]) -> T:
         """Run `query`, which must not write, in the reader thread and return its result."""
-        return await self._call(self._reads, query, None)
+        return await self._call(self._reads, query)
 
-    async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[T], object] | None) -> T:
+    async def _call(
+        self, calls: _Calls, run: Change[T], committed: Callable[[T], object] | None = None,
+        at_commit: Callable[[], object] | None = None,
+    ) -> T:  # fmt: skip
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # `close` queues None to end a thread. A call that is queued after it would never be run.
         with self._lock:
             if not self._threads:
                 raise JobStoreFailed("The store of jobs is closed.")
-            calls.put(_QueuedCall(run, committed, future))
+            calls.put(_QueuedCall(run, committed, at_commit, future))
         return await future
 
     def _write_group(self, connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
         failed = True
+        group.sort(key=lambda call: call.at_commit is not None)
         try:
             _commit(connection, group)
             failed = any(isinstance(call.error, JobStoreFailed) for call in group)
@@ -240,6 +250,8 @@ def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
         connection.execute("COMMIT")
         for call in group:
             call.ended = True
+            if call.at_commit is not None and call.error is None:
+                call.at_commit()
     except sqlite3.Error as error:
         if connection.in_transaction:
             connection.execute("ROLLBACK")

@@ -177,7 +177,8 @@ class JobDispatcher:
             # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
             next_s = await self._store.next_due(function, now_s)
-            wait_s = math.inf if next_s is None else next_s - self._store.clock()
+            # The later time, since the clock may have been set back during the read.
+            wait_s = math.inf if next_s is None else next_s - max(now_s, self._store.clock())
             jobs.due_s = time.monotonic() + (min(wait_s, FULL_RETRY_S) if held else wait_s)
             left = len(due) == room or sum(len(job.input) for job in due) >= left_bytes
         finally:

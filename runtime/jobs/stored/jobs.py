@@ -8,6 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ....errors import GatewayError, JobStoreFailed, UnknownFunction
@@ -24,7 +25,7 @@ from .dispatcher import JobDispatcher
 from .job import Job, NewJob
 from .outbox import WebhookBodies
 from .schema import SCRIPTS
-from .steady_clock import NOTICED_S, SteadyClock
+from .steady_clock import SteadyClock
 from .store import JobStore
 from .stored_bytes import StoredBytes
 from .transaction import Transaction
@@ -71,8 +72,7 @@ class Expiry:
             self._next_s = self._clock() + MAX_SLEEP_S
             try:
                 if by_s := self._clock.behind_s:
-                    await self._store.shift(by_s)
-                    self._clock.follow(by_s)
+                    await self._store.shift(by_s, partial(self._clock.follow, by_s))
                     continue
                 while (due_s := await self._store.next_expiry(self._clock())) <= self._clock():
                     await self._store.expire()
@@ -120,9 +120,6 @@ class Jobs:
         Return how many of the jobs that were running are queued again, and how many of them have failed.
         """
         await asyncio.to_thread(self._database.open)
-        if (ahead_s := await self.store.last_created_s() - self._clock()) > NOTICED_S:
-            # The clock was set back since the previous run.
-            await self.store.shift(-ahead_s)
         self._stored.load(await self.store.stored_bytes())
         if (most_bytes := self._most_stored) is None:
             most_bytes = await asyncio.to_thread(self._default_most)

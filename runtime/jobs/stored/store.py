@@ -135,8 +135,10 @@ class JobStore:
     _delivery_body = _query(outbox.body_of)
     begun_alerts = _query(queries.begun_alerts)
     stored_bytes = _query(schema.stored_bytes)
-    shift = _transition(transitions.shift)
-    last_created_s = _query(transitions.last_created_s)
+
+    async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
+        """Run `transitions.shift`. `follow`, which lets the clock follow, is called before any other write."""
+        await self._database.write(lambda connection: transitions.shift(connection, by_s), at_commit=follow)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs. Return their number.

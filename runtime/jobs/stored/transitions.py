@@ -340,16 +340,10 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
     return done + deleted
 
 
-def shift(transaction: Transaction, by_s: float) -> None:
+def shift(connection: sqlite3.Connection, by_s: float) -> None:
     """Move the ends of all waits by the seconds by which the clock was set, and the times from which unfinished jobs wait."""
     for change in _SHIFTS:
-        transaction.connection.execute(change, (by_s,))
-
-
-def last_created_s(connection: sqlite3.Connection) -> float:
-    """Return when the latest job was submitted; 0.0 if there is none."""
-    found = connection.execute("SELECT created_s FROM jobs ORDER BY number DESC LIMIT 1").fetchone()
-    return float(found[0]) if found else 0.0
+        connection.execute(change, (by_s,))
 
 
 def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:

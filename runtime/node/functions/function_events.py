@@ -48,7 +48,7 @@ class FunctionEvents:
     """Called with a function's name when a revision of the function has become live, and when the function was paused,
     resumed or reset."""
     deploying: list[Callable[[FunctionSettings, str], Awaitable[object]]] = field(default_factory=list)
-    """Awaited with the settings and the id of the API key of a deploy. An error refuses the deploy."""
+    """Awaited with the settings and the id of the API key of a caller's deploy. An error refuses the deploy."""
     creating: list[Callable[[str], Awaitable[object]]] = field(default_factory=list)
     """Awaited with a function's name before the first revision of the function becomes live. An error refuses the deploy."""
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)

@@ -73,10 +73,13 @@ class Rollouts:
         with contextlib.ExitStack() as failing:
             failing.callback(self.revisions.threads.start, functools.partial(_remove, staged))
             self.revisions.reconciler.gpus.hardware.check(name, fields.settings.resources)
-            for accept in functions.events.deploying:
-                await accept(fields.settings, request.owner)
             async with functions.lock(name):
                 functions.check_open()
+                if request.authorize is not None:
+                    # While the deploy waited for the lock, another key may have deployed this name.
+                    request.authorize(name)
+                    for accept in functions.events.deploying:
+                        await accept(fields.settings, request.owner)
                 failing.pop_all()
                 logs = functions.logs.of_function(name)
                 for text in said:

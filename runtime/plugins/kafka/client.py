@@ -22,7 +22,8 @@ _REMEDIES = {
     "TOPIC_AUTHORIZATION_FAILED": "Let the user read and write the topics of the source.",
     "GROUP_AUTHORIZATION_FAILED": "Let the user use the consumer group.",
     "_AUTHENTICATION": f"Check the function's secrets {USERNAME} and {PASSWORD}, and the setting mechanism.",
-    "_ALL_BROKERS_DOWN": "Check the brokers and the network.",
+    # A broker that needs a login ends connections without it, as a proxy does whose broker is down.
+    "_ALL_BROKERS_DOWN": f"Check the brokers and the network, and the function's secrets {USERNAME} and {PASSWORD} if the brokers need a login.",
     "_TRANSPORT": "Check the brokers and the network.",
     "_RESOLVE": "Check the names of the brokers.",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ....foreign_json import is_compact
@@ -21,21 +21,28 @@ MAX_WAITING_BYTES = 64 << 20
 """While the waiting messages have this size, no partition is read on."""
 
 
+LAMBDA = "lambda"
+"""The dialect whose handlers get whole records. Their headers and values are stored with each job."""
 _SENT_TYPES = ("NO_TIMESTAMP_TYPE", "CREATE_TIME", "LOG_APPEND_TIME")
 
 
-def facts_of(record: Record) -> dict[str, Any]:
-    """Return a record as AWS's event source mapping has it. The value is left out if the job's input has its exact bytes."""
+def facts_of(record: Record, *, whole: bool) -> dict[str, Any]:
+    """Return a record as AWS's event source mapping has it, with headers and value if it is to be `whole`.
+
+    The value is left out if the job's input has its exact bytes.
+    """
     place, value = record.place, record.value
-    kept = value is not None and is_compact(value)
-    return {
+    facts: dict[str, Any] = {
         "partition": place.partition, "offset": place.offset,
         "timestamp": record.sent_ms, "timestampType": _SENT_TYPES[record.sent_type],
-        # Java's bytes have a sign.
-        "headers": [{name: memoryview(one).cast("b").tolist()} for name, one in record.headers],
         **({} if record.key is None else {"key": _base64(record.key)}),
-        **({} if kept else {"value": None if value is None else _base64(value)}),
     }  # fmt: skip
+    if whole:
+        # Java's bytes have a sign.
+        facts["headers"] = [{name: memoryview(one).cast("b").tolist()} for name, one in record.headers]
+        if value is None or not is_compact(value):
+            facts["value"] = None if value is None else _base64(value)
+    return facts
 
 
 def _base64(data: bytes) -> str:
@@ -45,9 +52,9 @@ def _base64(data: bytes) -> str:
 class Deliveries:
     """The messages from their receipt to their end. Any thread may call it. The partitions of this member change between the calls."""
 
-    def __init__(self, facts: Mapping[str, str] = NOTHING) -> None:
-        """`facts` describe the topic. A message has them beside its own."""
-        self._facts = facts
+    def __init__(self, facts: Mapping[str, str] = NOTHING, dialect: Callable[[], str] = str) -> None:
+        """`facts` describe the topic. A message has them beside its own. `dialect` returns `Identity.dialect`."""
+        self._facts, self._dialect = facts, dialect
         self._lock = threading.RLock()
         self._epochs: dict[int, int] = {}
         """How often each partition was assigned to this member."""
@@ -154,7 +161,7 @@ class Deliveries:
             attributes,
             record.sent_ms / 1000,
             record.group,
-            {**self._facts, **facts_of(record)},
+            {**self._facts, **facts_of(record, whole=self._dialect() in ("", LAMBDA))},
         )
 
     def record_of(self, message: Message) -> Record | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ....errors import BusFailed
 from ...jobs.events.blocking_calls import call_in_thread
 from ...jobs.events.message_queue import Identity, Message
-from .client import LOG, PASSWORD, REQUEST_S, USERNAME, config_of, failed, failures
+from .client import LOG, REQUEST_S, config_of, failed, failures
 from .deliveries import Deliveries
 from .settings import KafkaSource
 from .sink import TopicSink, Writer
@@ -49,7 +49,7 @@ class KafkaTopic:
         self._committing = threading.Lock()
         self._deliveries = Deliveries({
             "eventSource": "SelfManagedKafka", "bootstrapServers": ",".join(source.brokers), "topic": source.topic,
-        })  # fmt: skip
+        }, identity.dialect)  # fmt: skip
         self._error: BusFailed | None = None
         self._closing = False
 
@@ -130,15 +130,9 @@ class KafkaTopic:
             errors += (
                 [] if known is None else [one for one in [known.topics[self._source.topic].error] if one]
             )
-        names = {one.name() for one in errors}
         refused = next((one for one in errors if one.name() in REFUSALS), None)
         if refused is not None:
             raise failed(self._purpose, refused)
-        if known is None and names == {"_ALL_BROKERS_DOWN"} and not self._identity.secrets().get(USERNAME):
-            # A connection that could not be made has another error.
-            fault = f"{self._purpose}: the brokers end the connection of a client that does not log in."
-            remedy = f"Set the function's secrets {USERNAME} and {PASSWORD}, and tls if the brokers encrypt."
-            raise BusFailed(fault, remedy=remedy, details={"code": "no_credentials"})
 
     def _depth(self) -> int:
         with self._polling:

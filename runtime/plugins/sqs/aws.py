@@ -1,6 +1,6 @@
 """Calls AWS in threads, with boto3. It raises BusFailed for errors of boto3.
 
-Trusted functions use the gateway's credentials. Other functions use the credentials in their own secrets.
+Functions use the credentials in their own secrets. A trusted function without secrets AWS_… uses the gateway's credentials.
 """
 
 from __future__ import annotations
@@ -133,10 +133,11 @@ class AwsClient:
         """Return the function's secrets to use, or None to use the gateway's identity. Raises BusFailed if the function
         must have secrets and has none.
         """
-        # A policy has allowed the profile by its name.
-        if not self._identity.access.own_only or self._source.profile is not None:
-            return None
         own = AWS.own(self._identity.secrets())
+        alone = self._identity.access.own_only or any(name.startswith("AWS_") for name in own)
+        # A policy has allowed the profile by its name.
+        if not alone or self._source.profile is not None:
+            return None
         if not own.get("AWS_ACCESS_KEY_ID"):
             fault = "the function has no secret AWS_ACCESS_KEY_ID, and may not use the gateway's credentials"
             remedy = "Set the secrets AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of the function."
@@ -145,7 +146,7 @@ class AwsClient:
 
     def _forget_secrets(self, code: str) -> None:
         """Read the function's secrets again before the next request, if AWS has refused them."""
-        if self._identity.access.own_only and code in _REFUSED_KEYS:
+        if code in _REFUSED_KEYS:
             with self._opening:
                 self._client = None
 
@@ -154,9 +155,9 @@ class AwsClient:
 
 
 def is_refusal(error: BusFailed) -> bool:
-    """Return True if the credentials are missing or refused, or the policy does not allow the address."""
+    """Return True if the credentials are missing or not valid, or the policy does not allow the address."""
     code = str(error.details.get("code"))
-    return code in ("address", "no_credentials") or any(part in code for part in (*_NO_KEYS, "AccessDenied"))
+    return code in ("address", "no_credentials") or any(part in code for part in _NO_KEYS)
 
 
 def _remedy(code: str, usual: str = "") -> str:

@@ -54,7 +54,7 @@ class SqsQueue(AwsClient):
         return await self.call(poll, self._release_abandoned)
 
     async def check(self) -> None:
-        # The answer to a receipt that the queue has never given tells only whether the credentials may use the queue.
+        # The answer to a receipt that the queue has never given tells only whether the credentials are valid.
         request = {"QueueUrl": self._url, "ReceiptHandle": "check", "VisibilityTimeout": 0}
         try:
             await self.call(lambda client: client.change_message_visibility(**request))

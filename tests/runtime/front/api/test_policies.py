@@ -194,7 +194,11 @@ async def test_a_key_that_is_not_trusted_learns_nothing_of_folders(state: Path, 
         assert len(messages) == 1
 
 
-async def test_a_barred_function_reads_no_queue_and_fetches_nothing(state: Path, tmp_path: Path) -> None:
+async def test_a_barred_function_reads_no_queue_and_fetches_nothing(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
     queue = (
         '[[source]]\ntype = "sqs"\nqueue = "http://127.0.0.1:1/000000000000/orders"\nregion = "us-east-1"\n'
     )

@@ -745,7 +745,7 @@ async def test_other_handlers_find_the_message_beside_its_body(deploy, gate: Gat
 
 
 @pytest.mark.parametrize(
-    "code", ["InvalidClientTokenId", "SignatureDoesNotMatch", "AccessDeniedException", "ExpiredToken"]
+    "code", ["InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException", "ExpiredToken"]
 )
 async def test_a_deploy_fails_if_aws_refuses_the_credentials_of_its_source(
     gateway: Gateway, queue: Callable[..., Any], code: str
@@ -758,6 +758,12 @@ async def test_a_deploy_fails_if_aws_refuses_the_credentials_of_its_source(
     assert code in error["message"]
     assert "credentials" in error["remedy"] or "Log in" in error["remedy"]
     assert (await gateway.client.get("/v1/functions/locked")).status_code == 404
+
+
+async def test_a_deploy_needs_no_right_that_it_tries(deploy, queue: Callable[..., Any]) -> None:
+    answer = json.dumps({"__type": "AccessDeniedException", "message": "no"}).encode()
+    async with nonsense([answer], status=403) as endpoint:
+        await deploy(PLAIN, source(queue(), endpoint_url=endpoint), check=False)
 
 
 async def test_a_deploy_fails_if_its_source_has_no_credentials(

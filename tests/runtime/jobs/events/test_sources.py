@@ -20,17 +20,23 @@ class Silent:
 
     batch = 10
     closed = False
+    checks = 0
 
     async def receive(self, limit: int, *, wait: bool) -> list[Message]:
         del limit, wait
         await asyncio.Event().wait()
         raise AssertionError
 
+    async def check(self) -> None:
+        self.checks += 1
+
     async def close(self) -> None:
         self.closed = True
 
 
-async def test_a_source_is_opened_again_only_with_another_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_is_opened_and_checked_again_only_with_another_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     opened: list[tuple[Access, Silent]] = []
 
     def open_silent(_source: EventSource, identity: Identity) -> tuple[Silent, None]:
@@ -49,8 +55,12 @@ async def test_a_source_is_opened_again_only_with_another_rule(monkeypatch: pyte
         found.start("f", settings)
         found.start("f", settings)
         assert [access for access, _ in opened] == [ANY]
+        await found.check(settings, Identity())
+        assert [access for access, _ in opened] == [ANY]
+        await found.check(settings, Identity(access=Access(own_only=True)))
+        assert [queue.checks for _, queue in opened] == [0, 1]
         rules["f"] = Access(own_only=True)
         found.start("f", settings)
-        assert [access for access, _ in opened] == [ANY, Access(own_only=True)]
+        assert [access for access, _ in opened] == [ANY, *[Access(own_only=True)] * 2]
         await found.close()
     assert all(queue.closed for _, queue in opened)

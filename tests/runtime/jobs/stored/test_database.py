@@ -367,3 +367,26 @@ async def test_a_failure_after_the_commit_ends_no_thread(tmp_path: Path) -> None
         failing = False
         assert await database.write(put(b"b")) == 2
     await asyncio.to_thread(database.close)
+
+
+async def test_nothing_is_written_between_a_change_and_what_follows_its_commit(database: Database) -> None:
+    done: list[str] = []
+
+    def fails(_: sqlite3.Connection) -> None:
+        raise JobConflict("no")
+
+    held = Held()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(database.write(held))
+        await asyncio.to_thread(held.reached.wait, 20)
+        tasks.create_task(
+            database.write(lambda _: done.append("change"), at_commit=lambda: done.append("committed"))
+        )
+        tasks.create_task(database.write(lambda _: done.append("later")))
+        # Each task queues its change.
+        await asyncio.sleep(0)
+        held.go.set()
+    assert done == ["later", "change", "committed"]
+    with pytest.raises(JobConflict):
+        await database.write(fails, at_commit=lambda: done.append("failed"))
+    assert "failed" not in done

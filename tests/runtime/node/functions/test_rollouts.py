@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live import Function, Gate, failure, gateway_here, gone, until
+from pilotflame.errors import Forbidden
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
+from pilotflame.runtime.node.functions.deploy import Deployment
 from pilotflame.runtime.node.packaging.code import pack
 from pilotflame.runtime.node.reconciling import revision_workers
 
@@ -267,6 +271,44 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
+
+
+async def test_what_accepts_deploys_is_asked_for_the_owner_of_the_name_only(
+    gateway: Any, tmp_path: Path
+) -> None:
+    """Otherwise the secrets of a function that another key has deployed meanwhile would be sent to the sources of this deploy."""
+    (tmp_path / "handler.py").write_text("def handler(event):\n    return event\n")
+    rollouts, asked, taken, waits = gateway.server.node.rollouts, list[str](), False, asyncio.Event()
+
+    def authorize(_name: str) -> None:
+        if taken:
+            raise Forbidden("taken")
+        loop.call_soon_threadsafe(waits.set)
+
+    async def accept(settings: FunctionSettings, _key_id: str) -> None:
+        asked.append(settings.name)
+
+    loop, deployment = (
+        asyncio.get_running_loop(),
+        Deployment(path=tmp_path, overrides={"name": "mine"}, check=False),
+    )
+    rollouts.functions.events.deploying.append(accept)
+    try:
+        async with asyncio.timeout(20), rollouts.functions.lock("mine"):
+            deploying = asyncio.create_task(rollouts.deploy(replace(deployment, authorize=authorize)))
+            await waits.wait()
+            taken = True
+        with pytest.raises(Forbidden):
+            await deploying
+        assert asked == []
+        # `dev` and `serve FOLDER` deploy without a caller, and do not end.
+        await rollouts.deploy(deployment)
+        assert asked == []
+        taken = False
+        await rollouts.deploy(replace(deployment, authorize=authorize))
+        assert asked == ["mine"]
+    finally:
+        rollouts.functions.events.deploying.remove(accept)
 
 
 async def test_a_deploy_warns_of_a_larger_body_than_the_gateway_takes(state: Path) -> None:

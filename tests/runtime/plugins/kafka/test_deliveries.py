@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from pilotflame.runtime.jobs.events.message_queue import Message
 from pilotflame.runtime.plugins.kafka.deliveries import Deliveries
 
 
@@ -32,10 +34,22 @@ class Raw:
         return 1, 1000
 
 
-def test_a_header_without_a_value_is_an_empty_one() -> None:
-    deliveries = Deliveries()
+def taken(deliveries: Deliveries) -> Message:
     deliveries.assign({0: 7})
     deliveries.add(Raw([("trace", b"1"), ("nothing", None)]))
     (message,) = deliveries.take(10)
+    return message
+
+
+@pytest.mark.parametrize(("dialect", "whole"), [("", True), ("lambda", True), ("pilotflame", False)])
+def test_only_a_handler_of_lambda_gets_what_repeats_the_input(dialect: str, whole: bool) -> None:
+    found = taken(Deliveries(dialect=lambda: dialect)).facts
+    assert (found["partition"], found["offset"], found["key"]) == (0, 7, "a2V5")
+    assert ("value" in found, "headers" in found) == (whole, whole)
+
+
+def test_a_header_without_a_value_is_an_empty_one() -> None:
+    deliveries = Deliveries()
+    message = taken(deliveries)
     assert (message.attributes, message.body) == ({"trace": "1", "nothing": ""}, b"null")
     assert deliveries.finish(message)

@@ -7,11 +7,12 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from kafka_cluster import Cluster, cluster, sasl_broker
+from kafka_cluster import Cluster, cluster, dead_end, sasl_broker
 from live import Gate, Gateway, failure, free_port, gateway_here, short_folder, until
 from pilotflame.errors import BusFailed
 from pilotflame.runtime.jobs.events.message_queue import Identity, Message
@@ -272,12 +273,11 @@ async def test_what_a_lambda_handler_reports_as_failed_is_a_dead_letter(
     assert dead.value() == b"fails"
 
 
-@pytest.mark.parametrize("secrets", [{}, {"KAFKA_USERNAME": "ada", "KAFKA_PASSWORD": "hush-hush"}])
 async def test_a_deploy_fails_if_its_broker_refuses_the_credentials(
-    gateway: Gateway, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kafka_topic, "CHECK_S", 1.0)
-    for name, value in secrets.items():
+    for name, value in {"KAFKA_USERNAME": "ada", "KAFKA_PASSWORD": "hush-hush"}.items():
         await gateway.client.put(f"/v1/functions/locked/secrets/{name}", json={"value": value})
     with sasl_broker() as broker:
         source = {"type": "kafka", "brokers": [broker], "topic": "orders", "group": "f"}
@@ -287,6 +287,17 @@ async def test_a_deploy_fails_if_its_broker_refuses_the_credentials(
     assert "KAFKA_USERNAME" in error["remedy"]
     assert "hush" not in json.dumps(error)
     assert (await gateway.client.get("/v1/functions/locked")).status_code == 404
+
+
+@pytest.mark.parametrize("listen", [dead_end, sasl_broker])
+async def test_a_connection_that_is_closed_is_no_refusal(
+    deploy: Any, monkeypatch: pytest.MonkeyPatch, listen: Callable[[], AbstractContextManager[str]]
+) -> None:
+    monkeypatch.setattr(kafka_topic, "CHECK_S", 1.0)
+    with listen() as broker:
+        source = {"type": "kafka", "brokers": [broker], "topic": "orders", "group": "f"}
+        function = await deploy(ANSWERS, {"source": [source]}, check=False)
+        await function.logged("KAFKA_USERNAME")
 
 
 async def test_a_deploy_does_not_wait_for_brokers_that_are_down(

@@ -129,7 +129,11 @@ async def test_a_queue_is_at_an_allowed_address(moto: str) -> None:
     await sink.close()
 
 
-async def test_a_trusted_function_uses_the_gateways_credentials(moto: str) -> None:
-    queue, _ = opened(moto, Identity(lambda: OWN))
-    assert await queue.call(key_of) == THEIRS["AWS_ACCESS_KEY_ID"]
-    await queue.close()
+@pytest.mark.parametrize(("secrets", "used"), [({"OTHER": "x"}, THEIRS), (OWN, OWN)])
+async def test_a_trusted_function_without_credentials_uses_the_gateways(
+    moto: str, secrets: dict[str, str], used: dict[str, str]
+) -> None:
+    queue, sink = opened(moto, Identity(lambda: secrets))
+    for one in (queue, sink):
+        assert await one.call(key_of) == used["AWS_ACCESS_KEY_ID"]
+        await one.close()
