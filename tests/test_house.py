@@ -46,7 +46,7 @@ house, weight = _load("house"), _load("weight")
 # Names of types with two definitions. The list only shrinks.
 TWO_DEFINITIONS = {"Handler", "Source"}
 # The largest number of lines of code in a room.
-MOST_LINES = 2900
+MOST_LINES = 3050
 
 
 @cache

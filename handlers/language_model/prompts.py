@@ -55,7 +55,7 @@ class Prompts:
         elif ids is not None and len(ids) > most:
             raise _too_long(most)
         found: list[int] = list(ids or ()) or self._first()
-        if len(found) > most:
+        if cut is not None and len(found) > most:
             raise _too_long(most)
         if not found or not all(0 <= token < self._vocabulary for token in found):
             raise InputInvalid(

@@ -65,10 +65,10 @@ class Faults:
             self.charged += self.rows < 2
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    def noted_forward(self, rows: Any, ids: list[list[int]], *more: Any) -> Any:
+    def noted_forward(self, rows: Any, ids: list[list[int]], *more: Any, **named: Any) -> Any:
         self.rows = len(ids)
         try:
-            return self.forward(rows, ids, *more)
+            return self.forward(rows, ids, *more, **named)
         finally:
             self.rows = 0
 
@@ -155,8 +155,8 @@ async def test_a_row_whose_logits_are_not_finite_ends_alone(
     forward = engine.model.forward
     (bad, _), (good, answer) = known("llama")[:2]
 
-    def spoiled(rows: Any, ids: list[list[int]], *more: Any) -> torch.Tensor:
-        logits = forward(rows, ids, *more)
+    def spoiled(rows: Any, ids: list[list[int]], *more: Any, **named: Any) -> torch.Tensor:
+        logits = forward(rows, ids, *more, **named)
         if len(ids) == 2:
             logits = logits.clone()
             logits[engine._steps._members.index(victim()), 7] = value

@@ -255,6 +255,9 @@ async def test_scopes_are_kept_apart(keyed: Opened):
 async def test_a_key_that_only_reads_sees_figures_and_changes_nothing(gateway: Gateway, keyed: Opened):
     source = {"type": "sqs", "queue": "http://127.0.0.1:1/000000000000/orders", "region": "us-east-1"}
     settings = {"env.TOKEN": "of-the-owner", "source": [source]}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        path = f"/v1/functions/secretive/secrets/{name}"
+        assert (await gateway.client.put(path, json={"value": "any"})).status_code < 300
     function = await gateway.deploy("def handler(event):\n    return 1\n", settings, name="secretive")
     await function.logged("source orders: ")
     read = await keyed(scopes=["read"])
