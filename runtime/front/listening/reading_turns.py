@@ -30,7 +30,7 @@ class ReadingTurns:
         self._schedule()
 
     def _next(self) -> Callable[[], None]:
-        """Remove the next connection of the client whose turn it is."""
+        """Remove and return the first entry of the next client."""
         client = next(iter(self._waiting))
         own = self._waiting.pop(client)
         read_on = own.popleft()

@@ -110,7 +110,7 @@ class AsyncAnswers:
         """Raise UnknownFunction also if another function has the name now: its secrets write no answer of this one."""
         live = self._backend.functions.get(pending.function)
         if live.function is not function:
-            raise UnknownFunction(f"{pending.function} was deleted, and its name is another function's.")
+            raise UnknownFunction(f"{pending.function} was deleted, and another function has its name.")
         return live
 
     async def _write(self, live: Live, pending: PendingAnswer, job: Job) -> None:

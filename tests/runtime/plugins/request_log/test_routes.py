@@ -85,7 +85,7 @@ async def metrics(gateway: Gateway, function: Function) -> dict[tuple[str, ...],
 
 
 async def counted(gateway: Gateway, function: Function, written: int) -> None:
-    """Wait until the metrics tell of these written calls, which they do after the store has them. None was dropped."""
+    """Wait until the metrics count these written calls. They do so after the store has them. None was dropped."""
 
     async def told() -> bool:
         return (await metrics(gateway, function))["request_log_written_total",] >= written
