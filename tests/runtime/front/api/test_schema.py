@@ -14,10 +14,11 @@ pytest.importorskip("schemathesis")
 CHECK = Path(__file__).parents[4] / "infra" / "bench" / "schema.py"
 
 
+@pytest.mark.timeout(300)
 def test_every_response_is_as_described() -> None:
-    arguments = ["--examples", "10", "--phases", "fuzzing", "--least", "280"]
+    arguments = ["--examples", "5", "--phases", "fuzzing", "--least", "280"]
     done = subprocess.run(
-        [sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=290, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
