@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MAX_MARKS = 2_000_000
 WEIGHTS = {",": 1, "[": 2, "{": 2, ":": 4}
 """How much each mark counts: about the time to make what it stands for, in tenths of a microsecond."""
-# A run of at least 19 digits may be an integer of more than 64 bits. `translate` and `find` take 30 ms for 20 MB, a pattern up to 2 s,
-# for which it holds the interpreter.
+# A run of at least 19 digits may be an integer of more than 64 bits. A pattern over a whole body would hold the interpreter much longer
+# than `translate` and `find`.
 _ZEROS, _LONG, _RUN = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 19, re.compile(b"0+")
 _SHORT = MAX_MARKS // max(WEIGHTS.values())
 REMEDY = (

@@ -120,8 +120,8 @@ def serve(
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.
 
-    A function without workers holds 7.4 MiB if it is one line of code, and more with imports. PILOTFLAME_REST_MB
-    limits them together, by default to an eighth of the memory: beyond it, calls wait for the imports again.
+    A function without workers holds about 10 MiB if it is one line of code, and more with imports (`pilotflame list`).
+    PILOTFLAME_REST_MB limits all of them, by default to an eighth of the memory: beyond it, calls wait for the imports again.
 
     With FOLDER it is what a container's image runs on Knative, Cloud Run or plain docker: `POST /` calls the function,
     /readyz answers 200 once a worker is ready, and SIGTERM drains. The platform starts and stops containers, and

@@ -14,7 +14,7 @@ LEAST_TEMPERATURE = 0.01
 """A lower temperature is as good as this one, and would exceed the range of the numbers."""
 CANDIDATES = 256, 4096
 """How many of the likeliest tokens are tried, one after the other. Nearly all limits end among them, and to sort a whole vocabulary takes
-30 times as long.
+much longer.
 """
 
 

@@ -41,8 +41,8 @@ def deploy(
     The gateway imports and builds the handler before the new revision takes calls. If this fails, the old revision
     stays. A gateway that sees the folder reads it. Any other gateway is sent the files, and later only changed files.
 
-    Without workers, it keeps a zygote, so that calls start in milliseconds: 7.4 MiB for one line of code, and more with
-    imports. The gateway's rest_mb limits the zygotes of all functions together. --set scale.rest=local keeps none.
+    Without workers, it keeps a zygote and a standby, so that calls start in milliseconds: about 10 MiB for one line of
+    code, and more with imports (`pilotflame list`). The gateway's rest_mb limits the zygotes of all functions together. --set scale.rest=local keeps none.
 
     With --model, the template for the model's task is copied into a new folder, and this folder is deployed.
 

@@ -39,7 +39,7 @@ LONGEST_ANSWER = 1 << 17
 PARSED_BYTES = 64 << 10
 """In a longer body, the limits are searched for. To parse it would block the event loop."""
 END_BYTES = 512 << 10
-"""A search reads this much of both ends of a text: of 19 MB of quotation marks, it would block the event loop for half a second."""
+"""A search reads this much of both ends of a text: in all of a text of 19 MB, it would block the event loop."""
 USUAL_ANSWER = 128.0
 """The tokens of an answer before any has ended."""
 SMOOTHING = 0.1

@@ -283,7 +283,10 @@ async def _spawn_base(
     except OSError as error:
         output.close()
         refused = refusal(Operation.PYTHON, error.errno, "Run `pilotflame doctor`.")
-        raise LauncherError(f"{python} cannot be started: {refused.why}.", remedy=refused.remedy) from error
+        whole = LauncherError(f"{python} cannot be started: {refused.why}.", remedy=refused.remedy)
+        message = f"The function's Python cannot be started: {refused.why}."
+        # Only owners get the path.
+        raise LauncherError(message, remedy=refused.remedy, details={"fault": whole.to_wire()}) from error
     finally:
         output.started()
     # uvloop raises RuntimeError if the process has ended already. Then `_reap` says why.

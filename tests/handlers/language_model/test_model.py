@@ -32,13 +32,18 @@ from transformers import AutoModelForCausalLM, GPT2PreTrainedModel
 from .test_declared_prefixes import HANDLER, write_model
 
 
+def small_model(folder: Path) -> LanguageModel:
+    write_model(folder)
+    snapshot = Snapshot(folder, create(folder))
+    model = LanguageModel(snapshot, rows=2, window=500)
+    snapshot.open()
+    return model
+
+
 async def test_the_first_of_several_answers_decides_whether_a_request_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_model(tmp_path)
-    snapshot = Snapshot(tmp_path, create(tmp_path))
-    model = LanguageModel(snapshot, rows=2, window=500)
-    snapshot.open()
+    model = small_model(tmp_path)
     targets: list[Any] = []
     others = set[tuple[int, str]]()
     generate = Engine.generate
@@ -61,10 +66,7 @@ async def test_the_first_of_several_answers_decides_whether_a_request_is_late(
 async def test_the_logprobs_of_a_prompt_are_not_kept_and_have_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_model(tmp_path)
-    snapshot = Snapshot(tmp_path, create(tmp_path))
-    model = LanguageModel(snapshot, rows=2, window=500)
-    snapshot.open()
+    model = small_model(tmp_path)
     made: list[PromptLogprobs] = []
 
     class Noted(PromptLogprobs):
@@ -84,10 +86,7 @@ async def test_the_logprobs_of_a_prompt_are_not_kept_and_have_limits(
 async def test_an_answer_that_a_stop_has_cut_is_checked_in_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_model(tmp_path)
-    snapshot = Snapshot(tmp_path, create(tmp_path))
-    model = LanguageModel(snapshot, rows=2, window=500)
-    snapshot.open()
+    model = small_model(tmp_path)
     seen: list[Any] = []
     check = AnswerForms.check
 
