@@ -2,6 +2,8 @@
 
 handler(event) or handler(event, context)     plain, async, generator or async generator
 build(context)      once per revision, in the zygote: imports, skeleton, tokenizer; no threads, no device
+forked(context)     once per worker, right after its fork, while it has one thread: fork processes of your own, which wait until
+                    `setup` needs them; no threads, no device
 rehearse(context)   once per standby, with weights of zeros: one forward pass, so that later ones are faster;
                     its result is discarded, and it must not store anything computed from the weights
 setup(context)      once per worker, after its weights have arrived

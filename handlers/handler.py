@@ -47,6 +47,7 @@ class Handler:
     takes_context: bool = True
     batch: BatchSpec | None = None
     build: Hook | None = None
+    forked: Hook | None = None
     rehearse: Hook | None = None
     setup: Hook | None = None
     teardown: Hook | None = None

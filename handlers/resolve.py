@@ -20,7 +20,7 @@ from .dialect import DEFAULT, OWN, OWN_NAME, Entry, parse_reference
 from .handler import Handler, HandlerKind, Hook, kind_of, written
 from .loading import import_file
 
-HOOKS = ("build", "rehearse", "setup", "teardown", "park", "unpark")
+HOOKS = ("build", "forked", "rehearse", "setup", "teardown", "park", "unpark")
 
 
 def resolve(root: Path, reference: str = DEFAULT, function: str = "", resolver: str = "") -> Handler:
@@ -110,8 +110,9 @@ def _hook(module: ModuleType, name: str, file: str) -> Hook | None:
         fault = f"`{name}` in {file} is {_a(call)}, not a function."
         raise HandlerSignatureError(fault, remedy=f"Rename it: `{name}` is a hook.")
     kind = kind_of(call)
-    if kind.streaming or (name == "build" and kind is HandlerKind.ASYNC):
-        remedy = "Make it a plain function." if name == "build" else "Make it a plain or async function."
+    plain = name in ("build", "forked")
+    if kind.streaming or (plain and kind is HandlerKind.ASYNC):
+        remedy = "Make it a plain function." if plain else "Make it a plain or async function."
         raise HandlerSignatureError(f"`{name}` in {file} is {kind.value.replace('_', ' ')}.", remedy=remedy)
     if _arity(call, f"{name} in {file}", allowed=(0, 1)) == 1:
         return typing.cast("Hook", call)

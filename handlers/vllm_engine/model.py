@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sys
+import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from ..language_model.adapters import check_adapter
 from ..language_model.contract import Delta, GenerationRequest
 from .adapters import VllmAdapters
 from .answers import typed_failures
+from .engine_process import WaitingEngine, engine_core_in, missing_name, thread_count
 from .loader import LOAD_FORMAT, OWNER_VARIABLE
 from .requests import VllmRequests
 
@@ -31,13 +34,13 @@ if TYPE_CHECKING:
 FIXED = ("model", "tokenizer", "load_format", "model_loader_extra_config")
 """The arguments of vLLM's engine that follow from the snapshot."""
 DEFAULTS = {
-    "enable_sleep_mode": True, "scheduling_policy": "priority", "disable_log_stats": True,
+    "scheduling_policy": "priority", "disable_log_stats": True,
     # The hits of a shared cache would tell a caller what other callers have sent.
     "enable_prefix_caching": False,
 }  # fmt: skip
 ENVIRONMENT = {
-    # A fork of a worker, which has threads, could hang.
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Later starts skip the run that measures the memory for keys and values.
+    "VLLM_ENABLE_STARTUP_PLAN": "1",
     # The engine waits for weights that are being fetched. A fetch may take as long.
     "VLLM_ENGINE_READY_TIMEOUT_S": "3600",
     # By default, vLLM sends facts about the machine and the model to its authors.
@@ -46,8 +49,36 @@ ENVIRONMENT = {
 """Variables that vLLM reads. `env` in pilotflame.toml may set them otherwise."""
 
 
+CPU_CACHE_BYTES = 1 << 30
+"""The memory for keys and values without a GPU, unless `kv_cache_memory_bytes` or VLLM_CPU_KVCACHE_SPACE says otherwise."""
+
+
+def configured(folder: str, engine_args: dict[str, Any]) -> Any:
+    """Return the VllmConfig of the model in a folder. `engine_args` precede DEFAULTS. Raise what vLLM raises."""
+    from vllm import AsyncEngineArgs  # noqa: PLC0415  vLLM is no dependency
+    from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: PLC0415
+
+    # The backend "guidance" compiles the same grammars as the own engine.
+    given = DEFAULTS | {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
+    given["enable_sleep_mode"] = current_platform.is_sleep_mode_available()
+    if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        # Otherwise, vLLM takes nearly all memory of the machine.
+        given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    if engine_args.get("tensor_parallel_size", 1) == 1:
+        # As a class: by its name, vLLM replaces it on processors, because only a new process reads OpenMP's variables.
+        given["distributed_executor_backend"] = UniProcExecutor
+    given |= {"model": folder, "load_format": LOAD_FORMAT} | engine_args
+    return AsyncEngineArgs(**given).create_engine_config()
+
+
 class VllmModel:
-    """The tokenizer and the chat template of a model, and vLLM's engine, which `setup` starts in a worker."""
+    """The tokenizer and the chat template of a model, vLLM's configuration, and its engine, which `setup` starts in a worker.
+
+    The engine core runs in a process that `forked` forks. Without the call of `forked`, or if vLLM lacks what that needs, vLLM
+    starts the process itself, which takes tens of seconds.
+    """
 
     def __init__(self, snapshot: Snapshot, *, adapters: Adapters | None = None, **engine_args: Any) -> None:
         """The snapshot is the folder of a model: config.json, tokenizer files, safetensors. Call it in the hook `build`.
@@ -68,30 +99,42 @@ class VllmModel:
         self._requests = VllmRequests(self.tokenizer, snapshot.path)
         self._adapters = VllmAdapters(adapters) if adapters else None
         loras = self._adapters.engine_args if self._adapters is not None else {}
-        self._engine_args = DEFAULTS | loras | engine_args
+        for variable, value in ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        self._config = configured(str(snapshot.path), loras | engine_args)
+        self._waiting: WaitingEngine | None = None
         self._engine: Any = None
         self._context: Context | None = None
 
+    def forked(self) -> None:
+        """Fork the process of the engine core, which waits for `setup`. Call it in the hook `forked`. Raise OSError."""
+        if (lack := missing_name()) is not None:
+            lack = f"this version of vLLM has no {lack} as expected"
+        elif (threads := thread_count()) > 1:
+            lack = f"the import or the build has left {threads - 1} threads"
+        elif self._config.parallel_config.data_parallel_size > 1:
+            lack = "data_parallel_size is more than 1"
+        if lack is not None:
+            sys.stderr.write(f"vLLM starts its processes itself, which takes tens of seconds: {lack}\n")
+            return
+        self._waiting = WaitingEngine(self._config)
+
     async def setup(self, context: Context) -> None:
-        """Start the engine. Call it in the hook `setup`: vLLM starts processes and uses the device.
+        """Start the engine. Call it in the hook `setup`: vLLM uses the device.
 
         Blocks the event loop until the weights are on the device, as vLLM's own server does. Raise what vLLM raises.
         """
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ[OWNER_VARIABLE] = str(os.getpid())
-        from vllm import AsyncEngineArgs  # noqa: PLC0415  vLLM must not be imported before the fork of a worker
-        from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-        # The backend "guidance" compiles the same grammars as the own engine.
-        given = {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")} | self._engine_args
-        arguments = AsyncEngineArgs(
-            model=str(self._snapshot.path), load_format=LOAD_FORMAT,
-            model_loader_extra_config=self._snapshot.reference(), **given,
-        )  # fmt: skip
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        # A socket's path has 107 characters at most, and the names of folders of functions are longer.
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", os.path.relpath(tempfile.gettempdir()))
+        # vLLM for processors has set this variable. The engine core has no threads when it starts the processes of its own.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if self._waiting is None else "fork"
+        self._config.load_config.model_loader_extra_config = self._snapshot.reference()
         self._context = context
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        with engine_core_in(self._waiting):
+            self._engine = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.

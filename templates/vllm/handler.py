@@ -1,4 +1,4 @@
-"""Text from a Hugging Face language model, made by vLLM's engine on a GPU, for many callers at once.
+"""Text from a Hugging Face language model, made by vLLM's engine, for many callers at once.
 
 The snapshot is the model's folder: config.json, tokenizer files, safetensors. vLLM reads its weights from the mapped
 files, while they still arrive.
@@ -7,13 +7,19 @@ files, while they still arrive.
 from collections.abc import AsyncIterator
 
 import pilotflame
+import vllm  # noqa: F401  functions that import vLLM share the memory of that import
 from pilotflame import Delta, GenerationRequest
 from pilotflame.handlers.vllm_engine.model import VllmModel
 
 
 def build(context: pilotflame.Context) -> VllmModel:
-    """Runs once per revision: the tokenizer. Fields of vLLM's AsyncEngineArgs are arguments here, such as max_model_len."""
+    """Runs once per revision: vLLM's configuration, the tokenizer. Fields of vLLM's AsyncEngineArgs are arguments here, such as max_model_len."""
     return VllmModel(context.snapshot, adapters=context.adapters)
+
+
+def forked(context: pilotflame.Context) -> None:
+    """Runs in each worker right after its fork: fork the process of vLLM's engine, which waits."""
+    context.state.forked()
 
 
 async def setup(context: pilotflame.Context) -> None:

@@ -175,6 +175,7 @@ def test_without_hooks_there_are_none(made: Resolve) -> None:
     ("hook", "expected"),
     [
         ("async def build(context): pass", "`build` in handler.py is async"),
+        ("async def forked(context): pass", "`forked` in handler.py is async"),
         ("def build(context): yield", "`build` in handler.py is generator"),
         ("def setup(context): yield", "`setup` in handler.py is generator"),
         ("async def teardown(context): yield", "`teardown` in handler.py is async generator"),

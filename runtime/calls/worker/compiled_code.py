@@ -1,6 +1,6 @@
 """Keeps the code that torch.compile, Triton and CUDA compile for a function, so that later processes can load it.
 
-    <state dir>/compiled/<function>/<key>/inductor/ triton/ cuda/
+    <state dir>/compiled/<function>/<key>/inductor/ triton/ cuda/ vllm/
 
 Each compiler has its own keys for compiled code. The key of the folder covers the facts that those keys leave out. For
 example, inductor compiles for the processor that it runs on, but its keys do not name this processor. The zygote does
@@ -28,7 +28,12 @@ from ....snapshot.caching.flock import lock_folder, try_lock
 from ..link.worker_spec import CompiledCode
 
 # The variables that set the compilers' folders, and the names of the folders.
-FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
+FOLDERS = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "VLLM_CACHE_ROOT": "vllm",
+}
 # The number of folders of other keys that stay beside the folder in use. After a rollback, the older folder is used again.
 KEPT_OTHERS = 1
 # Inductor makes a folder with this ending beside a library or header while a compiler writes the file.
@@ -97,7 +102,7 @@ def _packages() -> Iterator[str]:
     """Yield digests of the files that hold the versions of torch and Triton. An import of the packages would take
     seconds.
     """
-    for package, file in (("torch", "version.py"), ("triton", "__init__.py")):
+    for package, file in (("torch", "version.py"), ("triton", "__init__.py"), ("vllm", "_version.py")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
             with contextlib.suppress(OSError):

@@ -47,6 +47,14 @@ class WorkerHooks:
         """Set what the contexts of the hooks call."""
         self._host = host
 
+    def forked(self) -> PilotflameError | None:
+        """Call `forked`. Return why that failed."""
+        try:
+            run_hook(self._handler.forked, self._context(None))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
+            return explain(HandlerSetupError, "forked(context)", error, self._spec.code)
+        return None
+
     async def rehearse(self, memory_mb: int | None) -> dict[str, Any]:
         """Call `rehearse` with weights of zeros, which may use `memory_mb` of each GPU. Return what PRIMED says of it.
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from setproctitle import setproctitle
 
-from ....errors import SnapshotError
+from ....errors import PilotflameError, SnapshotError
 from ....handlers.handler import Hook
 from ..leftovers import signals
 from ..leftovers.signals import AuthorsHandlers
@@ -71,6 +71,10 @@ class Worker(ABC):
         self._draining = self._measuring = False
         # The time by which fetched weights must have arrived, in monotonic seconds. ACTIVATE sets it.
         self._weights_by_s: float | None = None
+
+    def forked(self) -> PilotflameError | None:
+        """Call the hook `forked`, while this process has one thread. Return why that failed."""
+        return self._hooks.forked() if self._handler.forked is not None else None
 
     def run(self, connection: WorkerConnection) -> None:
         """Run until the worker has drained. Call it on the main thread."""

@@ -456,10 +456,12 @@ def run_worker(
     gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
-    sock = ticket.dial("worker")
+    # Before the connection, which the processes that the hook forks must not have.
+    failed = worker.forked() if worker is not None else None
+    link = BlockingLink(ticket.dial("worker"))
     if worker is None:
         report_crashes()
-        link, authors_handlers = BlockingLink(sock), AuthorsHandlers()
+        authors_handlers = AuthorsHandlers()
         if (secrets := _receive_secrets(link)) is None:
             return
         try:
@@ -470,7 +472,11 @@ def run_worker(
         authors_handlers.note()
         folder.note_import(spec.code)
         worker, parents_end = worker_of(spec, built, authors_handlers), fork_safety.end_of_parent()
-    worker.run(WorkerConnection(sock, parents_end, rehearsal_mb, folder.remove_if_orphaned))
+        failed = worker.forked()
+    if failed is not None:
+        link.send(FrameKind.FAILED, failed.to_wire(private=True))
+        return
+    worker.run(WorkerConnection(link.sock, parents_end, rehearsal_mb, folder.remove_if_orphaned))
 
 
 def worker_of(spec: WorkerSpec, built: Built, authors_handlers: AuthorsHandlers) -> Worker:

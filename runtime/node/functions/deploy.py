@@ -54,7 +54,7 @@ REQUIREMENTS_FILE = "requirements.txt"
 # Modules that a base zygote imports once for all functions that import the package. The imports take seconds and many
 # megabytes. They start no threads, so the base zygote can fork afterwards. `transformers` imports its submodules on first
 # use: without this entry, each function's zygote would import the submodules of models for itself.
-HEAVY = ("numpy", "torch", "transformers.modeling_utils")
+HEAVY = ("numpy", "torch", "transformers.modeling_utils", "vllm.v1.engine.core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +363,7 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     # If the file cannot be parsed, the zygote fails to import it, with an error that names the line.
     source = SourceFile.read(file)
     found = set(source.packages) if source is not None else set()
-    if "sentence_transformers" in found:
+    if "sentence_transformers" in found or "vllm" in found:
         found.add("transformers")
     if "transformers" in found:
         found.add("torch")

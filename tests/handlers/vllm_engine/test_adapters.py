@@ -61,7 +61,7 @@ def test_a_request_names_its_adapter(vllm: Any, snapshot: Snapshot, tmp_path: Pa
 def test_the_engine_learns_ranks_and_numbers(vllm: Any, snapshot: Snapshot, tmp_path: Path) -> None:
     model = VllmModel(snapshot, adapters=adapters(tmp_path, formal=4, legal=24), max_loras=5)
     asyncio.run(model.setup(SimpleNamespace(retire=print)))
-    given = model._engine.engine_args
+    given = model._engine.vllm_config.engine_args
     model.teardown()
     assert (given.enable_lora, given.max_loras, given.max_lora_rank) == (True, 5, 32)
 

@@ -30,6 +30,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_c
 # The double has these classes in other modules than vLLM, from which both offer them.
 OFFERED = {
     "vllm.config.load": "vllm.config",
+    "vllm.config.parallel": "vllm.config",
+    "vllm.config.vllm": "vllm.config",
+    "vllm.platforms.interface": "vllm.platforms",
+    "vllm.utils.system_utils": "vllm.v1.engine.utils",
+    "vllm.v1.executor.abstract": "vllm.v1.executor",
     "vllm.config.structured_outputs": "vllm.config",
     "vllm.model_executor.model_loader.base_loader": "vllm.model_executor.model_loader",
 }
@@ -69,7 +74,7 @@ def test_the_double_has_only_names_of_vllm(vllm: Any, name: str) -> None:
 
 
 def test_the_engine_gets_the_snapshot_and_the_arguments(vllm: Any, snapshot: Snapshot, started: Any) -> None:
-    given = started.engine.engine_args
+    given = started.engine.vllm_config.engine_args
     assert (given.model, given.load_format) == (str(snapshot.path), "pilotflame")
     assert (given.enable_sleep_mode, given.scheduling_policy) == (True, "priority")
     assert given.structured_outputs_config.backend == "guidance"

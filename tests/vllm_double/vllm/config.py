@@ -18,3 +18,16 @@ class ModelConfig:
     model: str
     max_model_len: int
     quantization: str | None = None
+
+
+@dataclass
+class ParallelConfig:
+    distributed_executor_backend: Any = None
+    data_parallel_size: int = 1
+
+
+@dataclass
+class VllmConfig:
+    model_config: ModelConfig
+    load_config: LoadConfig
+    parallel_config: ParallelConfig

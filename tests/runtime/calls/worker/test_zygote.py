@@ -165,3 +165,41 @@ async def test_a_kill_by_somebody_else_is_not_taken_for_the_kernels(deploy):
     assert error["type"] == "worker_died"
     # Meanwhile the kernel may have killed a process of another test.
     assert "memory" not in error["message"] or "perhaps" in error["message"]
+
+
+FORKING = """
+import os, socket
+
+def forked(context):
+    global threads, sockets, child, kept
+    threads = len(os.listdir("/proc/self/task"))
+    links = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd") if int(one) > 2]
+    sockets = [os.readlink(link) for link in links if os.path.exists(link) and "socket:" in os.readlink(link)]
+    kept, theirs = socket.socketpair()
+    child = os.fork()
+    if not child:
+        kept.close()
+        # Ends with the worker.
+        theirs.recv(1)
+        os._exit(0)
+
+def handler(event):
+    return {"threads": threads, "sockets": sockets, "child": child, "pid": os.getpid()}
+"""
+
+
+async def test_the_hook_forked_runs_in_each_worker_before_its_threads_and_its_connection(deploy):
+    function = await deploy(FORKING)
+    first = await function.answer()
+    assert (first["threads"], first["sockets"]) == (1, [])
+    assert await function.answer() == first
+    os.kill(first["pid"], signal.SIGKILL)
+    await gone(first["child"])
+    second = await function.answer()
+    assert second["child"] != first["child"]
+
+
+async def test_a_hook_forked_that_fails_is_told_at_the_deploy(deploy):
+    why = r"forked\(context\) failed at handler.py, line 3: ValueError: no room"
+    with pytest.raises(AssertionError, match=why):
+        await deploy("def handler(event): pass\ndef forked():\n    raise ValueError('no room')\n")

@@ -1,6 +1,6 @@
 from dataclasses import dataclass, field
 
-from ..config import StructuredOutputsConfig
+from ..config import LoadConfig, ModelConfig, ParallelConfig, StructuredOutputsConfig, VllmConfig
 from ..plugins import load_general_plugins
 
 
@@ -18,6 +18,18 @@ class AsyncEngineArgs:
     scheduling_policy: str = "fcfs"
     enable_sleep_mode: bool = False
     enable_prefix_caching: bool | None = None
+    distributed_executor_backend: object = None
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         load_general_plugins()
+
+    def create_engine_config(self, usage_context=None) -> VllmConfig:
+        made = VllmConfig(
+            ModelConfig(self.model, self.max_model_len),
+            LoadConfig(self.load_format, self.model_loader_extra_config),
+            ParallelConfig(self.distributed_executor_backend, self.data_parallel_size),
+        )
+        # For tests.
+        made.engine_args = self
+        return made

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from transformers import AutoTokenizer
 
-from ...config import LoadConfig, ModelConfig
 from ...logprobs import Logprob
 from ...outputs import CompletionOutput, RequestOutput
 from .core import CoreHere, CoreProcess
@@ -21,18 +20,15 @@ class AsyncLLM:
     cached = 0
     failure: Exception | None = None
 
-    def __init__(self, engine_args) -> None:
-        self.engine_args = engine_args
-        self.model_config = ModelConfig(engine_args.model, engine_args.max_model_len)
-        self.tokenizer = AutoTokenizer.from_pretrained(engine_args.model)
-        load = LoadConfig(engine_args.load_format, engine_args.model_loader_extra_config)
-        kind = CoreProcess if self.separate else CoreHere
-        self.core = kind(load, self.model_config)
+    def __init__(self, vllm_config) -> None:
+        self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
+        self.tokenizer = AutoTokenizer.from_pretrained(self.model_config.model)
+        self.core = (CoreProcess if self.separate else CoreHere)(vllm_config)
         self.sleeping = 0
 
     @classmethod
-    def from_engine_args(cls, engine_args, start_engine_loop=True, usage_context=None, stat_loggers=None):
-        return cls(engine_args)
+    def from_vllm_config(cls, vllm_config, start_engine_loop=True, *, disable_log_stats=False):
+        return cls(vllm_config)
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.calls.append("shutdown")

@@ -1,11 +1,15 @@
 """The process of the engine, which loads the weights by the registered loader."""
 
-import multiprocessing
 import os
+import tempfile
+import uuid
+from multiprocessing import connection
 
 from ...config import LoadConfig, ModelConfig
 from ...model_executor.model_loader import get_model_loader
 from ...plugins import load_general_plugins
+from ..executor import Executor
+from . import utils
 
 READY_S = 60.0
 
@@ -38,8 +42,8 @@ def load(load_config: LoadConfig, model_config: ModelConfig) -> list:
 class CoreHere:
     """Loads the weights in this process, which is faster."""
 
-    def __init__(self, load_config: LoadConfig, model_config: ModelConfig) -> None:
-        self.loaded, self.alive = load(load_config, model_config), True
+    def __init__(self, vllm_config) -> None:
+        self.loaded, self.alive = load(vllm_config.load_config, vllm_config.model_config), True
 
     def close(self, timeout: float | None = None) -> None:
         self.alive = False
@@ -48,15 +52,28 @@ class CoreHere:
 class CoreProcess:
     """Loads the weights in a process of its own, as vLLM does."""
 
-    def __init__(self, load_config: LoadConfig, model_config: ModelConfig) -> None:
-        context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs, load_config, model_config), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, vllm_config) -> None:
+        address = f"{os.environ.get('VLLM_RPC_BASE_PATH', tempfile.gettempdir())}/{uuid.uuid4()}"
+        given = {
+            "vllm_config": vllm_config,
+            "local_client": True,
+            "handshake_address": address,
+            "log_stats": False,
+            "executor_class": Executor.get_class(vllm_config),
+            "tensor_queue": None,
+            "dp_rank": 0,
+            "local_dp_rank": 0,
+        }
+        with connection.Listener(address) as listener:
+            self.process = utils.get_mp_context().Process(
+                target=EngineCoreProc.run_engine_core, name="EngineCore", kwargs=given
+            )
+            self.process.start()
+            self._pipe = listener.accept()
         if not self._pipe.poll(READY_S):
             raise RuntimeError("Engine core initialization failed.")
-        told, self.loaded = self._pipe.recv()
+        # The environment is for tests.
+        told, self.loaded, self.environ = self._pipe.recv()
         if told != "loaded":
             raise RuntimeError(f"Engine core initialization failed: {self.loaded}")
 
@@ -69,15 +86,32 @@ class CoreProcess:
         self.process.join(timeout)
 
 
-def _run(pipe, load_config: LoadConfig, model_config: ModelConfig) -> None:
-    try:
-        loaded = load(load_config, model_config)
-    except Exception as error:
-        pipe.send(("failed", repr(error)))
-        raise
-    pipe.send(("loaded", loaded))
-    try:
-        # The engine lives as long as the other end, if the kernel does not end it before.
-        pipe.recv()
-    except EOFError:
-        os._exit(0)
+class EngineCoreProc:
+    def __init__(
+        self,
+        vllm_config,
+        local_client,
+        handshake_address,
+        executor_class,
+        log_stats,
+        client_handshake_address=None,
+        tensor_queue=None,
+        *,
+        engine_index=0,
+    ) -> None:
+        self._pipe = connection.Client(handshake_address)
+        try:
+            loaded = load(vllm_config.load_config, vllm_config.model_config)
+        except Exception as error:
+            self._pipe.send(("failed", repr(error), {}))
+            raise
+        self._pipe.send(("loaded", loaded, dict(os.environ)))
+
+    @staticmethod
+    def run_engine_core(*args, dp_rank=0, local_dp_rank=0, **kwargs):
+        core = EngineCoreProc(*args, engine_index=dp_rank, **kwargs)
+        try:
+            # The engine lives as long as the other end, if the kernel does not end it before.
+            core._pipe.recv()
+        except EOFError:
+            os._exit(0)

@@ -1,0 +1,213 @@
+"""Runs vLLM's engine core in a fork that a worker makes at its start, and that waits until the worker needs the engine.
+
+vLLM makes this process with `multiprocessing`, at the time of need. A worker has threads by then, so vLLM would have to start an
+interpreter, which imports vLLM again. `WaitingEngine` is forked before the worker starts a thread. It inherits vLLM's imports and
+the configuration, and receives from the worker what is known later: vLLM's arguments, the environment, the number of threads.
+
+This is the one file that uses private names of vLLM, in `NAMES`. Without one of them, vLLM starts its processes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import traceback
+from collections.abc import Iterator
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+NAMES = {
+    # vLLM's source of processes for its engine core.
+    "vllm.v1.engine.utils:get_mp_context": (),
+    "vllm.v1.engine.core:EngineCoreProc.run_engine_core": ("dp_rank", "local_dp_rank"),
+    "vllm.v1.engine.core:EngineCoreProc.__init__": (
+        "vllm_config", "local_client", "handshake_address", "executor_class", "log_stats", "tensor_queue",
+    ),
+    "vllm.v1.executor:Executor.get_class": ("vllm_config",),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
+}  # fmt: skip
+"""The private names of vLLM, as MODULE:NAME, and parameters that they must have."""
+_SENT = ("local_client", "handshake_address", "log_stats", "dp_rank", "local_dp_rank")
+_KNOWN = {*_SENT, "vllm_config", "executor_class", "tensor_queue"}
+_PR_SET_PDEATHSIG = 1
+
+
+def missing_name() -> str | None:
+    """Return the first private name that this vLLM lacks, or that lacks a parameter. None if all is there."""
+    for name, parameters in NAMES.items():
+        module, _, inner = name.partition(":")
+        try:
+            found: Any = reduce(getattr, inner.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            return name
+        if parameters and not {*parameters} <= inspect.signature(found).parameters.keys():
+            return name
+    return None
+
+
+def thread_count() -> int:
+    """Return the number of this process's threads, native ones included."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  names
+
+
+class WaitingEngine:
+    """A process that will run vLLM's engine core. It has the methods of `multiprocessing.Process` that vLLM uses."""
+
+    name = "EngineCore"
+
+    def __init__(self, config: Any) -> None:
+        """Fork the process. `config` is the VllmConfig. The caller must have one thread. Raise OSError if the system refuses."""
+        parent = os.getpid()
+        self._ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if not self.pid:
+            self._ours.close()
+            _run(theirs, config, parent)
+        theirs.close()
+        self.sentinel = os.pidfd_open(self.pid)
+        self._config = config
+        self._exitcode: int | None = None
+        self._asked: dict[str, Any] = {}
+
+    def started_for(self, target: Any, name: str, kwargs: dict[str, Any]) -> WaitingEngine:
+        """Note what the engine core gets. Raise NotImplementedError if it cannot get that, because it has been forked."""
+        del target
+        if (
+            kwargs.get("vllm_config") is not self._config
+            or kwargs.get("tensor_queue") is not None
+            or kwargs.keys() - _KNOWN
+        ):
+            raise NotImplementedError
+        self.name = name
+        self._asked = {key: kwargs[key] for key in _SENT if key in kwargs}
+        return self
+
+    def start(self) -> None:
+        """Let the process run the engine core."""
+        import torch  # noqa: PLC0415  vLLM has imported it
+
+        asked = {
+            **self._asked, "environ": dict(os.environ), "threads": torch.get_num_threads(),
+            # The worker knows it since its start.
+            "weights": self._config.load_config.model_loader_extra_config,
+        }  # fmt: skip
+        with self._ours as ours:
+            ours.sendall(json.dumps(asked).encode())
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while the process runs, and after a kill the negative number of the signal."""
+        if self._exitcode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self._exitcode = 1
+            else:
+                self._exitcode = os.waitstatus_to_exitcode(status) if pid else None
+        return self._exitcode
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the process, for at most `timeout` seconds."""
+        select.select([self.sentinel], [], [], timeout)
+
+    def terminate(self) -> None:
+        """Ask the engine core to end. A process that waits ends at once."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.sentinel, number)
+
+
+@contextlib.contextmanager
+def engine_core_in(waiting: WaitingEngine | None) -> Iterator[None]:
+    """In the block, let vLLM run its engine core in `waiting`. Without it, vLLM starts a process itself."""
+    from vllm.v1.engine import utils  # noqa: PLC0415
+
+    if waiting is None:
+        yield
+        return
+    made = utils.get_mp_context
+    left: list[WaitingEngine] = [waiting]
+
+    def process(*, target: Any, name: str, kwargs: dict[str, Any]) -> Any:
+        with contextlib.suppress(NotImplementedError, IndexError):
+            return left.pop().started_for(target, name, kwargs)
+        return made().Process(target=target, name=name, kwargs=kwargs)
+
+    utils.get_mp_context = lambda: SimpleNamespace(Process=process, Queue=lambda: made().Queue())
+    try:
+        yield
+    finally:
+        utils.get_mp_context = made
+
+
+def _run(ours: socket.socket, config: Any, parent: int) -> None:
+    """Wait for the worker, run the engine core, and end this process. The worker's end ends it, too."""
+    code = 1
+    try:
+        end_with(parent)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        _close_sockets(but=ours.fileno())
+        with ours, ours.makefile("rb") as received:
+            asked = received.read()
+        # Without a request, the worker ends before it has needed the engine.
+        if asked:
+            _run_engine_core(json.loads(asked), config)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001  this process ends
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_engine_core(asked: dict[str, Any], config: Any) -> None:
+    import torch  # noqa: PLC0415  vLLM has imported it
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+    from vllm.v1.executor import Executor  # noqa: PLC0415
+
+    os.environ.clear()
+    os.environ.update(asked.pop("environ"))
+    # A fork reads no variables of OpenMP.
+    torch.set_num_threads(asked.pop("threads"))
+    config.load_config.model_loader_extra_config = asked.pop("weights")
+    executor = Executor.get_class(config)
+    EngineCoreProc.run_engine_core(vllm_config=config, executor_class=executor, tensor_queue=None, **asked)
+
+
+def _close_sockets(but: int) -> None:
+    """Close what a spawned worker has opened already, so that the gateway sees the worker's end at once."""
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  names
+        # OSError: the descriptor of the listing itself.
+        with contextlib.suppress(OSError):
+            if number > 2 and number != but and stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # The parent has ended before the call.
+        os._exit(1)

@@ -1,0 +1,11 @@
+class Platform:
+    """A device on which engines can sleep."""
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
+
+current_platform = Platform()

@@ -1,0 +1,5 @@
+from . import Executor
+
+
+class UniProcExecutor(Executor):
+    pass
