@@ -105,7 +105,7 @@ from typing import Any, ClassVar, TypeVar
 E = TypeVar("E", bound="PilotflameError")
 
 # Details that only those who may see a function's code get. They are kept in `private`.
-PRIVATE = ("traceback", "stackTrace", "fault")
+PRIVATE = ("traceback", "stackTrace", "printed", "fault")
 # The details of errors of weights that callers get, too.
 NAMED = ("shard", "asset", "chunk", "tensors", "retry_after_s")
 MOST_COMPARED = 256
@@ -145,8 +145,9 @@ class PilotflameError(Exception):
 
     @property
     def trace(self) -> str:
-        """The traceback of user code; "" if there is none."""
-        return str(self.private.get("traceback", ""))
+        """The traceback of user code, and what its processes have printed last; "" if there is neither."""
+        printed = f"The last lines of the log:\n{told}\n" if (told := self.private.get("printed")) else ""
+        return f"{self.private.get('traceback', '')}{printed}"
 
     @property
     def whole(self) -> PilotflameError:

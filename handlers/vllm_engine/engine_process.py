@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import inspect
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -163,6 +164,8 @@ def _run(ours: socket.socket, config: Any, parent: int) -> None:
     code = 1
     try:
         end_with(parent)
+        # vLLM writes it before each line of its log.
+        multiprocessing.current_process().name = WaitingEngine.name
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _close_sockets(but=ours.fileno())

@@ -120,21 +120,22 @@ class VllmModel:
         self._waiting = WaitingEngine(self._config)
 
     async def setup(self, context: Context) -> None:
-        """Start the engine. Call it in the hook `setup`: vLLM uses the device.
-
-        Blocks the event loop until the weights are on the device, as vLLM's own server does. Raise what vLLM raises.
-        """
-        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
-
+        """Start the engine, and wait until the weights are on the device. Call it in the hook `setup`. Raise what vLLM raises."""
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         # A socket's path has 107 characters at most, and the names of folders of functions are longer.
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", os.path.relpath(tempfile.gettempdir()))
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", os.path.relpath(tempfile.gettempdir()))  # noqa: ASYNC240  two short calls
         # vLLM for processors has set this variable. The engine core has no threads when it starts the processes of its own.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if self._waiting is None else "fork"
         self._config.load_config.model_loader_extra_config = self._snapshot.reference()
         self._context = context
+        # In a thread, so that the worker sees meanwhile that it must end.
+        self._engine = await asyncio.to_thread(self._started)
+
+    def _started(self) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  vLLM is no dependency
+
         with engine_core_in(self._waiting):
-            self._engine = AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
+            return AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.

@@ -101,9 +101,9 @@ class Server:
             raise ServerError(f"{self.name} printed no address: {self.errors()}")
         self.url = str(json.loads(line)["url"])
 
-    def wait_answer(self, url: str, path: str, body: bytes) -> None:
+    def wait_answer(self, url: str, path: str, body: bytes, start_s: float = _START_S) -> None:
         """Wait for the first 200, if the server does not report when it listens."""
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + start_s
         while not _answers(url + path, body):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(f"{self.name} does not answer: {self.errors()}")

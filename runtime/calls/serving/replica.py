@@ -59,7 +59,7 @@ class WorkerEvents(Protocol):
     """The events of workers that replicas report to `reconciling`, which decides about workers."""
 
     def on_ready(self, replica: Replica) -> None: ...
-    def on_start_failed(self, error: PilotflameError) -> None: ...
+    def on_start_failed(self, error: PilotflameError, worker: str = "") -> None: ...
     def on_leaving(self, replica: Replica) -> None:
         """A worker has begun to drain on its own decision, and takes no more invocations."""
 
@@ -312,7 +312,7 @@ class Replica:
             self.start.stop_timer()
             self.child.kill_after(EXIT_TIMEOUT_S)
             self.state = ReplicaState.DRAINING
-            self._worker_events.on_start_failed(PilotflameError.from_wire(head))
+            self._worker_events.on_start_failed(PilotflameError.from_wire(head), self.name)
         # PRIMED arrives here if a standby became a worker before it was primed.
         elif kind != FrameKind.PRIMED:
             raise LinkError(f"A worker sent a frame of kind {kind}, which workers do not send.")

@@ -17,7 +17,7 @@ from ...node.functions.live import Live
 from ..api.backend import Backend
 from ..api.invoke import Invoker
 from ..http.call_group import CallGroup
-from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS
+from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS, comments
 from ..http.guard import count_calls
 from ..http.requests import in_turn, timeout_of
 from .deltas import Deltas
@@ -88,17 +88,21 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
 
     An error before the first event or comment is raised. A later one is the last event.
     """
-    response = web.StreamResponse(headers=STREAM_HEADERS)
+    response, waited = web.StreamResponse(headers=STREAM_HEADERS), False
     try:
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     found = await deltas.next()
             except TimeoutError:
+                waited |= not response.prepared
                 await _write(request, response, deltas, _comment(deltas))
                 continue
             if found is None:
                 break
+            if waited:
+                waited = False
+                await response.write(comments(deltas.headers))
             if data := await _events(request, answer, *found):
                 await _write(request, response, deltas, data)
     except PilotflameError as error:

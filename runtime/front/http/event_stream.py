@@ -50,6 +50,11 @@ def event(name: str, data: bytes, number: int = 0) -> bytes:
     return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
+def comments(headers: Mapping[str, str]) -> bytes:
+    """Return headers as comments of a stream whose head was sent before they were known."""
+    return "".join(f": {name}: {value}\n" for name, value in headers.items()).encode() + b"\n"
+
+
 def accepts_events(request: web.Request) -> bool:
     return EVENT_STREAM_TYPE in request.headers.get("Accept", "")
 
@@ -81,6 +86,7 @@ class EventStream:
         self._request, self._invocation = request, invocation
         self._headers, self._heartbeat = headers, heartbeat
         self._number = 0
+        self._waited = False
 
     async def send_pieces(self, stream: Stream) -> None:
         """Send all pieces until the stream ends, as many in one write as have arrived.
@@ -90,7 +96,7 @@ class EventStream:
         while pieces := await self._next(stream):
             first = self._number + 1
             self._number += len(pieces)
-            await self._write(self._encode(pieces, first))
+            await self._write(self._late_headers() + self._encode(pieces, first))
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
@@ -113,6 +119,13 @@ class EventStream:
         """Return the events for pieces of the output. `first` is the number of the first piece."""
         return b"".join(event("output", piece, number) for number, piece in enumerate(pieces, first))
 
+    def _late_headers(self) -> bytes:
+        """Return the headers about the start and its time as comments, if the head was sent before the worker was ready; else b""."""
+        if not self._waited:
+            return b""
+        self._waited = False
+        return comments(invocation_headers(self._invocation))
+
     async def _next(self, stream: Stream) -> list[bytes]:
         while not stream.ready:
             try:
@@ -120,6 +133,7 @@ class EventStream:
                     return await stream.take()
             except TimeoutError:
                 if self._heartbeat:
+                    self._waited |= self.response is None
                     await self._write(self._heartbeat)
         return await stream.take()
 

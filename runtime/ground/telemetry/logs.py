@@ -158,10 +158,11 @@ class RevisionLog:
 
     def last_words(self, source: str, count: int, requests: Collection[str]) -> str:
         """Return the last lines of one source, joined into one line, without lines of other calls than `requests`."""
+        return " | ".join(self.last_lines(source, count, requests))
+
+    def last_lines(self, source: str, count: int, requests: Collection[str] = ()) -> list[str]:
         lines = self.channel.tail(KEPT_LINES, source)
-        return " | ".join(
-            [line.text for line in lines if not line.request_id or line.request_id in requests][-count:]
-        )
+        return [line.text for line in lines if not line.request_id or line.request_id in requests][-count:]
 
 
 class Capture:

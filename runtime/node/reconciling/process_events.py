@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ....errors import PilotflameError, for_callers
+from ....errors import HandlerSetupError, PilotflameError, for_callers
 from ...calls.link.child import UNKNOWN_CAUSE, EndCause
 from ...calls.link.worker_spec import Weights
 from ...calls.serving.invocation import Invocation
@@ -27,6 +27,8 @@ from .revision_parts import RevisionParts
 CAUSE_TIMEOUT_S = 2.0
 # When a worker dies, the log repeats this many of the last lines that the worker printed.
 LAST_WORDS = 5
+# How many lines of the log a failed setup shows. The cause may have been printed by another process, with a traceback.
+SETUP_LINES = 40
 # When a worker dies, the log names at most this many of the invocations that the worker ran.
 MOST_IDS = 10
 
@@ -113,13 +115,25 @@ class ProcessEvents(PoolEvents):
     def on_need(self, replica: Replica, name: str) -> None:
         self._tasks.create_task(self._one.carry_out.hold_adapter(replica, name))
 
-    def on_start_failed(self, error: PilotflameError) -> None:
-        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
+    def on_start_failed(self, error: PilotflameError, worker: str = "") -> None:
+        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too.
+
+        `worker` is the name of a worker that has reported the error.
+        """
         if self._one.pool.weights.unheard(error):
             self.unexplained += 1
             self._tasks.create_task(self._fail_start_later(error))
+        elif worker:
+            # Its lines come by another connection, which the loop may read after that of the report.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._fail_start_of, worker, error)
         else:
             self._fail_start(error)
+
+    def _fail_start_of(self, worker: str, error: PilotflameError) -> None:
+        if isinstance(error, HandlerSetupError) and (lines := self._logs.last_lines(worker, SETUP_LINES)):
+            error.private["printed"] = "\n".join(lines)
+        self._fail_start(error)
 
     async def _fail_start_later(self, error: PilotflameError) -> None:
         """Wait until the fetcher reports why the weights are missing: its report may come after the worker's report."""

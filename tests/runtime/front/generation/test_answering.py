@@ -62,6 +62,9 @@ async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
         ahead, text = await one
         assert ahead == str(number)
         assert f": waiting for a worker, {number} ahead\n\n" in text
+        # The head had gone before the worker was known.
+        assert text.count(": X-Worker-Id: ") == text.count(": Server-Timing: queue;dur=") == 1
+        assert ": X-Cold-Start: false\n" in text.partition("data:")[0]
         assert text.endswith("data: [DONE]\n\n")
 
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest_asyncio
-from live import Gateway, gateway_here, short_folder
-from trained_model import deploy
+from live import Gateway, short_folder
+from trained_model import deploy, gateway_of_engine
 
 TOOL = {
     "type": "function",
@@ -50,7 +50,7 @@ tokenizer.save_pretrained("weights")
 async def served() -> AsyncIterator[Gateway]:
     """`llm` knows a text by heart, and nothing of tools. `caller` was trained to call the tool TOOL after MESSAGES."""
     with short_folder() as folder:
-        async with gateway_here(folder / "state") as gateway:
+        async with gateway_of_engine(folder / "state") as gateway:
             await deploy(gateway, folder, "llm", ["make_weights.py"])
             await deploy(gateway, folder, "caller", ["-c", TRAIN, json.dumps(MESSAGES), json.dumps([TOOL])])
             yield gateway

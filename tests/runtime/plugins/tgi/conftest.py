@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
-from live import Gateway, gateway_here, short_folder
-from trained_model import deploy
+from live import Gateway, short_folder
+from trained_model import deploy, gateway_of_engine
 
 # Yields the deltas that the prompt has as JSON.
 SCRIPTED = """
@@ -22,7 +22,7 @@ async def handler(event: GenerationRequest, context):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scripted() -> AsyncIterator[Gateway]:
     with short_folder() as folder:
-        async with gateway_here(folder / "state", bare_paths=True) as gateway:
+        async with gateway_of_engine(folder / "state", bare_paths=True) as gateway:
             await gateway.deploy(SCRIPTED, name="scripted")
             yield gateway
 
@@ -31,6 +31,6 @@ async def scripted() -> AsyncIterator[Gateway]:
 async def trained() -> AsyncIterator[Gateway]:
     """`llm` knows a text by heart."""
     with short_folder() as folder:
-        async with gateway_here(folder / "state") as gateway:
+        async with gateway_of_engine(folder / "state") as gateway:
             await deploy(gateway, folder, "llm", ["make_weights.py"])
             yield gateway
