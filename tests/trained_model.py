@@ -42,8 +42,11 @@ async def deploy(gateway: Gateway, folder: Path, name: str, train: list[str]) ->
         handler = (TEMPLATES / "vllm" / "handler.py").read_text()
         given = "adapters=context.adapters"
         assert given in handler
-        handler = handler.replace(given, f"{given}, enforce_eager=True, kv_cache_memory_bytes=64 << 20")
+        handler = handler.replace(
+            given, f"{given}, dtype='float32', enforce_eager=True, kv_cache_memory_bytes=64 << 20"
+        )
         (folder / name / "handler.py").write_text(handler)
+        (folder / name / "requirements.txt").unlink()
     await asyncio.to_thread(
         subprocess.run, [sys.executable, *train], cwd=folder / name, check=True, capture_output=True
     )

@@ -112,6 +112,9 @@ def typed_failures(on_death: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except VLLMClientError as error:
+        if "Grammar error" in str(error):
+            fault = f"The output format or the schema of a tool cannot be used: {error}"
+            raise InputInvalid(fault, remedy="Change the schema, the pattern or the grammar.") from error
         fault = f"vLLM refuses the request: {error}"
         raise InputInvalid(fault, remedy="Change the field that the message names.") from error
     except GracefulHTTPError as error:

@@ -84,6 +84,9 @@ def sampling_params(
     given["allowed_token_ids"] = None if (allowed := sampling.allowed_token_ids) is None else list(allowed)
     given["logit_bias"] = dict(sampling.logit_bias) or None
     given["stop_token_ids"] = list(sampling.stop_token_ids)
+    if request.n > 1 and not sampling.temperature:
+        # vLLM refuses several answers of the likeliest tokens. With `top_k`, it draws from one token.
+        given |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
     given["seed"] = None if sampling.seed is None else sampling.seed % _SEEDS
     return SamplingParams(
         **given, n=request.n, max_tokens=most_new, stop=request.stop,

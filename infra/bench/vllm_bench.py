@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import process_tree
 import psutil
@@ -221,35 +221,41 @@ def rate(found: list[Stream]) -> float:
 
 
 def warm(report: Report, folder: Path, rounds: int) -> None:
-    """Measure streams through our gateway beside those of vLLM's own server."""
+    """Measure streams through our gateway beside those of vLLM's own server. One side is paused while the other is measured."""
     worst: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="pf-vllm-") as caches, ours(folder, eager=True) as function:
-        with own_server(folder, Path(caches), eager=True) as other:
-            other.pause()
-            for callers in (1, 4, 16):
-                ratios, gaps, rates = [], [], []
-                for _ in range(rounds + 1):
-                    function.server.resume()
-                    mine = streams(function.server.url, callers)
-                    function.server.pause()
-                    other.resume()
-                    theirs = streams(other.url, callers)
-                    other.pause()
-                    ratios.append(rate(mine) / rate(theirs))
-                    rates.append((rate(mine), rate(theirs)))
-                    p99 = [
-                        percentile([gap for one in side for gap in one.gaps_s], 0.99)
-                        for side in (mine, theirs)
-                    ]
-                    gaps.append(p99[0] / p99[1])
-                # The first round warms up.
-                report.add(
-                    f"vllm_tokens_ratio_{callers}", statistics.median(ratios[1:]),
-                    f"x; {statistics.median(one for one, _ in rates[1:]):.0f} and {statistics.median(one for _, one in rates[1:]):.0f} tokens/s", ">= 0.95",
-                )  # fmt: skip
-                worst.append(statistics.median(gaps[1:]))
-            function.server.resume()
+    with (
+        tempfile.TemporaryDirectory(prefix="pf-vllm-") as caches,
+        ours(folder, eager=True) as function,
+        own_server(folder, Path(caches), eager=True) as other,
+    ):
+        other.pause()
+        for callers in (1, 4, 16):
+            sides: tuple[list[list[Stream]], list[list[Stream]]] = ([], [])
+            # The first round warms up.
+            for _ in range(rounds + 1):
+                for server, found in zip((function.server, other), sides, strict=True):
+                    server.resume()
+                    found.append(streams(server.url, callers))
+                    server.pause()
+            mine, theirs = (found[1:] for found in sides)
+            ratio = statistics.median(rate(one) / rate(two) for one, two in zip(mine, theirs, strict=True))
+            each = [statistics.median(map(rate, side)) for side in (mine, theirs)]
+            report.add(
+                f"vllm_tokens_ratio_{callers}",
+                ratio,
+                f"x; {each[0]:.1f} and {each[1]:.1f} tokens/s",
+                ">= 0.95",
+            )
+            worst.append(
+                statistics.median(late_s(one) / late_s(two) for one, two in zip(mine, theirs, strict=True))
+            )
+        function.server.resume()
     report.add("vllm_gap_p99_ratio", max(worst), "x", "<= 1.2")
+
+
+def late_s(found: list[Stream]) -> float:
+    """Return the 99th percentile of the time between two tokens."""
+    return percentile([gap for one in found for gap in one.gaps_s], 0.99)
 
 
 def private_mb(folder: Path) -> float:

@@ -110,7 +110,8 @@ class _Token:
 def _tokens_of(delta: Delta) -> list[_Token]:
     """Return the tokens of a delta; one without id for a text or an end without tokens.
 
-    The last token has the text of the delta, so the texts of all tokens make up the answer. The model's own end is a special token.
+    The texts of all tokens make up the answer. If those of the logprobs do not, the last token has the whole text. The model's own end is
+    a special token.
     """
     if not (delta.tokens or delta.text or delta.finish_reason):
         return []
@@ -119,6 +120,9 @@ def _tokens_of(delta: Delta) -> list[_Token]:
     last = tokens[-1].shown
     if not delta.text and delta.finish_reason is not None and _reason_of(delta) == "eos_token":
         last["special"], last["text"] = True, found[-1].token if found else ""
+    elif "".join(one.token for one in found) == delta.text and len(found) == len(tokens):
+        for token, one in zip(tokens, found, strict=True):
+            token.shown["text"] = one.token
     else:
         last["text"] = delta.text
     return tokens

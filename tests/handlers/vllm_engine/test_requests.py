@@ -106,3 +106,12 @@ def test_a_required_call_is_a_grammar_with_the_models_marks(started: Any) -> Non
     assert "reasoning:" in grammar
     assert "<tool_call>" in grammar
     assert llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("grammar", grammar), None) == ""
+
+
+def test_several_greedy_answers_are_drawn_from_one_token(vllm: Any) -> None:
+    """vLLM refuses n > 1 with a temperature of 0."""
+    request = GenerationRequest(prompt="a", n=2, temperature=0.0, top_p=0.5, min_p=0.5)
+    params = sampling_params(request, request.sampling, 9, None, marks=False)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 1, 1.0, 0.0)
+    alone = request.model_copy(update={"n": 1})
+    assert sampling_params(alone, alone.sampling, 9, None, marks=False).temperature == 0.0

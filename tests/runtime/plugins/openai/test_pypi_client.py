@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from live import Gateway
+from trained_model import ENGINE
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("transformers")
@@ -40,8 +41,12 @@ async def test_a_streamed_chat_has_the_chunks_of_vllm(served: Gateway) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     first, *pieces, usage = chunks
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert [chunk["choices"][0]["delta"]["content"] for chunk in pieces] == list(" lets")
-    assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * 4 + ["length"]
+    # vLLM puts tokens into one chunk that were made while its reader was busy.
+    contents = [chunk["choices"][0]["delta"]["content"] for chunk in pieces]
+    assert contents == list(" lets") if ENGINE == "own" else "".join(contents) == " lets"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + [
+        "length"
+    ]
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 5)
     assert response.headers["content-type"] == "text/event-stream"
 
@@ -267,7 +272,8 @@ async def test_requests_that_vllm_refuses_too(client: Any, fields: dict[str, Any
     with pytest.raises(openai.BadRequestError, match=word):
         await client.chat.completions.create(**CHAT | fields)
     # vLLM ignores these.
-    ignored = {"stop_token_ids": [1_000_000]}
+    # vLLM 0.32 refuses tokens outside the vocabulary.
+    ignored = {"stop_token_ids": [1_000_000]} if ENGINE == "own" else {}
     assert (await client.chat.completions.create(**CHAT, top_logprobs=0, extra_body=ignored)).choices
 
 
@@ -280,6 +286,7 @@ async def test_the_largest_seed_and_usage_from_the_first_chunk(client: Any) -> N
     assert set(usages) == {len("A pilot flame")}
 
 
+@pytest.mark.skipif(ENGINE == "vllm", reason="vLLM does not predict the times of tokens")
 async def test_how_soon_the_tokens_are_needed(client: Any) -> None:
     soon = {"x-slo-ttft-ms": "60000", "x-slo-tpot-ms": "60000"}
     answer = await client.chat.completions.create(**CHAT, extra_headers=soon)

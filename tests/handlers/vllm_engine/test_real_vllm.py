@@ -1,0 +1,117 @@
+"""The template `vllm` with the real vLLM, for processors: the suites of clients, kills of its processes, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+import vllm_environment
+from live import Gateway, gateway_process, gone, short_folder
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+ROOT = Path(__file__).resolve().parents[3]
+SUITES = (
+    "tests/runtime/plugins/openai/test_pypi_client.py", "tests/runtime/plugins/openai/test_tools.py",
+    "tests/runtime/plugins/openai/test_npm_client.py", "tests/runtime/plugins/openai/test_other_clients.py",
+    "tests/runtime/plugins/tgi/test_inference_client.py",
+)  # fmt: skip
+CALLERS, KILLS = 16, int(os.environ.get("PILOTFLAME_TEST_KILLS", "5"))
+# A name that makes paths of sockets longer than the kernel allows.
+NAME = "a-name-that-is-longer-than-thirty-four-characters"
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return str(vllm_environment.python())
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_of_clients_passes(python: str, suite: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", suite], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PILOTFLAME_TEST_ENGINE": "vllm"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(python: str) -> AsyncIterator[Gateway]:
+    os.environ["PILOTFLAME_TEST_ENGINE"] = "vllm"
+    import trained_model
+
+    trained_model.ENGINE = "vllm"
+    with short_folder() as folder:
+        async with gateway_process(folder / "state", python=python) as gateway:
+            await trained_model.deploy(gateway, folder, NAME, ["make_weights.py"])
+            yield gateway
+
+
+async def stream(gateway: Gateway) -> str:
+    """Stream a text and return how it has ended: "[DONE]", or the type of an error."""
+    body = {"model": NAME, "prompt": "A pilot flame", "max_tokens": 60, "temperature": 0, "stream": True}
+    async with gateway.client.stream("POST", "/v1/completions", json=body, timeout=120) as answer:
+        text = (await answer.aread()).decode()
+    if text.rstrip().endswith("data: [DONE]"):
+        return "[DONE]"
+    found = re.search(r'"type": ?"(\w+)"', text)
+    assert found is not None, (answer.status_code, text[-500:])
+    return found[1]
+
+
+def of_function(gateway: Gateway) -> list[psutil.Process]:
+    """Return the processes below the zygote, which are workers, standbys and their engines."""
+    assert gateway.process is not None
+    found = psutil.Process(gateway.process.pid).children(recursive=True)
+    zygotes = [one for one in found if one.cmdline()[:1] and "zygote" in one.cmdline()[0]]
+    return [child for zygote in zygotes for child in zygote.children(recursive=True)]
+
+
+async def test_kills_end_in_answers_or_typed_errors_and_leave_nothing(served: Gateway) -> None:
+    chosen = random.Random(20261130)
+    shared = {*Path("/dev/shm").iterdir()}
+    assert await stream(served) == "[DONE]"
+    for _ in range(KILLS):
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(stream(served)) for _ in range(CALLERS)]
+            workers = [one for one in of_function(served) if "standby" not in " ".join(one.cmdline())]
+            while not workers:
+                await asyncio.sleep(0.05)
+                workers = [one for one in of_function(served) if "standby" not in " ".join(one.cmdline())]
+            victim = chosen.choice(workers)
+            await asyncio.sleep(chosen.random())
+            victim.send_signal(signal.SIGKILL)
+        ends = [one.result() for one in running]
+        assert {*ends} <= {"[DONE]", "handler_failed", "worker_died", "worker_lost"}, ends
+        assert await stream(served) == "[DONE]"
+        await gone(victim.pid)
+    assert {*Path("/dev/shm").iterdir()} == shared
+
+
+async def test_an_engine_that_fails_tells_its_cause(served: Gateway, tmp_path: Path) -> None:
+    source = served.state.parent / NAME
+    handler = (
+        (source / "handler.py")
+        .read_text()
+        .replace("kv_cache_memory_bytes=64 << 20", "kv_cache_memory_bytes=64")
+    )
+    (source / "handler.py").write_text(handler)
+    answer: httpx.Response = await served.client.post(
+        "/v1/functions", json={"path": str(source), "overrides": {"name": "small", "snapshot": str(source / "weights")}}, timeout=300,
+    )  # fmt: skip
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["type"] == "handler_setup_failed"
+    assert "ValueError: " in error["details"]["printed"]
+    assert "KV cache" in error["details"]["printed"]
+    assert "(EngineCore pid=" in error["details"]["printed"]
