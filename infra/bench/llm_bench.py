@@ -1,9 +1,9 @@
 """Language models with random weights: the engine beside a bare loop of the same module, beside `generate`, and from zero.
 
-    python infra/bench/llm_bench.py [--rounds N] [--large]
+    python infra/bench/llm_bench.py [--rounds N] [--large] [--vllm PART...] [--pairs N] [--compiled N]
 
 Rates are tokens for each second of processor time. The figures of one round are measured one after the other, and their ratio is
-taken round by round. `--large` uses the model of 1 GB beside the bare loop, and for the gaps.
+taken round by round. With `--vllm`, only parts of vllm_bench.py run. `--large` uses the model of 1 GB beside the bare loop, and for the gaps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import process_tree
 import tokenizers
 import torch
 import transformers
+import vllm_bench
 from gpu_model import deployed
 from llm_servers import plain_ms, transformers_serve_ms
 from llm_tenants import ratios
@@ -294,8 +295,18 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--large", action="store_true")
+    options.add_argument(
+        "--vllm", nargs="+", choices=vllm_bench.PARTS, help="only these parts beside vLLM's own server"
+    )
+    options.add_argument("--pairs", type=int, default=10, help="of starts beside vLLM's own server")
+    options.add_argument("--compiled", type=int, default=10, help="pairs of compiled starts")
     arguments = options.parse_args()
     report = Report("bench-llm", packages=("torch", "transformers"))
+    vllm_bench.measure(
+        report, arguments.pairs, arguments.compiled, arguments.rounds, arguments.vllm or vllm_bench.PARTS
+    )
+    if arguments.vllm:
+        return report.finish(arguments)
     torch.set_num_threads(1)
     with report.part("beside a bare loop"):
         beside_bare_loop(report, LARGE if arguments.large else SMALL, arguments.rounds)

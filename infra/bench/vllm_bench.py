@@ -1,23 +1,19 @@
 """The template vllm beside vLLM's own server, both on processors: the first token from zero, and streams of 1, 4 and 16 callers.
 
-    python infra/bench/vllm_bench.py [--pairs N] [--compiled N] [--rounds N]
-
 Both sides have the same generated models, the same memory for keys and values, and warm caches. A pair is one start of each side.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import tomllib
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -34,7 +30,7 @@ from control import Control
 from percentiles import percentile
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
-from report import Report, parser
+from report import Report
 from servers import HERE, Server, free_port, running, start_pilotflame
 
 TEMPLATE = HERE.parents[1] / "templates" / "vllm"
@@ -46,6 +42,7 @@ SHAPES = {
     "400mb": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32_000},
 }
 START_S = 300.0
+PARTS = ("eager", "compiled", "local", "streams", "memory")
 
 
 class Stream(NamedTuple):
@@ -268,38 +265,31 @@ def private_mb(folder: Path) -> float:
     return sum(found) / 1e6
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--pairs", type=int, default=10)
-    options.add_argument("--compiled", type=int, default=3, help="pairs of compiled starts")
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--only", nargs="+", choices=("eager", "compiled", "local", "warm", "memory"))
-    arguments = options.parse_args()
+def measure(report: Report, pairs: int, compiled: int, rounds: int, parts: Sequence[str] = PARTS) -> None:
+    """Add the figures of `parts` to a report. `pairs` and `compiled` are numbers of pairs of starts, `rounds` is of streams."""
     vllm_environment.python()
-    report = Report("bench-vllm", packages=("torch", "transformers"))
-    wanted = arguments.only or ("eager", "compiled", "local", "warm", "memory")
     with tempfile.TemporaryDirectory(prefix="pf-vllm-", dir="/tmp") as made:
         folders = {name: Path(made) / name for name in SHAPES}
         for name, folder in folders.items():
             write_model(folder, SHAPES[name])
-        for kind, pairs in (("eager", arguments.pairs), ("compiled", arguments.compiled)):
-            if kind in wanted:
-                with report.part(f"starts, {kind}"):
-                    ratios = [
-                        starts(report, name, folder, pairs, eager=kind == "eager")
+        for kind, count in (("eager", pairs), ("compiled", compiled)):
+            if kind in parts:
+                with report.part(f"vLLM, starts, {kind}"):
+                    each = [
+                        starts(report, name, folder, count, eager=kind == "eager")
                         for name, folder in folders.items()
                     ]
                     report.add(
-                        f"vllm_zygote_ratio_{kind}", max(ratios), "x, the worse of the models", "<= 0.12"
+                        f"vllm_zygote_ratio_{kind}", max(each), "x, the worse of the models", "<= 0.12"
                     )
-        if "local" in wanted:
-            with report.part("from LOCAL"):
+        if "local" in parts:
+            with report.part("vLLM, from LOCAL"):
                 report.add("vllm_local_s", local_s(folders["small"]), "s")
-        if "warm" in wanted:
-            with report.part("streams"):
-                warm(report, folders["400mb"], arguments.rounds)
-        if "memory" in wanted:
-            with report.part("memory"):
+        if "streams" in parts:
+            with report.part("vLLM, streams"):
+                warm(report, folders["400mb"], rounds)
+        if "memory" in parts:
+            with report.part("vLLM, memory"):
                 used = private_mb(folders["small"])
                 report.add(
                     "vllm_private_mb",
@@ -307,9 +297,3 @@ def main() -> int:
                     "MB beyond weights and cache",
                     "<= 150",
                 )
-    return report.finish(arguments)
-
-
-if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.exit(main())

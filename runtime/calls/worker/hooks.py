@@ -48,7 +48,9 @@ class WorkerHooks:
         self._host = host
 
     def forked(self) -> PilotflameError | None:
-        """Call `forked`. Return why that failed."""
+        """Call `forked`, while this process has one thread. Return why that failed."""
+        if self._handler.forked is None:
+            return None
         try:
             run_hook(self._handler.forked, self._context(None))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it

@@ -47,7 +47,7 @@ class LoopWorker(Worker):
             await self._drained.wait()
             if not self._left:
                 await asyncio.to_thread(self._parking.wait_ended)
-                await self._hooks.tear_down(self._parking.restore)
+                await self.hooks.tear_down(self._parking.restore)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await self._released.wait()
@@ -71,7 +71,7 @@ class LoopWorker(Worker):
             self._leave()
 
     def _call_from_thread(self, hook: Hook | None) -> Any:
-        return asyncio.run_coroutine_threadsafe(self._hooks.call(hook), self._event_loop).result()
+        return asyncio.run_coroutine_threadsafe(self.hooks.call(hook), self._event_loop).result()
 
     def _release(self) -> None:
         self._released.set()

@@ -82,11 +82,11 @@ class MainThreadWorker(Worker):
         self._threads.work()
         self._idle.wait()
         self._parking.wait_ended()
-        run_without_loop(self._hooks.tear_down(self._parking.restore))
+        run_without_loop(self.hooks.tear_down(self._parking.restore))
         self._released.wait(RELEASE_TIMEOUT_S)
 
     def _call_from_thread(self, hook: Hook | None) -> Any:
-        return self._thread_state.run(lambda: run_without_loop(self._hooks.call(hook)))
+        return self._thread_state.run(lambda: run_without_loop(self.hooks.call(hook)))
 
     # -- the thread of the link's loop
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from setproctitle import setproctitle
 
-from ....errors import PilotflameError, SnapshotError
+from ....errors import SnapshotError
 from ....handlers.handler import Hook
 from ..leftovers import signals
 from ..leftovers.signals import AuthorsHandlers
@@ -66,15 +66,11 @@ class Worker(ABC):
         self._authors_handlers = authors_handlers
         self._weights = WorkerWeights(built.snapshots, spec, shared=self._handler.kind.on_loop)
         self._check = self._find_check()
-        self._hooks = WorkerHooks(built, spec, self._weights)
+        self.hooks = WorkerHooks(built, spec, self._weights)
         self._activated = threading.Event()
         self._draining = self._measuring = False
         # The time by which fetched weights must have arrived, in monotonic seconds. ACTIVATE sets it.
         self._weights_by_s: float | None = None
-
-    def forked(self) -> PilotflameError | None:
-        """Call the hook `forked`, while this process has one thread. Return why that failed."""
-        return self._hooks.forked() if self._handler.forked is not None else None
 
     def run(self, connection: WorkerConnection) -> None:
         """Run until the worker has drained. Call it on the main thread."""
@@ -93,9 +89,9 @@ class Worker(ABC):
         snapshots = self._built.snapshots
         if snapshots is not None:
             snapshots.adapters.fetch = self._host.fetch
-        self._hooks.bind(self._host)
+        self.hooks.bind(self._host)
         self._weights.bind(link, lambda: loop.call_soon_threadsafe(self._drain))
-        self._calls = IncomingCalls(self._handler, self._spec, link, runner, self._hooks, snapshots)
+        self._calls = IncomingCalls(self._handler, self._spec, link, runner, self.hooks, snapshots)
         hooks = ParkingHooks(
             lambda: self._call_from_thread(self._handler.park),
             lambda: self._call_from_thread(self._handler.unpark),
@@ -151,23 +147,23 @@ class Worker(ABC):
         self._weights.find_dtype()
         memory_mb = self._connection.rehearsal_mb
         wanted = self._handler.rehearse is not None and memory_mb != 0 and not self._activated.is_set()
-        head = await self._hooks.rehearse(memory_mb) if wanted else {}
+        head = await self.hooks.rehearse(memory_mb) if wanted else {}
         self._link.send_json(FrameKind.PRIMED, 0, head)
         if wanted:
             self._pin()
 
     def _pin(self) -> None:
-        self._hooks.pin(self._activated.is_set)
+        self.hooks.pin(self._activated.is_set)
 
     async def _set_up(self) -> bool:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""
-        if (failure := await self._hooks.set_up(self._weights_by_s, self._check)) is not None:
+        if (failure := await self.hooks.set_up(self._weights_by_s, self._check)) is not None:
             self._link.send_json(FrameKind.FAILED, 0, failure.to_wire(private=True))
             return False
         return True
 
     async def _become_ready(self) -> None:
-        curve = await self._hooks.measure(self._runner, lambda: self._draining) if self._measuring else []
+        curve = await self.hooks.measure(self._runner, lambda: self._draining) if self._measuring else []
         limits = self._runner.limits
         head = {
             "window": limits.window, "slots": limits.slots, "limit": limits.limit,

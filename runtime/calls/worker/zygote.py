@@ -457,7 +457,7 @@ def run_worker(
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
     # Before the connection, which the processes that the hook forks must not have.
-    failed = worker.forked() if worker is not None else None
+    failed = worker.hooks.forked() if worker is not None else None
     link = BlockingLink(ticket.dial("worker"))
     if worker is None:
         report_crashes()
@@ -472,7 +472,7 @@ def run_worker(
         authors_handlers.note()
         folder.note_import(spec.code)
         worker, parents_end = worker_of(spec, built, authors_handlers), fork_safety.end_of_parent()
-        failed = worker.forked()
+        failed = worker.hooks.forked()
     if failed is not None:
         link.send(FrameKind.FAILED, failed.to_wire(private=True))
         return

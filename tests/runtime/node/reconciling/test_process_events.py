@@ -1,4 +1,4 @@
-"""What the gateway tells of processes that fail or end."""
+"""The reports of processes that fail."""
 
 from __future__ import annotations
 
