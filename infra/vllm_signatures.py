@@ -16,6 +16,7 @@ OUTPUT = Path(__file__).parents[1] / "tests" / "handlers" / "vllm_engine" / "sig
 # The modules, and the names in them: functions, and classes with their fields or with these methods.
 USED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.engine.arg_utils": {"EngineArgs": (), "AsyncEngineArgs": ()},
+    "vllm.config.device": {"DeviceConfig": ()},
     "vllm.config.parallel": {"ParallelConfig": ()},
     "vllm.config.vllm": {"VllmConfig": ()},
     "vllm.platforms.interface": {"Platform": ("is_cpu", "is_sleep_mode_available")},
@@ -27,6 +28,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.logprobs": {"Logprob": ()},
     "vllm.lora.request": {"LoRARequest": ()},
     "vllm.model_executor.model_loader": {"register_model_loader": (), "get_model_loader": ()},
+    "vllm.model_executor.model_loader.utils": {"get_model_architecture": ()},
     "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": ("__init__", "download_model", "load_weights")},
     "vllm.config.load": {"LoadConfig": ()},
     "vllm.config.structured_outputs": {"StructuredOutputsConfig": ()},

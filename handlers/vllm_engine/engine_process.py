@@ -21,9 +21,11 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from functools import reduce
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,7 @@ NAMES = {
         "vllm_config", "local_client", "handshake_address", "executor_class", "log_stats", "tensor_queue",
     ),
     "vllm.v1.executor:Executor.get_class": ("vllm_config",),
+    "vllm.model_executor.model_loader.utils:get_model_architecture": ("model_config",),
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
 }  # fmt: skip
 """The private names of vLLM, as MODULE:NAME, and parameters that they must have."""
@@ -54,6 +57,23 @@ def missing_name() -> str | None:
         if parameters and not {*parameters} <= inspect.signature(found).parameters.keys():
             return name
     return None
+
+
+def import_ahead(config: Any) -> None:
+    """Import what the engine's process needs beside vLLM itself: the classes of its worker and of the model."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture  # noqa: PLC0415
+
+    importlib.import_module(str(config.parallel_config.worker_cls).rpartition(".")[0])
+    get_model_architecture(config.model_config)
+
+
+def has_descriptors_of_processes() -> bool:
+    """Return False if the kernel is older than 5.3."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def thread_count() -> int:
@@ -76,8 +96,11 @@ class WaitingEngine:
             _run(theirs, config, parent)
         theirs.close()
         self.sentinel = os.pidfd_open(self.pid)
+        self.threads = 1
+        """The number of torch's threads in the engine's process."""
         self._config = config
         self._exitcode: int | None = None
+        self._asking = threading.Lock()
         self._asked: dict[str, Any] = {}
 
     def started_for(self, target: Any, name: str, kwargs: dict[str, Any]) -> WaitingEngine:
@@ -94,11 +117,11 @@ class WaitingEngine:
         return self
 
     def start(self) -> None:
-        """Let the process run the engine core."""
-        import torch  # noqa: PLC0415  vLLM has imported it
-
+        """Let the process run the engine core, with this process's environment and folder."""
         asked = {
-            **self._asked, "environ": dict(os.environ), "threads": torch.get_num_threads(),
+            **self._asked, "environ": dict(os.environ), "threads": self.threads,
+            # The paths of vLLM's sockets are relative to it.
+            "folder": str(Path.cwd()),
             # The worker knows it since its start.
             "weights": self._config.load_config.model_loader_extra_config,
         }  # fmt: skip
@@ -108,14 +131,16 @@ class WaitingEngine:
     @property
     def exitcode(self) -> int | None:
         """None while the process runs, and after a kill the negative number of the signal."""
-        if self._exitcode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                self._exitcode = 1
-            else:
-                self._exitcode = os.waitstatus_to_exitcode(status) if pid else None
-        return self._exitcode
+        # A thread of vLLM asks, too.
+        with self._asking:
+            if self._exitcode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:
+                    self._exitcode = 1
+                else:
+                    self._exitcode = os.waitstatus_to_exitcode(status) if pid else None
+            return self._exitcode
 
     def is_alive(self) -> bool:
         return self.exitcode is None
@@ -192,6 +217,7 @@ def _run_engine_core(asked: dict[str, Any], config: Any) -> None:
 
     os.environ.clear()
     os.environ.update(asked.pop("environ"))
+    os.chdir(asked.pop("folder"))
     # A fork reads no variables of OpenMP.
     torch.set_num_threads(asked.pop("threads"))
     config.load_config.model_loader_extra_config = asked.pop("weights")

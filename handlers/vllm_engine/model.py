@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 # The tokenizer's threads would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
 from transformers import AutoTokenizer
 
 from ...errors import HandlerFailed, SnapshotError
@@ -22,7 +23,14 @@ from ..language_model.adapters import check_adapter
 from ..language_model.contract import Delta, GenerationRequest
 from .adapters import VllmAdapters
 from .answers import typed_failures
-from .engine_process import WaitingEngine, engine_core_in, missing_name, thread_count
+from .engine_process import (
+    WaitingEngine,
+    engine_core_in,
+    has_descriptors_of_processes,
+    import_ahead,
+    missing_name,
+    thread_count,
+)
 from .loader import LOAD_FORMAT, OWNER_VARIABLE
 from .requests import VllmRequests
 
@@ -102,32 +110,46 @@ class VllmModel:
         for variable, value in ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         self._config = configured(str(snapshot.path), loras | engine_args)
+        self._logs_no_stats = bool(engine_args.get("disable_log_stats", True))
+        # If vLLM cannot run in a fork, its own process imports these.
+        if missing_name() is None:
+            import_ahead(self._config)
         self._waiting: WaitingEngine | None = None
         self._engine: Any = None
         self._context: Context | None = None
 
     def forked(self) -> None:
         """Fork the process of the engine core, which waits for `setup`. Call it in the hook `forked`. Raise OSError."""
-        if (lack := missing_name()) is not None:
-            lack = f"this version of vLLM has no {lack} as expected"
-        elif (threads := thread_count()) > 1:
-            lack = f"the import or the build has left {threads - 1} threads"
-        elif self._config.parallel_config.data_parallel_size > 1:
-            lack = "data_parallel_size is more than 1"
-        if lack is not None:
+        if lack := self._lack():
             sys.stderr.write(f"vLLM starts its processes itself, which takes tens of seconds: {lack}\n")
-            return
-        self._waiting = WaitingEngine(self._config)
+        else:
+            self._waiting = WaitingEngine(self._config)
+
+    def _lack(self) -> str:
+        """Return why the engine core cannot run in a fork of this process; "" if it can."""
+        if (name := missing_name()) is not None:
+            return f"this version of vLLM has no {name} as expected"
+        if (threads := thread_count()) > 1:
+            return f"the import or the build has left {threads - 1} threads"
+        if self._config.parallel_config.data_parallel_size > 1:
+            return "data_parallel_size is more than 1"
+        return "" if has_descriptors_of_processes() else "the kernel is older than 5.3"
 
     async def setup(self, context: Context) -> None:
         """Start the engine, and wait until the weights are on the device. Call it in the hook `setup`. Raise what vLLM raises."""
+        threads = torch.get_num_threads()
         os.environ[OWNER_VARIABLE] = str(os.getpid())
+        # Without this variable, vLLM has one thread.
+        if self._config.device_config.device_type == "cpu":
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         # A socket's path has 107 characters at most, and the names of folders of functions are longer.
         os.environ.setdefault("VLLM_RPC_BASE_PATH", os.path.relpath(tempfile.gettempdir()))  # noqa: ASYNC240  two short calls
         # vLLM for processors has set this variable. The engine core has no threads when it starts the processes of its own.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if self._waiting is None else "fork"
         self._config.load_config.model_loader_extra_config = self._snapshot.reference()
         self._context = context
+        if self._waiting is not None:
+            self._waiting.threads = threads
         # In a thread, so that the worker sees meanwhile that it must end.
         self._engine = await asyncio.to_thread(self._started)
 
@@ -135,7 +157,7 @@ class VllmModel:
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  vLLM is no dependency
 
         with engine_core_in(self._waiting):
-            return AsyncLLM.from_vllm_config(self._config, disable_log_stats=True)
+            return AsyncLLM.from_vllm_config(self._config, disable_log_stats=self._logs_no_stats)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.

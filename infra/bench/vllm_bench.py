@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import tomllib
@@ -25,13 +26,15 @@ import psutil
 import tokenizers
 import torch
 import transformers
-import vllm_environment
 from control import Control
 from percentiles import percentile
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from report import Report
 from servers import HERE, Server, free_port, running, start_pilotflame
+
+sys.path.append(str(HERE.parents[1] / "tests"))
+import vllm_environment
 
 TEMPLATE = HERE.parents[1] / "templates" / "vllm"
 CACHE_BYTES = 256 << 20

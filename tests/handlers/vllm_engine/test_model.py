@@ -29,6 +29,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_c
 
 # The double has these classes in other modules than vLLM, from which both offer them.
 OFFERED = {
+    "vllm.config.device": "vllm.config",
     "vllm.config.load": "vllm.config",
     "vllm.config.parallel": "vllm.config",
     "vllm.config.vllm": "vllm.config",

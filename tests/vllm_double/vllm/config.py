@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -24,6 +24,16 @@ class ModelConfig:
 class ParallelConfig:
     distributed_executor_backend: Any = None
     data_parallel_size: int = 1
+    worker_cls: str = "vllm.v1.engine.core.Model"
+
+
+@dataclass
+class DeviceConfig:
+    device: str = "cuda"
+
+    @property
+    def device_type(self) -> str:
+        return self.device
 
 
 @dataclass
@@ -31,3 +41,4 @@ class VllmConfig:
     model_config: ModelConfig
     load_config: LoadConfig
     parallel_config: ParallelConfig
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
