@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 # Removing this many blocks of 512 bytes takes about as long as removing an entry.
 _BLOCKS = 4096
 # Fewer names than these fit into the buffer with which a folder is read.
@@ -124,7 +124,7 @@ def _open_writable(place: int, name: str) -> int:
             raise
         return folder
     # It may not be read.
-    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
     try:
         # `fchmod` accepts no descriptor that was opened with O_PATH.
         os.chmod(f"/proc/self/fd/{handle}", stat.S_IRWXU)  # noqa: PTH101

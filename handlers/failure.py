@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -147,23 +148,38 @@ def _importable(filename: str) -> str:
 
 
 def _user_traceback(error: BaseException, root: Path) -> str:
-    """Return the traceback without the stack frames of pilotflame and importlib.
+    """Return the traceback without the stack frames of pilotflame and importlib, and with short paths of libraries.
 
     If frames of libraries come before the frames of the user's folder `root`, the user's frames are also shown at the
     start. A long text is cut in its middle.
     """
     trace: Any = traceback.TracebackException.from_exception(error)
-    trace.stack = traceback.StackSummary.from_list(
-        frame
-        for frame in trace.stack
-        if not frame.filename.startswith(PACKAGE_FOLDER) and "importlib" not in frame.filename
-    )
+    chain = [trace]
+    for one in chain:
+        one.stack = traceback.StackSummary.from_list(user_frames(one.stack, root))
+        chain += filter(None, (one.__cause__, one.__context__, *(one.exceptions or ())))
     text = "".join(trace.format())
     own = [frame for frame in trace.stack if _relative(frame.filename, root)]
     if own and own != trace.stack[: len(own)]:
         frames = "".join(traceback.format_list(own))
         text = f"In the function's own code:\n{frames}In all:\n{text}"
     return cut(text)
+
+
+def user_frames(stack: Iterable[traceback.FrameSummary], root: Path) -> list[traceback.FrameSummary]:
+    """Return the frames without those of pilotflame and importlib. Outside the user's folder `root`, a path begins where it can
+    be imported, so that it does not show the folders of this machine.
+    """
+    frames = [
+        frame
+        for frame in stack
+        if not frame.filename.startswith(PACKAGE_FOLDER) and "importlib" not in frame.filename
+    ]
+    for frame in frames:
+        # The frame reads its line at the first use, and needs the whole path for this.
+        if frame.line is not None and not _relative(frame.filename, root):
+            frame.filename = _importable(frame.filename)
+    return frames
 
 
 def cut(text: str) -> str:

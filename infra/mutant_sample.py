@@ -83,10 +83,11 @@ def _places(source: str) -> dict[str, list[Choice]]:
 
 def _mutant(module: str, source: str, key: str, choice: Choice) -> Mutant | None:
     """Return the mutant, or None if Python cannot compile it or reads the same program."""
-    code = mutate_code(source, get_operator(choice.operator)(), choice.occurrence)
     try:
+        code = mutate_code(source, get_operator(choice.operator)(), choice.occurrence)
         compile(code, module, "exec")
-    except SyntaxError:
+    except (AttributeError, SyntaxError):
+        # cosmic-ray cannot replace an exception with a dotted name.
         return None
     if ast.dump(ast.parse(code)) == ast.dump(ast.parse(source)):
         return None

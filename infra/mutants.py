@@ -4,8 +4,9 @@
     python infra/mutants.py --seed 7                      # the same draw again
     python infra/mutants.py runtime/calls/batching/queue  # the mutants of one module
 
-The tests of a module import a copy of the installed package, in which one mutant at a time is put. equal_mutants.toml lists the
-mutants that behave as the original. They do not count. Exit code 1 if the tests catch too few.
+The tests of a module import a copy of the installed package, in which one mutant at a time is put. A mutant that the mirrored
+test file does not catch is tried with the files of `tests_of`, too. equal_mutants.toml lists the mutants that behave as the
+original. They do not count. Exit code 1 if the tests catch too few.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -36,7 +38,9 @@ INSTALLED = Path(sysconfig.get_path("purelib")) / "pilotflame"
 EQUAL = ROOT / "infra" / "equal_mutants.toml"
 DRAWN, EACH, LEAST = 28, 5, 0.9
 """The modules of a draw, the mutants of each, and the share that the tests must catch."""
-OUTCOMES = ("by a test", "by time", "at import", "survived", "equal")
+MOST_OTHERS, OTHER_S = 3, 60.0
+"""How many other test files are tried with the mutants that the mirrored one does not catch, and how long each may take."""
+OUTCOMES = ("by a test", "by time", "at import", "by others", "survived", "equal")
 PYTEST = "-m pytest -p no:cacheprovider -p no:schemathesis -p no:xdist -x -q --hypothesis-seed=0 --hypothesis-profile=no-shrinking"
 
 
@@ -54,17 +58,39 @@ def mutants_of(modules: Sequence[str]) -> list[Mutant]:
     ]
 
 
+def tests_of(module: str) -> list[str]:
+    """Return the mirrored test file of a module, and then the MOST_OTHERS shortest of the other test files that import it."""
+    folder, _, name = module.rpartition("/")
+    mirrored = ROOT / "tests" / folder / f"test_{name}.py"
+    parent = ".".join(("pilotflame", *filter(None, folder.split("/"))))
+    imports = re.compile(rf"from {parent}\.{name} import|from {parent} import [^\n]*\b{name}\b")
+    importing = [one for one in (ROOT / "tests").rglob("test_*.py") if imports.search(one.read_text())]
+    others = sorted({*importing} - {mirrored}, key=lambda one: (one.stat().st_size, one))[:MOST_OTHERS]
+    return [f"{one.relative_to(ROOT)}" for one in (mirrored, *others)]
+
+
 def check(module: str, mutants: Sequence[Mutant], package: Path) -> None:
     """Run the tests of a module against each of its mutants, in a copy of the package."""
-    folder, _, name = module.rpartition("/")
-    tests = f"{sys.executable} {PYTEST} tests/{folder}/test_{name}.py"
-    target = package / f"{module}.py"
-    for compiled in target.parent.glob(f"__pycache__/{name}.*.pyc"):
+    mirrored, *others = tests_of(module)
+    run_file(module, mirrored, mutants, package, 300.0)
+    for other in others:
+        if left := [one for one in mutants if one.outcome == "survived"]:
+            run_file(module, other, left, package, OTHER_S)
+            for one in left:
+                one.outcome = one.outcome if one.outcome == "survived" else "by others"
+
+
+def run_file(module: str, file: str, mutants: Sequence[Mutant], package: Path, most_s: float) -> None:
+    """Set the outcomes of mutants with a test file. Do nothing if another file than the mirrored one does not pass within `most_s`."""
+    tests, target = f"{sys.executable} {PYTEST} {file}", package / f"{module}.py"
+    for compiled in target.parent.glob(f"__pycache__/{target.stem}.*.pyc"):
         compiled.unlink()
     original, began_s = target.read_text(), time.monotonic()
-    outcome, said = run_tests(tests, 300.0)
+    outcome, said = run_tests(tests, most_s)
     if outcome is not TestOutcome.SURVIVED:
-        sys.exit(f"The tests of {module} fail without any change:\n{said}")
+        if most_s == OTHER_S:
+            return
+        sys.exit(f"{file} fails without any change:\n{said}")
     # With some mutants, the tests hang. With others, they are slower, or the machine has other load.
     limit_s = 20.0 + 3.0 * (time.monotonic() - began_s)
     for mutant in mutants:
@@ -73,20 +99,11 @@ def check(module: str, mutants: Sequence[Mutant], package: Path) -> None:
         outcome, said = run_tests(tests, limit_s)
         if outcome is TestOutcome.INCOMPETENT:
             sys.exit(f"The tests did not run:\n{said}")
-        caught = (
-            "by time"
-            if said == "timeout"
-            else "at import"
-            if "during collection" in said or not said
-            else "by a test"
-        )
+        hung, at_import = said == "timeout", "during collection" in said or not said
+        caught = "by time" if hung else "at import" if at_import else "by a test"
         mutant.outcome = "survived" if outcome is TestOutcome.SURVIVED else caught
-        took = f"{time.monotonic() - began_s:.1f} s"
-        print(
-            f"{mutant.id} {module}.py:{mutant.line} {mutant.operator}: {mutant.outcome}, {took}",
-            file=sys.stderr,
-            flush=True,
-        )
+        took = f"{file}: {mutant.outcome}, {time.monotonic() - began_s:.1f} s"
+        print(f"{mutant.id} {module}.py:{mutant.line} {mutant.operator}, {took}", file=sys.stderr, flush=True)
     target.write_text(original)
 
 

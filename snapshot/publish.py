@@ -68,7 +68,7 @@ def _beginning(path: Path) -> str:
 
 def sync(path: Path) -> None:
     """Flush the bytes of file `path`, or the list of names in folder `path`, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -17,6 +17,7 @@ from pilotflame.errors import (
     RevisionReplaced,
     ShuttingDown,
     SnapshotError,
+    UnknownFunction,
     for_callers,
     not_whole,
     wrapped,
@@ -62,8 +63,13 @@ def test_codes_are_unique_and_lowercase() -> None:
     assert all("code" in vars(kind) for kind in KINDS)
 
 
-def test_a_status_is_an_error_status() -> None:
-    assert all(400 <= PilotflameError.from_wire({"type": kind.code}).status < 600 for kind in KINDS)
+def test_each_status_is_the_published_one() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+    rows = (row.split(" | ") for row in page.splitlines() if row.startswith("| `"))
+    published = {row[0].strip("|` "): int(row[1]) for row in rows if row[1].isdigit()}
+    assert published == {
+        kind.code: PilotflameError.from_wire({"type": kind.code}).status for kind in KINDS[1:]
+    }
 
 
 @pytest.mark.parametrize("kind", [RevisionReplaced, ShuttingDown])
@@ -148,3 +154,19 @@ def test_an_error_may_be_about_something(kind: type[PilotflameError]) -> None:
     # Once is enough, and nothing needs no word.
     assert named.about("snapshots.style").message == named.message
     assert error.about("") is error
+
+
+@pytest.mark.parametrize(
+    ("known", "meant"),
+    [
+        ((), ""),
+        (("other",), ""),
+        (("greeter", "other", "greeters"), "Did you mean 'greeter' or 'greeters'? "),
+    ],
+)
+def test_an_unknown_function_is_told_with_the_closest_known_ones(known: tuple[str, ...], meant: str) -> None:
+    error = UnknownFunction.named("greter" + "!" * 100, known)
+    assert error.name == ("greter" + "!" * 100)[:64]
+    error = UnknownFunction.named("greter", known)
+    assert error.message == "There is no function 'greter'."
+    assert error.remedy == f"{meant}See `pilotflame list`, or deploy it."

@@ -42,6 +42,7 @@ PRICES = (0.001, 0.01)
 # The mixed fleet is compared at equal cost, at more prices.
 EQUAL_COST_LADDERS, EQUAL_COST_PRICES = ("slice", "gpu2"), (0.0003, 0.001, 0.003, 0.01, 0.03)
 # Drawn at random after the last change of the policy. Draw new ones after the next change: docs/scaling.md.
+# Used up: 11 to 18, 901 to 912, 271828, 20261122, 42599668, 31725464 and 57301729.
 SEEDS = (36674305, 42950217, 7620703)
 TARGETS = {
     "mixed_waiting_at_equal_cost": "<= 0.4",

@@ -189,7 +189,7 @@ class _Download:
         path = self._folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         opened.callback(os.close, descriptor)
         if new:
             undo.callback(path.unlink, missing_ok=True)
@@ -213,7 +213,7 @@ class _Download:
 def _mark(folder: Path) -> Iterator[int]:
     """Open and lock the folder's mark, and yield its descriptor. Raises CacheError if it is locked."""
     path = folder / MARK_NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         if not try_lock(descriptor, exclusive=True) or not is_at(descriptor, path):
             fault = f"Another pull into {folder} is running."

@@ -35,7 +35,7 @@ def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S, *, read_only: boo
     The file is created if it is absent. With `read_only`, it is not created, and need not be writable.
     """
     flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, flags, 0o600)
     try:
         if not try_lock(descriptor, exclusive=True):
             _lock_within(descriptor, path, timeout_s)
@@ -89,7 +89,7 @@ class FolderLock:
 def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
     """Open and lock `folder`, and return the descriptor. None if the folder is absent, moved away or locked."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if try_lock(descriptor, exclusive=exclusive) and is_at(descriptor, folder):

@@ -88,7 +88,7 @@ def _holds_only_its_own(tier: Tier, digest: str) -> bool:
 
 def _lock_mounted(folder: Path) -> int:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(folder / MOUNTED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / MOUNTED, os.O_RDWR | os.O_CREAT, 0o600)
     try_lock(descriptor, exclusive=False)
     return descriptor
 

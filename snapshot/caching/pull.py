@@ -76,7 +76,7 @@ class FetchLock:
                 if self.shared is None:
                     fault = f"{self._folder} was removed while it was opened."
                     raise CacheError(fault, remedy="Try again.")
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                flags = os.O_RDWR | os.O_CREAT
                 descriptor = os.open(self._folder / "fetching", flags, 0o600)
                 undo.callback(os.close, descriptor)
                 if try_lock(descriptor, exclusive=True):

@@ -111,7 +111,7 @@ def _sizes(folder: Path) -> Iterator[os.stat_result]:
 def is_mounted(folder: Path) -> bool:
     """Return True if a snapshot's folder is kept in place for a container that has it mounted."""
     try:
-        descriptor = os.open(folder / MOUNTED, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / MOUNTED, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

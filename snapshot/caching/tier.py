@@ -79,7 +79,7 @@ class Tier:
     def fetches(self, digest: str) -> bool:
         """Return True if a process is fetching the snapshot into this tier."""
         try:
-            descriptor = os.open(self.folder(digest) / "fetching", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.folder(digest) / "fetching", os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -224,7 +224,7 @@ class Tier:
         reuses = self.kind == "tmpfs" and manifest.part is None and not is_mounted(folder)
         if reuses and not path.exists():
             self.space.spares.take(size_bytes, path, folder / REUSED)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)

@@ -151,7 +151,7 @@ class TierFetch:
         return self.tier.kind == "tmpfs" and has_huge_pages(self.files)
 
     def _target(self, name: str, opened: ExitStack) -> ShardTarget:
-        descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(self.files / name, os.O_RDWR)
         opened.callback(os.close, descriptor)
         memory = self.tier.space.spares.map_pages(descriptor) if self.tier.kind == "tmpfs" else None
         fresh = memory is None and self._makes_huge_pages

@@ -27,7 +27,7 @@ def learned_digests(path: Path, arrival: Arrival) -> Iterator[list[str]]:
 
     Within the block, the digest of every chunk that lands in `arrival` is appended to the file. Raises OSError.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     journal = _Journal(descriptor, arrival)
     try:
         digests = _read(descriptor, arrival.count)

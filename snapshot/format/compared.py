@@ -21,7 +21,7 @@ from .verify import chunk_fault
 REMEDY = "Deploy again to use the new file, or put the deployed file back."
 # The kernel takes the times of files from a clock that ticks every 1 to 10 ms. A second write within a tick may change no time.
 _TICK_NS = 20_000_000
-# Some file systems store times in whole seconds, or in even ones.
+# Some file systems store times in whole or in even seconds.
 _SECOND_NS = 1_000_000_000
 
 

@@ -109,7 +109,7 @@ class ServedChunks:
             raise _missing(key)
         _wait(arrival, chunk)
         extent = arrival.chunks.extent(chunk)
-        descriptor = os.open(files / manifest.shards[extent.shard].name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(files / manifest.shards[extent.shard].name, os.O_RDONLY)
         try:
             yield Lent(descriptor, extent.begin, extent.end - extent.begin)
         finally:

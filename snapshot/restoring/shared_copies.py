@@ -40,7 +40,7 @@ class SharedCopies:
         Blocks while another process fills it. If that process dies, this one fills it.
         """
         # A lock belongs to an open file. Forks share `_file`, so open it again.
-        lock = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not fcntl.fcntl(self._file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:

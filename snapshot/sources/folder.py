@@ -77,7 +77,7 @@ class FolderSource:
         path = self._path(name)
         try:
             # O_NONBLOCK prevents a hang on a FIFO, and has no effect on regular files.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             fault = f"{path} cannot be opened: {error.strerror}."
             raise SourceMissing(fault, remedy="Restore it, or create the manifest again.") from error

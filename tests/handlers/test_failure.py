@@ -61,6 +61,10 @@ def test_the_traceback_has_the_users_frames_only(load: Callable[[str], ModuleTyp
     text = explain(HandlerFailed, "The handler", error, tmp_path / "code").trace
     assert "handler.py" in text
     assert "JSONDecodeError" in text
+    # Only the paths of the function are whole.
+    assert f'File "{tmp_path}/code/handler.py", line 3, in handler' in text
+    assert 'File "json/decoder.py", line ' in text
+    assert "self.scan_once(" in text
     error = caught(lambda: OutputCodec(None).encode(object()))
     text = explain(HandlerFailed, "The handler", error, tmp_path / "code").trace
     assert "codec.py" not in text
@@ -144,6 +148,7 @@ def test_a_cause_is_in_the_traceback(tmp_path: Path) -> None:
     text = explain(HandlerFailed, "The handler", caught(fail), tmp_path).trace
     assert "FileNotFoundError" in text
     assert text.index("FileNotFoundError") < text.index("outer")
+    assert 'File "pathlib.py", line ' in text.replace("pathlib/_local.py", "pathlib.py")
     assert traceback.format_exc() == "NoneType: None\n"
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pilotflame.addresses import INPUT_NETWORKS
+from pilotflame.errors import OutputInvalid
 from pilotflame.handlers import files
-from pilotflame.handlers.files import InputFiles
+from pilotflame.handlers.files import InputFiles, with_urls
+from pydantic import BaseModel
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +122,54 @@ def test_a_files_name_ends_as_its_address_does(url: str, kind: str, suffix: str)
     headers = Message()
     headers["Content-Type"] = kind
     assert files._suffix(url, headers) == suffix
+
+
+# -- output files
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Named(BaseModel):
+    part: Any
+
+
+@dataclass
+class Sized:
+    part: Any
+
+
+@pytest.mark.parametrize(
+    ("output", "made"),
+    [
+        (1.5, 1.5),
+        (Colour.RED, "red"),
+        ([Colour.RED, (b"x",)], ["red", ["x"]]),
+        ({"a": Named(part=Sized(Colour.RED))}, {"a": {"part": {"part": "red"}}}),
+        (bytearray(b"\xff"), "data:application/octet-stream;base64,/w=="),
+        (io.BytesIO(b"a"), "data:application/octet-stream;base64,YQ=="),
+        (io.StringIO("a"), "data:application/octet-stream;base64,YQ=="),
+    ],
+)
+def test_files_and_bytes_of_an_output_become_text(output: Any, made: Any) -> None:
+    assert with_urls(output) == made
+
+
+def test_a_file_is_read_from_its_beginning_and_its_name_gives_the_type(tmp_path: Path) -> None:
+    (tmp_path / "a.WEBP").write_bytes(b"abc")
+    with (tmp_path / "a.WEBP").open("rb") as opened:
+        opened.read(2)
+        assert with_urls([opened, tmp_path / "a.WEBP"]) == ["data:image/webp;base64,YWJj"] * 2
+
+
+def test_a_published_file_and_one_that_cannot_be_read_are_named_by_their_place(tmp_path: Path) -> None:
+    output = {"images": [tmp_path / "none.png"]}
+    assert with_urls(output, publish=lambda file, path: f"{file.name} {path}") == {  # type: ignore[union-attr]
+        "images": ["none.png answer.images[0]"]
+    }
+    with pytest.raises(OutputInvalid, match=r"answer\.images\[0\] is the file .*none\.png.*No such file"):
+        with_urls(output)
+    (closed := io.BytesIO()).close()
+    with pytest.raises(OutputInvalid, match="which cannot be read"):
+        with_urls(closed)

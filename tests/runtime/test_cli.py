@@ -269,9 +269,9 @@ def test_an_upload_has_its_folders_name_and_says_what_it_replaces(pilotflame, tm
         (tmp_path / name / "handler.py").write_text(ECHO)
     created = pilotflame("deploy", tmp_path / "Alpha Two", "--upload")
     assert created.stdout.startswith("alpha-two r1-")
-    assert "creates alpha-two\n" in created.stderr
+    assert "creates alpha-two at http://127.0.0.1:" in created.stderr
     updated = pilotflame("deploy", tmp_path / "Alpha Two")
-    assert "updates alpha-two (revision 1, deployed locally)\n" in updated.stderr
+    assert "updates alpha-two (revision 1, deployed without a key) at http://127.0.0.1:" in updated.stderr
     steps = re.findall(r"^  ([a-z ]+?) +\d+\.\d\d s$", created.stderr, re.MULTILINE)
     assert steps == ["upload", "code", "packages", "import", "build", "proof start"]
     told = pilotflame("deploy", tmp_path / "beta", "--upload", "--json")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotflame.errors import SnapshotError, SourceUnavailable
+from pilotflame.errors import SnapshotChanged, SnapshotError, SourceUnavailable
 from pilotflame.snapshot.adapters import Adapters
 from pilotflame.snapshot.caching.node import Budgets, node_cache
 from pilotflame.snapshot.format.create import create
@@ -92,3 +92,18 @@ def test_an_adapter_that_there_is_not(tmp_path: Path, fetch: Fetch) -> None:
         adapters_of(tmp_path, None).open("other")
     with pytest.raises(SnapshotError, match="there are none"):
         _ = Adapters()["other"]
+
+
+def test_an_open_adapter_whose_file_was_replaced_is_noticed(tmp_path: Path, fetch: Fetch) -> None:
+    folder = tmp_path / "style"
+    manifest = create(folder)
+    made = [Snapshot(folder, manifest, name=f"{ADAPTERS}{name}", versions={}) for name in ("style", "other")]
+    adapters = Adapters(made)
+    assert adapters.compare
+    adapters.open("style")
+    adapters.check()
+    (tmp_path / "new").write_bytes(bytes(manifest.total_bytes))
+    (tmp_path / "new").rename(folder / "adapter_model.safetensors")
+    with pytest.raises(SnapshotChanged, match="was replaced"):
+        adapters.check()
+    assert not fetch.names

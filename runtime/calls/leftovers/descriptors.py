@@ -100,7 +100,7 @@ def open_again(numbers: Collection[int]) -> None:
 def _open_again(number: int) -> int:
     # This also works for files that were removed.
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
-    return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | (flags & _KEPT_FLAGS))
+    return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | (flags & _KEPT_FLAGS))
 
 
 def shared_memory() -> Iterator[str]:

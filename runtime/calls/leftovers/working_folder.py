@@ -36,7 +36,7 @@ ALL_BYTES, ALL_FILES = 1 << 20, 256
 # Variables with the folder of a library's cache, and its name. By default, these libraries use the folder TMPDIR.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TIKTOKEN_CACHE_DIR": "tiktoken", "TFHUB_CACHE_DIR": "tfhub"}
 
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class WorkingFolder:

@@ -186,10 +186,8 @@ class CachedCall:
             invocation.cache_status = f"{STATUS}fwd={reason}"
             self._revision.submit(invocation)
             return
-        key, now_s = (
-            self._cache.key(function, invocation.tenant, digest_of(invocation)),
-            time.monotonic(),
-        )
+        key = self._cache.key(function, invocation.tenant, digest_of(invocation))
+        now_s = time.monotonic()
         if "no-cache" in self._wanted:
             invocation.cache_status = f"{STATUS}fwd=request"
             self._submit(key, waits=False)

@@ -124,7 +124,7 @@ def _outside(folder: Path, hidden: set[Path]) -> Iterator[Path]:
 
 def _allow(ruleset: int, path: Path, rights: int) -> None:
     try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH)
     except OSError:
         # The path was removed meanwhile, or this process cannot reach it anyway.
         return

@@ -1,4 +1,4 @@
-"""Takes the frames of invocations in a worker: each becomes a call of the runner, or something that its call gets."""
+"""Takes the frames of invocations in a worker: each becomes a call of the runner, or an input of a call."""
 
 from __future__ import annotations
 

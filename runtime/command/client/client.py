@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from ....errors import GatewayError, PilotflameError
+from ....snapshot.sources.location import shown
 from ...ground.telemetry.timeline import parse_server_timing
 from .address import DEFAULT_URL, path_of
 from .connection import (
@@ -77,10 +78,7 @@ class Client:
         self._connection = GatewayConnection(
             url, api_key=api_key, control=control, timeout=timeout, on_wait=on_wait
         )
-
-    @property
-    def on_loopback(self) -> bool:
-        return self._connection.on_loopback
+        self.url, self.on_loopback = shown(self._connection.url), self._connection.on_loopback
 
     def __enter__(self) -> Self:
         return self

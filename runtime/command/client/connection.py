@@ -11,9 +11,9 @@ import httpx
 
 from ....addresses import is_loopback
 from ....errors import GatewayError
-from .address import authorization, host_of, trusted_authorities
+from .address import DEFAULT_URL, authorization, host_of, trusted_authorities
 from .gateway_start import wait_for_gateway
-from .request_errors import answered, broken, json_object, unreachable
+from .request_errors import answered, broken, check_gateway, json_object, unreachable
 
 if TYPE_CHECKING:
     from ...ground.access.control_socket import ControlAddress
@@ -41,6 +41,7 @@ class GatewayConnection:
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(host_of(self.url))
         self._on_wait = on_wait if self.on_loopback and control is None else None
+        self._unknown = self.url == DEFAULT_URL and control is None
         # Without TLS, also of a proxy, no certificate is checked. To read the well-known authorities takes 36 ms.
         proxies = () if self.on_loopback else getproxies().values()
         plain = not any(url.lower().startswith("https:") for url in (self.url, *proxies))
@@ -77,7 +78,16 @@ class GatewayConnection:
             yield response
 
     def _connected(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Send a request and return its response. If nothing listens, wait for a starting gateway and send again."""
+        """Send a request and return its response. If nothing listens, wait for a starting gateway and send again.
+
+        The first request to the default address asks for the name, without the API key: any other server may listen there.
+        """
+        if self._unknown:
+            self._unknown = False
+            asked = self._http.build_request("GET", "/")
+            asked.headers.pop("Authorization", None)
+            named = self._connected(lambda: self._http.send(asked))
+            check_gateway(self.url, named.status_code, named.content)
         try:
             return send()
         except httpx.ConnectError:

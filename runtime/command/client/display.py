@@ -212,8 +212,8 @@ def spinner(text: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, Any]], None]]:
-    """Yield a function that shows the events of a deploy on stderr: the function, and each step with its time.
+def deploying(folder: str, url: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """Yield a function that shows the events of a deploy on stderr: the function with its gateway's `url`, and each step with its time.
 
     On a terminal, the events are shown as they happen, and a spinner names the step that runs. Otherwise they are shown
     at the end, and only if the deploy succeeds, because a command that fails prints only its error. Notes are always
@@ -227,7 +227,7 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
             if name == "note":
                 # A note says why the deploy takes long, so it must appear during the deploy.
                 return None if quiet else console.print(printable(f"  {told['text']}"), markup=False)
-            if (line := _deploy_line(name, told)) is None:
+            if (line := _deploy_line(name, told, url)) is None:
                 return status.update(f"{told['name']} …") if status is not None else None
             return console.print(printable(line)) if live else lines.append(line)
 
@@ -236,10 +236,10 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
         say(line)
 
 
-def _deploy_line(event: str, told: dict[str, Any]) -> str | None:
+def _deploy_line(event: str, told: dict[str, Any], url: str) -> str | None:
     """Return the line that shows an event of a deploy, or None for an event that a step begins."""
     if event == "function":
-        return _target(told["name"], told["replaces"])
+        return f"{_target(told['name'], told['replaces'])} at {url}"
     return None if told["seconds"] is None else f"  {told['name']:<12}{told['seconds']:>8.2f} s"
 
 
@@ -248,7 +248,7 @@ def _target(name: str, replaced: dict[str, Any] | None) -> str:
     if replaced is None:
         return f"creates {name}"
     key = replaced["deployed_by"]
-    by = "deployed locally" if key == "local" else f"deployed by {key}"
+    by = "deployed without a key" if key == "local" else f"deployed by {key}"
     return f"updates {name} (revision {replaced['number']}, {by})"
 
 

@@ -46,7 +46,14 @@ def json_object(url: str, status: int, body: bytes) -> dict[str, Any]:
     return found
 
 
+def check_gateway(url: str, status: int, body: bytes) -> None:
+    """Raise GatewayError unless `body`, the response to a request for /, names a gateway."""
+    if json_object(url, status, body).get("name") != "pilotflame":
+        raise _not_a_gateway(url, status, body)
+
+
 def _not_a_gateway(url: str, status: int, body: bytes) -> GatewayError:
     text = " ".join(body[:2000].decode(errors="replace").split())[:200]
     wrong = f"{url} answered {status}, and not as a gateway does: {text!r}."
-    return GatewayError(wrong, remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.")
+    remedy = "Name a pilotflame gateway with --url (or PILOTFLAME_URL); `pilotflame serve --port 8601` starts one at that port."
+    return GatewayError(wrong, remedy=remedy)

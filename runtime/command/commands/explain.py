@@ -9,6 +9,8 @@ import click
 from ..client import display, options
 from ..client.client import Client
 
+_CAUSES = {"load": "the load", "plan": "the keep-alive policy", "window": "the load of the last minute"}
+
 
 @click.command()
 @options.function
@@ -41,10 +43,16 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
         for decision in found:
             display.echo(f"{_moment(decision['at'])}  {decision['text']}")
         desired = client.get("v1", "functions", name)["desired"]
-        workers = "1 worker" if desired["held"] == 1 else f"{desired['held']} workers"
-        display.say(f"now: {workers} ({'; '.join(desired['because']) or 'nothing wants one'})")
+        because = "; ".join(map(_in_words, desired["because"])) or "nothing wants one"
+        display.say(f"now: {display.counted(desired['held'], 'worker')} ({because})")
         if not found:
             display.say(f"nothing was decided about {name} {'yet' if since is None else 'since then'}")
+
+
+def _in_words(reason: str) -> str:
+    """Return a reason of the row, such as "plan lets 1 stay", with words for a cause that is no setting."""
+    cause, _, rest = reason.partition(" ")
+    return f"{_CAUSES.get(cause, cause)} {rest}"
 
 
 def _moment(at: str) -> str:

@@ -57,7 +57,7 @@ def deploy(
     sent = FolderDeploy(client, source, upload=upload, install=install, check=not no_check)
 
     def once() -> None:
-        with display.deploying(str(folder), quiet=as_json) as on_progress:
+        with display.deploying(str(folder), client.url, quiet=as_json) as on_progress:
             found = sent.run(on_progress)
         _print_deployed(found, folder, as_json=as_json)
 

@@ -90,7 +90,7 @@ class ApiPlugin:
     other_bases: ClassVar[tuple[str, ...]] = ()
     """Other prefixes with which the paths exist too, such as the prefixes of other platforms with the same API."""
     always_bare: ClassVar[str] = ""
-    """The beginning of the paths that exist without the prefix in any case, except paths that another plugin has; "" for none."""
+    """Paths with this beginning also exist without the prefix, unless another plugin has them; "" for none."""
     host_prefix: ClassVar[str] = ""
     """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
     plain_paths: ClassVar[str | tuple[str, ...]] = ""

@@ -60,9 +60,8 @@ class CrossOrigin:
     def check(self, headers: Headers, path: str, function: str | None) -> None:
         """Raise Forbidden if a web page that may not call the route with this registered path has caused the request.
 
-        Any page can send requests to every gateway that its browser reaches, also under the page's own host name, if
-        this name resolves to 127.0.0.1. But the browser itself sets the headers Host, Origin and Sec-Fetch-*, and no
-        page can forge them.
+        A page can send requests to each gateway that its browser reaches. It can use its own host name for them, which
+        then resolves to 127.0.0.1. It cannot forge the headers Host, Origin and Sec-Fetch-*, which the browser sets.
         """
         host, origin, site = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN), headers.get(_FETCH_SITE)
         if host is not None and not _names_loopback(f"//{host}") and self._is_foreign(headers):

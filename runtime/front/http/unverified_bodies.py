@@ -3,10 +3,10 @@
 A signature of AWS covers the body, so the body is read first. Anyone can name the key of another tenant in a signature. So
 there are few places, with these rules:
 
-- An address that has a place does not get the last place, of a key or of all.
-- While a request waits, a body that does not arrive any more loses its place.
-- The addresses that wait take turns. An address's newest request is first, because a caller who fills the queue has sent most
-  of the older ones.
+- The last place of each key, and the last place of all, are for addresses that have no place.
+- While a request waits, a body that has stopped arriving loses its place.
+- Waiting addresses take turns. The newest request of an address is first: if one caller fills the queue, the older requests
+  are mostly from this caller.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ LINKS = {
 }
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": POLICY,
-    # A page that has opened this one cannot reach its window.
+    # A page that opens this page gets no access to its window.
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

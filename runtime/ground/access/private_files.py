@@ -69,7 +69,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def let_owner_write(folder: Path) -> None:
     """Give the owner of a folder all rights on it, and others none. Raise OSError if it is no folder, or a symbolic link."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         # A descriptor of O_PATH needs no rights on the folder, and fchmod does not take it.
         Path(f"/proc/self/fd/{descriptor}").chmod(0o700)

@@ -30,7 +30,7 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
         # Mode 0700, since the folder holds secrets and the settings of functions.
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_private(path)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         message = f"The state folder {path} cannot be used: {error.strerror}."
         remedy = "Set PILOTFLAME_STATE_DIR to a folder that can be written."

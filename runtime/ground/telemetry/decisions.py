@@ -121,6 +121,9 @@ _UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
 )
 
 
+_FIGURES = {"work_s": "the calls need", "wake_s": "a start takes", "lasting": "load of the last seconds"}
+
+
 def describe(decision: DecisionRecord) -> str:
     """Return a decision in plain words, with all its figures. An action, cause or figure without a phrase appears by
     its name.
@@ -136,8 +139,8 @@ def describe(decision: DecisionRecord) -> str:
 def _figure(name: str, value: float) -> str:
     for end, unit in _UNITS:
         if name.endswith(end):
-            return f"{name.removesuffix(end).replace('_', ' ')} {unit(value)}"
-    return f"{name.replace('_', ' ')} {value:.6g}"
+            return f"{_FIGURES.get(name) or name.removesuffix(end).replace('_', ' ')} {unit(value)}"
+    return f"{_FIGURES.get(name) or name.replace('_', ' ')} {value:.6g}"
 
 
 def _count(count: float, noun: str) -> str:
@@ -253,12 +256,8 @@ def _budgeted(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"today's budget {_BUDGET.get(decision.cause, decision.cause)}"
 
 
-def _paused(_decision: DecisionRecord, _left: dict[str, float]) -> str:
-    return "was paused by its owner"
-
-
-def _resumed(_decision: DecisionRecord, _left: dict[str, float]) -> str:
-    return "was resumed by its owner"
+def _by_owner(decision: DecisionRecord, _left: dict[str, float]) -> str:
+    return f"was {decision.action}d by its owner"
 
 
 def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
@@ -268,5 +267,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
-    "end": _ended, "park": _parked, "wake": _woken, "pause": _paused, "resume": _resumed,
+    "end": _ended, "park": _parked, "wake": _woken, "pause": _by_owner, "resume": _by_owner,
 }  # fmt: skip

@@ -311,13 +311,9 @@ class LogFiles:
             self._waiting_bytes -= size
             unreported, self._unreported = self._unreported, Counter()
         for name, count in unreported.items():
-            missing = LogLine(
-                time.time(),
-                "gateway",
-                f"{count} line{' was' if count == 1 else 's were'} not stored: the disk is too slow or full",
-                "warning",
-            )
-            texts[name].append(missing.encode())
+            lines_were = "1 line was" if count == 1 else f"{count} lines were"
+            text = f"{lines_were} not stored: the disk is too slow or full"
+            texts[name].append(LogLine(time.time(), "gateway", text, "warning").encode())
         self._failed = False
         with self._changing:
             for name, lines in texts.items():
@@ -387,7 +383,7 @@ class _LogFile:
             self._file = None
 
     def _open(self) -> None:
-        self._file = os.open(self._paths[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(self._paths[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._size = os.fstat(self._file).st_size
 
     def _rename(self) -> None:

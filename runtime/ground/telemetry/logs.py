@@ -70,7 +70,7 @@ class LogChannel:
         return self
 
     def note_dropped(self, lines: int) -> None:
-        """Count lines that were not written. Within a second, a line tells their number."""
+        """Count lines that were not written. A line with their number follows within a second."""
         if not self._unreported:
             asyncio.get_running_loop().call_later(REPORT_S, self._report)
         self._unreported += lines

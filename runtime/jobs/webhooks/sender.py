@@ -50,7 +50,7 @@ class Outbox(Protocol):
         """
 
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
-        """Return the body of a delivery that has none; None if its job is missing."""
+        """Return the body for a delivery that is stored without one; None if its job is missing."""
 
     async def record_attempt(
         self, delivery: Delivery, attempt: DeliveryAttempt, schedule: RetrySchedule

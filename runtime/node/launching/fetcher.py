@@ -122,15 +122,12 @@ class Fetcher:
             refused = LauncherError(fault, remedy="Choose another PILOTFLAME_PEERS_PORT.")
             self._emit(0, "sharing", error=refused.to_wire())
             return
-        served_chunks, token, files = (
-            ServedChunks(self._cache.tiers),
-            request["token"],
-            request["certificate"],
-        )
+        served_chunks, token = ServedChunks(self._cache.tiers), request["token"]
         peer_list = PeerList(request["urls"])
         peers = Peers(
             served_chunks, peer_list, token, on_refused=lambda said: self._emit(0, "refused", message=said)
         )
+        files = request["certificate"]
         certificate = (Path(files[0]), Path(files[1])) if files else None
         server = ChunkServer(sock, served_chunks, token, certificate, self._report_shared)
         self._shared, self._cache = (peers, server), Cache(self._cache.tiers, peers)

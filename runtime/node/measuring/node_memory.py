@@ -155,7 +155,7 @@ class MemoryMeter:
         self.measure_in(SETTLE_S if function in self._known else FIRST_S)
 
     def measure_in(self, delay_s: float) -> None:
-        """Measure after this time, or after the pause, and tell the followers, unless that is due earlier."""
+        """Measure after `delay_s`, but not before the pause is over, and tell the followers. Keep an earlier measurement that is due."""
         loop, now_s = asyncio.get_running_loop(), time.monotonic()
         due_s = max(now_s + delay_s, self._ended_s + PAUSE * self._took_s)
         if due_s >= self._due_s or self._closed:

@@ -25,7 +25,7 @@ class Drain:
         """The errors of the invocations that have not ended in time; None if the gateway does not end."""
 
     def limit(self, timeout_s: float) -> None:
-        """Let the drain end at the latest `timeout_s` from now, whether it has begun or not."""
+        """End the drain after at most `timeout_s`. The drain need not have begun."""
         self._limit_s, self._until_s = timeout_s, min(self._until_s, time.monotonic() + timeout_s)
         self._timers.append(asyncio.get_running_loop().call_later(timeout_s, self._over.set))
 

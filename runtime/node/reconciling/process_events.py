@@ -16,6 +16,7 @@ from ...calls.serving.invocation import Invocation
 from ...calls.serving.replica import Replica
 from ...ground.telemetry.decisions import describe
 from ...ground.telemetry.logs import RevisionLog
+from ...ground.telemetry.timeline import StartCause
 from ..scaling.revision_state import Phase
 from .carry_out import CarryOut
 from .gpu_bookings import GpuBooking
@@ -246,7 +247,8 @@ def describe_end(
     """Return why a worker has ended, what it printed last, and which invocations it ran."""
     # At a shutdown, the zygote ends before its workers, so it cannot report their exit codes.
     if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
-        return WorkerEnd(f"worker {replica.name} has drained and ended")
+        proof = ", the proof start of the deploy," if replica.activation.cause is StartCause.DEPLOY else ""
+        return WorkerEnd(f"worker {replica.name}{proof} has drained and ended")
     ids = [invocation.id for invocation in started]
     words = logs.last_words(replica.name, LAST_WORDS, ids)
     said = f"; its last words: {words}" if words else "; it printed nothing"

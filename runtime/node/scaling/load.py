@@ -130,7 +130,7 @@ def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
 
 
 def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
-    """Yield the cap after the idle timeout, which leaves only wanted workers, and the cap that parks idle workers."""
+    """Yield two caps: after the idle timeout, only wanted workers stay; after `park_after_s`, idle workers park."""
     if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s <= now_s:
         yield Cap(IDLE_TIMEOUT, frozenset({Rank.KEEP}), held=0)
     # No worker parks while invocations wait: with fewer awake workers, the invocations would take longer.

@@ -28,7 +28,7 @@ DECAY = 1 - 1 / 32
 LEAST_HITS = 2.5
 # In a window, a call must be at least this probable: the start of a worker takes processor time from other calls.
 LEAST_PROBABILITY = 1 / 2
-# In each bin, calls count only as far as they exceed the number at the function's usual rate by this factor.
+# In each bin, only the calls beyond this factor times the usual number count.
 LIFT = 3.0
 # The weight of the latest interval in the mean interval between a function's calls.
 SMOOTHING = 1 / 8

@@ -21,7 +21,7 @@ from ....handlers.codec import InputCodec, OutputCodec
 from ....handlers.contract import NOTHING, Context
 from ....handlers.dialect import Entry
 from ....handlers.dialect_calls import LenientOutput
-from ....handlers.failure import PACKAGE_FOLDER, explain
+from ....handlers.failure import explain, user_frames
 from ....handlers.handler import Handler, HandlerKind, kind_of
 from ....handlers.loading import import_file
 from ....machine import memory_bytes
@@ -192,8 +192,7 @@ class LambdaCaller:
 
     def _failed(self, error: Exception) -> HandlerFailed:
         failed = explain(HandlerFailed, "The handler", error, self._root)
-        stack = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in stack if not frame.filename.startswith(PACKAGE_FOLDER)]
+        frames = user_frames(traceback.extract_tb(error.__traceback__), self._root)
         failed.details |= {
             "errorType": type(error).__name__,
             "errorMessage": str(error),

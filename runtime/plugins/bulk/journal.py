@@ -33,11 +33,11 @@ class Journal:
         self.done = 0
         self.failed = 0
         self._note = path.with_name(path.name + NOTE_SUFFIX)
-        self._lock = os.open(self._note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = os.open(self._note, os.O_RDWR | os.O_CREAT, 0o644)
         self._output = -1
         try:
             self._claim({"function": function, "input": digest}, restart)
-            self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._recover()
         except BaseException:
             self.close()

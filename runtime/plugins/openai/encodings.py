@@ -134,7 +134,7 @@ class ScoringRequest(BaseModel):
     right: Text | Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
     def events(self) -> list[dict[str, Any]]:
-        """Return an event for each different first text, with the second texts of its pairs. Raise BadInput if there are no pairs."""
+        """Group the pairs by their first text, and return an event for each group. Raise BadInput if there are no pairs."""
         events: dict[str, list[str]] = {}
         for one, other in self._pairs():
             events.setdefault(one, []).append(other)

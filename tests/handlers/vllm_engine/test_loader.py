@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,25 @@ def test_a_parameter_without_a_tensor_is_named(vllm: Any, snapshot: Snapshot) ->
     with pytest.raises(SnapshotMismatch, match=r"1 parameters .* such as head\.weight"):
         load(snapshot, Model(["norm.weight", "head.weight"]))
     load(snapshot, Model(["norm.weight", "head.weight"]), quantization="fp8")
+
+
+def test_a_parameter_that_vllm_makes_after_loading_needs_no_tensor(vllm: Any, snapshot: Snapshot) -> None:
+    class Quantised(Model):
+        def named_modules(self) -> list[Any]:
+            # The model itself has the name "".
+            made = SimpleNamespace(process_weights_after_loading=print)
+            names = {"": "top_scale", "layer": "scale"}
+            return [
+                (
+                    name,
+                    SimpleNamespace(quant_method=made, named_parameters=lambda found=found: [(found, None)]),
+                )
+                for name, found in names.items()
+            ]
+
+    load(snapshot, Quantised(["norm.weight", "layer.scale", "top_scale"]))
+    with pytest.raises(SnapshotMismatch, match=r"1 parameters .* such as layer\.zero"):
+        load(snapshot, Quantised(["norm.weight", "layer.scale", "top_scale", "layer.zero"]))
 
 
 def test_the_engine_ends_when_its_worker_is_killed(folder: Path, tmp_path: Path) -> None:

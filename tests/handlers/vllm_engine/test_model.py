@@ -129,6 +129,13 @@ def test_logprobs_have_the_likeliest_tokens(started: Any) -> None:
     assert started.deltas(prompt="a")[0].logprobs is None
 
 
+def test_the_tokens_of_a_prompt_need_no_engine(started: Any) -> None:
+    before = list(started.engine.calls)
+    (found,) = started.deltas(prompt="ab", prompt_only=True)
+    assert (found.finish_reason, found.text, len(found.prompt.ids)) == ("length", "", 2)
+    assert started.engine.calls == before
+
+
 def test_several_answers_and_the_prompt_before_them(started: Any) -> None:
     deltas = started.deltas(prompt="ab", n=3, echo=True)
     for index in range(3):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 from pilotflame.errors import HeaderError, ManifestError, SnapshotError, SourceMissing
-from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.create import create, observe
 from pilotflame.snapshot.format.digests import RUN_BYTES
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.sources.folder import FolderSource
@@ -281,3 +281,36 @@ def test_metadata_that_cannot_be_a_tensors_name_is_no_alias(tmp_path: Path, key:
         {key: "weight", "tied": "weight"},
     )
     assert create(tmp_path).aliases == {"tied": "weight"}
+
+
+class ServedElsewhere(Listed):
+    def served_at(self, name: str) -> str:
+        return f"https://here/{name}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "url"), [(Listed, Listed.url), (ServedElsewhere, "https://here/model-1-of-2.safetensors")]
+)
+def test_what_was_observed_is_where_the_shards_are_served(
+    tmp_path: Path, kind: type[Listed], url: str
+) -> None:
+    source = kind(shards(tmp_path))
+    manifest = observe(source, source.names())
+    assert manifest.observed is not None
+    assert manifest.observed.url == url
+    assert not manifest.has_digests
+    assert [one.name for one in manifest.tensors] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_source_that_ends_early_is_noticed(tmp_path: Path, name: str) -> None:
+    class Short(Listed):
+        def read_into(self, name: str, offset: int, view: memoryview) -> int:
+            end = self.stat(name).size_bytes - (10 if name == shrinks else 0)
+            return super().read_into(name, offset, view[: max(0, end - offset)])
+
+    save_file({"a": torch.ones(9000)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    shrinks = name
+    with pytest.raises(SnapshotError, match=f"{name} shrank while it was read"):
+        create(Short(tmp_path), chunk_bytes=4096)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,9 @@ def test_a_bucket_elsewhere_is_asked_in_its_region_or_named(
         with pytest.raises(SourceError, match="another region \\(eu-north-1\\)"):
             connection.begin("f", 0, 10)
         connection.close()
+        source = open_at(server.url)
+        source._move("eu-north-1")
+        assert source._region is None
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     source = S3Source("s3://weights")
     assert "us-east-1" in source.locate("f", fresh=True).url
@@ -434,3 +439,8 @@ def test_an_access_point_is_a_bucket(keys: None) -> None:
         "https://models-123456789012.s3-accesspoint.eu-west-2.amazonaws.com/llama/8b/model.safetensors?"
     )
     assert source.url == f"s3://{arn}/llama/8b"
+
+
+def test_boto3_is_imported_only_where_something_is_read() -> None:
+    code = "import sys, pilotflame.snapshot.sources.s3; sys.exit('boto3' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -75,6 +75,12 @@ def test_less_than_a_full_batch_waits_for_more() -> None:
     assert carry_out(queue_of(3), [busy_until(0.001)], 0.0) == []
 
 
+def test_while_a_worker_is_overdue_no_batch_is_sent_ahead() -> None:
+    for late_s, sent in ((0.0, [(4, None)]), (AHEAD_S / 2, [(4, None)]), (AHEAD_S * 2, [])):
+        workers = [busy_until(1.0), busy_until(1.0 + RUN_S)]
+        assert carry_out(queue_of(4), workers, 1.0 + late_s) == sent
+
+
 def test_a_timer_that_fires_when_it_was_set_for_finds_the_worker_free() -> None:
     for end_s in (0.1, 1 / 3, 12345.678901, 98765.4321):
         workers, queue = [busy_until(end_s)], queue_of(4)

@@ -53,6 +53,14 @@ def test_it_waits_for_callers_that_return_together_until_they_are_there() -> Non
     assert wait_until(100.008, 8, 32, 1.0, curve, pattern) == 100.008
 
 
+def test_many_callers_that_return_late_are_still_waited_for() -> None:
+    curve = affine(0.02, 0.0001)
+    late = learned(curve, 8, [0.74 * saving(curve)] * 30)
+    assert 0.74 <= (wait_until(100.0, 1, 64, 1.0, curve, late) - 100.0) / saving(curve) <= 0.7501
+    later = learned(curve, 8, [0.76 * saving(curve)] * 30)
+    assert wait_until(100.0, 1, 64, 1.0, curve, later) == 100.0
+
+
 def test_it_does_not_wait_where_nothing_arrives_or_nothing_is_saved() -> None:
     curve = affine(0.02, 0.0005)
     situation = (100.0, 1, 32, 1.0)

@@ -288,3 +288,21 @@ async def test_the_answer_that_was_unused_for_longest_is_dropped_first():
     assert not cache.put(other, Output(b"x" * size, ""), 5.0, 10.0)
     assert cache.put(other, Output(b"x" * size, ""), 10.5, 10.0)
     assert json.dumps([cache.get(keys[0], 10.5), cache.get(keys[4], 10.5) is not None]) == "[null, true]"
+
+
+async def test_a_call_waits_for_an_equal_call_unless_it_wants_no_cache(deploy, gateway: Gateway, gate: Gate):
+    source = COUNTS.replace("def handler(event):", "import gate\ndef handler(event):\n    gate.wait()")
+    function = await deploy(source, {**CACHED, "concurrency": 2, "scale.max": 1}, gate=gate)
+    first = asyncio.create_task(called(function))
+    running = await gate.next()
+    second = asyncio.create_task(called(function))
+
+    async def waits() -> bool:
+        return (await metrics(gateway, function))["waits_total"] == 1
+
+    await until(waits, "a call that waits for an equal call")
+    alone = asyncio.create_task(called(function, Cache_Control="no-cache"))
+    (await gate.next()).go()
+    assert await alone == ("fwd=request; stored", 0)
+    running.go()
+    assert [await first, await second] == [("fwd=miss; stored", 1), ("fwd=miss; collapsed", 1)]

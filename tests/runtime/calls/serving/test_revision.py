@@ -1,4 +1,4 @@
-"""A revision: the number of its workers, and invocations whose worker dies or cannot start."""
+"""A revision: the number of its workers, invocations whose worker dies or cannot start, and what it reports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import os
 import signal
 import time
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from live import Gate, failure, gone, until
-from pilotflame.errors import RevisionRetired
+from pilotflame.errors import HandlerFailed, Overloaded, PilotflameError, RevisionRetired
+from pilotflame.runtime.calls.serving import revision as module
 from pilotflame.runtime.calls.serving import time_limits
-from pilotflame.runtime.calls.serving.invocation import Invocation
+from pilotflame.runtime.calls.serving.invocation import Invocation, Output
+from pilotflame.runtime.calls.serving.revision import Revision
+from pilotflame.runtime.ground.telemetry.timeline import Activation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -431,5 +436,158 @@ async def test_a_stuck_worker_leaves_the_stack_of_its_thread(
 async def test_a_worker_that_drains_is_no_error(deploy):
     function = await deploy(PID, {"scale.idle_timeout_s": 0})
     await function.answer()
-    assert (await function.logged("has drained and ended"))["level"] == "info"
+    proof = await function.logged(", the proof start of the deploy, has drained and ended")
+    assert proof["level"] == "info"
     assert (await function.status())["last_errors"] == []
+
+
+# -- what a revision reports to its watcher
+
+
+class Calls:
+    """A revision. This object stands for its dispatcher, its workers and its watcher, and notes the calls of the watcher."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.told: list[Any] = []
+        self.queue: list[Invocation] = []
+        self.ready: list[Any] = []
+        self.parked = self.in_flight = self.completed = self.most = 0
+        self.sent: bool | PilotflameError = True
+        self.limits = SimpleNamespace(given_up=0)
+        patch.setattr(module, "Dispatcher", lambda *_: self)
+        this: Any = self
+        policy: Any = SimpleNamespace(streaming=False, scale=SimpleNamespace(max=3))
+        spec: Any = SimpleNamespace(function="f")
+        load: Any = SimpleNamespace(note_queued=lambda _at_s, queued: self.told.append(("queued", queued)))
+        arrivals: Any = SimpleNamespace(note=lambda _at_s: None)
+        self.revision = Revision(
+            spec, policy, this, this, this, this, load, arrivals, lambda at_s: self.told.append(("called", at_s)),
+            lambda _end: None, (), this,
+        )  # fmt: skip
+        self.revision._notice_at_s = 1e9
+
+    def look(self, arriving: int = 0) -> None:
+        self.told.append(("look", arriving) if arriving else "look")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **more: self.told.append(
+            (name, *given, *more.values()) if given or more else name
+        )
+
+    def has(self, most: int) -> bool:
+        return self.most >= most
+
+    def explain(self, error: PilotflameError) -> PilotflameError:
+        return error
+
+    def complete(self, *_given: Any) -> None: ...
+
+    def dispatch(self) -> None:
+        self.queue.pop()
+
+    def submit(self, invocation: Invocation) -> bool:
+        if isinstance(self.sent, PilotflameError):
+            raise self.sent
+        if not self.sent:
+            self.queue.append(invocation)
+        return self.sent
+
+    def call(self, now_s: float = 10.0) -> Invocation:
+        made = Invocation("i", b"", now_s=now_s, deadline_s=now_s + 9, hold_until_s=now_s + 9)
+        self.told.clear()
+        self.revision.submit(made)
+        return made
+
+    def end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:
+        self.told.clear()
+        replica: Any = SimpleNamespace(name="w1", outstanding=SimpleNamespace(batching=False))
+        self.revision.on_end(replica, invocation, outcome, (0.0, 1.0, 1, 1.0), 20.0, None)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "waiting", "workers", "told"),
+    [
+        (2, None, 1, []),
+        (3, None, 1, ["look"]),
+        (2, 1, 1, [("queued", 2), "look_soon"]),
+        (2, 2, 1, ["look"]),
+        # A longer queue needs no worker that there cannot be.
+        (2, 2, 3, [("queued", 3)]),
+        (3, 2, 3, ["look"]),
+    ],
+)
+async def test_an_arrival_is_looked_at_where_it_may_need_another_worker(
+    calls: Calls, in_flight: int, waiting: int | None, workers: int, told: list[Any]
+) -> None:
+    calls.revision.enough = calls.revision.enough_queued = 2
+    calls.in_flight, calls.most, calls.sent = in_flight, workers, waiting is None
+    calls.queue += [None] * (waiting or 0)  # type: ignore[list-item]
+    calls.call()
+    assert calls.told == told
+    assert calls.revision.peak == (0 if told == ["look"] else in_flight)
+
+
+async def test_a_parked_worker_wakes_for_the_first_call(calls: Calls) -> None:
+    calls.parked = 1
+    calls.call()
+    assert calls.told == [("look", 1), "look"]
+    calls.ready.append(None)
+    calls.call()
+    assert calls.told == ["look"]
+    calls.revision.enough = 5
+    calls.ready.clear()
+    calls.call()
+    assert calls.told == []
+
+
+async def test_calls_are_noticed_at_most_twice_a_second(calls: Calls) -> None:
+    calls.revision.enough, calls.revision._notice_at_s = 9, 0.0
+    noticed = []
+    for at_s in (10.0, 10.4, 10.5, 10.9, 12.0):
+        calls.call(at_s)
+        noticed += calls.told
+    assert noticed == [("called", 10.0), ("called", 10.5), ("called", 12.0)]
+
+
+async def test_calls_that_waited_for_a_start_and_calls_that_could_not_are_slow(calls: Calls) -> None:
+    calls.revision.enough, calls.completed = 9, 2
+    first, second = calls.call(), calls.call()
+    first.timeline.activation = Activation(9.0)
+    for one in (first, second):
+        calls.end(one, Output(b"1", ""))
+    assert calls.revision.slow == (1, 2)
+    calls.sent = Overloaded("late")
+    with pytest.raises(Overloaded):
+        calls.call()
+    assert calls.told == ["on_refused"]
+    assert calls.revision.slow == (2, 3)
+    # With a ready worker, a refusal is no matter of its start.
+    calls.ready.append(None)
+    with pytest.raises(Overloaded):
+        calls.call()
+    calls.limits.given_up = 1
+    assert (calls.told, calls.revision.slow) == ([], (3, 4))
+
+
+async def test_the_end_of_a_call_is_told_with_its_error_and_whether_others_still_wait(calls: Calls) -> None:
+    calls.revision.enough = calls.revision.enough_queued = 2
+    calls.revision.follows_until_s = 10.0
+    early, late = calls.call(), calls.call(10.1)
+    calls.end(early, Output(b"1", ""))
+    assert [one[0] for one in calls.told] == ["on_followed", "on_room"]
+    assert calls.told[0][1] == 10.0
+    calls.queue += [late] * 3
+    calls.end(late, HandlerFailed("no", details={"traceback": "line 1"}))
+    assert [one[0] for one in calls.told] == ["write", "on_room"]
+    assert (calls.told[0][2:], calls.told[1][-1]) == (("no\nline 1", "error", "i"), False)
+    calls.queue.append(late)
+    calls.end(late, Output(b"1", ""))
+    assert calls.told[-1][-1] is False
+    calls.queue += [late] * 2
+    calls.end(late, Output(b"1", ""))
+    assert calls.told[-1][-1] is True

@@ -5,6 +5,9 @@ The last tests show that settings of the function reach the snapshots of its wor
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ import torch
 from pilotflame.runtime.calls.link.frames import FrameKind
 from pilotflame.runtime.calls.link.worker_spec import Weights, WorkerSpec
 from pilotflame.runtime.calls.worker import function_setup
-from pilotflame.runtime.calls.worker.function_setup import weights_hint
+from pilotflame.runtime.calls.worker.function_setup import call_hook, run_without_loop, weights_hint
 from pilotflame.runtime.ground.settings.resources import Resources
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
@@ -45,7 +48,7 @@ def hinted(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     exec(source.format(path=str(folder)), vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     hint = weights_hint(folder / "code")
-    assert "were loaded at import" in hint
+    assert re.search(r" in handler\.py holds \d\d MiB of weights, which were loaded at import", hint)
     return [line.removeprefix("    ") for line in hint.splitlines() if line.startswith("    ")]
 
 
@@ -159,3 +162,54 @@ def test_a_plugin_that_an_environment_lacks_is_named(capsys: pytest.CaptureFixtu
         first == "calls are not observed by no_such_plugin.worker:observe: No module named 'no_such_plugin'"
     )
     assert second.startswith("calls are not observed by json:no_such_name: ")
+
+
+# -- hooks and logging
+
+
+def kind(*, on_loop: bool) -> Any:
+    return types.SimpleNamespace(kind=types.SimpleNamespace(on_loop=on_loop))
+
+
+async def suspended(context: Any) -> asyncio.AbstractEventLoop:
+    await asyncio.sleep(0)
+    return asyncio.get_running_loop()
+
+
+async def test_a_hook_of_an_async_handler_runs_on_the_loop_of_its_worker() -> None:
+    context: Any = None
+    assert await call_hook(kind(on_loop=True), suspended, context) is asyncio.get_running_loop()
+    assert await call_hook(kind(on_loop=True), lambda context: 1, context) == 1
+    assert await call_hook(kind(on_loop=True), None, context) is None
+
+
+def test_an_async_hook_of_a_plain_handler_gets_a_loop_of_its_own() -> None:
+    context: Any = None
+    assert run_without_loop(call_hook(kind(on_loop=False), suspended, context)).is_closed()
+    with pytest.raises(RuntimeError, match="was suspended"):
+        run_without_loop(call_hook(kind(on_loop=True), suspended, context))
+
+
+@pytest.mark.parametrize(
+    ("set_level", "handlers", "level"),
+    [
+        (None, [], logging.INFO),
+        (logging.WARNING, [], logging.WARNING),
+        (logging.DEBUG, [], logging.DEBUG),
+        (None, [logging.NullHandler()], logging.WARNING),
+    ],
+)
+def test_lines_from_info_on_are_logged_unless_the_code_decides(
+    set_level: int | None, handlers: list[logging.Handler], level: int
+) -> None:
+    root = logging.getLogger()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(root, "handlers", handlers)
+        patch.setattr(root, "level", logging.WARNING)
+        patch.setattr(logging, "lastResort", None)
+        function_setup.begin_logging()
+        if set_level is not None:
+            root.setLevel(set_level)
+        function_setup.default_level()
+        assert root.level == level
+        assert logging.lastResort is not None

@@ -21,6 +21,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
+from pilotflame.runtime.command.client import connection
 from pilotflame.runtime.command.client.client import Client
 from pilotflame.runtime.command.client.events import parse_events, split_lines
 from pilotflame.runtime.node.packaging.code import pack
@@ -170,6 +171,25 @@ def test_another_server_answers(server, status: int):
     url = server(status, "text/html", b"<h1>Hello\n there</h1>")
     with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status}, .*Hello there"):
         client.get("v1", "functions")
+
+
+def test_the_default_address_is_asked_for_its_name_before_anything_is_sent(
+    server: Callable[[int, str, bytes], str], served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = server(200, "application/json", b'{"name": "other", "functions": []}')
+    assert Client(url.replace("http://", "http://me:secret@")).url == url
+    with Client(url) as client:
+        assert client.get("v1", "functions")["functions"] == []
+    monkeypatch.setattr(connection, "DEFAULT_URL", url)
+    with (
+        Client(url, api_key="pf_x") as client,
+        pytest.raises(GatewayError, match="answered 200, and not as a gateway does") as refused,
+    ):
+        client.get("v1", "functions")
+    assert "pf_x" not in str(refused.value)
+    monkeypatch.setattr(connection, "DEFAULT_URL", served)
+    with Client(served) as client:
+        assert "functions" in client.get("v1", "functions")
 
 
 def test_a_redirect_and_an_address_with_a_password(server: Callable[[int, str, bytes], str]) -> None:

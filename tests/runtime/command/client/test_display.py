@@ -46,18 +46,18 @@ UPDATE = {"name": "alpha", "replaces": {"number": 4, "deployed_by": "key ci"}}
 
 def test_a_terminal_shows_a_deploy_as_it_proceeds(monkeypatch, capsys) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with deploying("alpha", quiet=False) as show:
+    with deploying("alpha", "http://here", quiet=False) as show:
         show("function", UPDATE)
         show("step", {"name": "packages", "seconds": None})
         show("step", {"name": "packages", "seconds": 0.314})
         shown = capsys.readouterr().err
-    assert "updates alpha (revision 4, deployed by key ci)\n" in shown
+    assert "updates alpha (revision 4, deployed by key ci) at http://here\n" in shown
     assert "  packages        0.31 s\n" in shown
 
 
 def test_a_deploy_that_fails_shows_its_progress_on_terminals_only(capsys) -> None:
     def fail() -> None:
-        with deploying("alpha", quiet=False) as show:
+        with deploying("alpha", "http://here", quiet=False) as show:
             show("function", UPDATE)
             raise GatewayError("no")
 

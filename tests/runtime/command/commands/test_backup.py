@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import stat
 import tarfile
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import httpx
 import pytest
 from live import gateway_process, short_folder
 from pilotflame.runtime.cli import main
+from pilotflame.runtime.command.commands.backup import ATTEMPTS, _link
 from pilotflame.runtime.jobs.stored.large_bodies import MOST_INLINE_BYTES
 from pilotflame.runtime.node.packaging.code import pack
 
@@ -103,8 +106,9 @@ async def test_a_backup_has_what_was_decided_and_used(state: Path, tmp_path: Pat
         # Rows are written before they are read.
         assert await command("backup", file, "--state-dir", state) == 0
     with short_folder() as folder:
-        assert await command("restore", file, "--state-dir", folder / "state") == 0
-        async with gateway_process(folder / "state") as gateway:
+        # Folders that are missing are made.
+        assert await command("restore", file, "--state-dir", folder / "new" / "state") == 0
+        async with gateway_process(folder / "new" / "state") as gateway:
             restored = await histories(gateway.client)
     assert len(found["arrivals"]) == 1
     assert [one["action"] for one in found["decisions"]][:1] == ["start"]
@@ -146,3 +150,39 @@ def test_a_truncated_backup_is_refused(run: Run, tmp_path: Path, cut: int):
     done = run("restore", tmp_path / "half", "--state-dir", tmp_path / "restored")
     assert "not a complete backup" in done.stderr
     assert not (tmp_path / "restored").exists()
+
+
+@pytest.mark.parametrize("failures", [0, 1, ATTEMPTS - 1, ATTEMPTS])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_folder_whose_files_vanish_meanwhile_is_linked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, gone: bool
+):
+    (source := tmp_path / "source").mkdir()
+    (source / "file").write_text("1")
+    real, left = os.link, [FileNotFoundError("vanished")] * failures
+
+    def vanishing(*paths: Any) -> None:
+        if left:
+            if gone:
+                source.rename(tmp_path / "deleted")
+            raise left.pop()
+        real(*paths)
+
+    monkeypatch.setattr(os, "link", vanishing)
+    if failures == ATTEMPTS and not gone:
+        with pytest.raises(Exception, match="vanished"):
+            _link(source, tmp_path / "copy")
+        return
+    _link(source, tmp_path / "copy")
+    # A folder that was deleted meanwhile is left out.
+    assert (tmp_path / "copy" / "file").exists() is not (gone and failures > 0)
+
+
+def test_files_are_copied_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_paths: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    (tmp_path / "file").write_text("1")
+    monkeypatch.setattr(os, "link", refused)
+    _link(tmp_path / "file", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "1"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from live import gateway_process
+from pilotflame.runtime.command.commands.explain import _in_words
 
 
 async def test_decisions_are_printed_in_words_and_as_json(state: Path, run: Any) -> None:
@@ -31,3 +32,16 @@ async def test_decisions_are_printed_in_words_and_as_json(state: Path, run: Any)
         missing = await asyncio.to_thread(run, "explain", "never", "--url", gateway.url)
         assert missing.returncode == 1
         assert "never" in missing.stderr
+
+
+def test_causes_that_are_no_settings_have_words() -> None:
+    reasons = (
+        "load wants 2",
+        "plan lets 1 stay for 30 s",
+        "window lets 3 stay for 41 s",
+        "max_workers (4) refuses 1",
+    )
+    assert [_in_words(reason) for reason in reasons] == [
+        "the load wants 2", "the keep-alive policy lets 1 stay for 30 s",
+        "the load of the last minute lets 3 stay for 41 s", "max_workers (4) refuses 1",
+    ]  # fmt: skip

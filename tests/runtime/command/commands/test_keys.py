@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pilotflame.runtime.command.commands.keys import _rights, _row
 
 from ...conftest import COMMAND, environment
 
@@ -138,3 +139,38 @@ def test_a_malformed_key_is_not_echoed(run: Run):
     assert (done.returncode, done.stdout) == (1, "")
     assert "s3cr3t" not in done.stderr
     assert "s3cr3t" not in run("list", "--help", PILOTFLAME_API_KEY="s3cr3t").stdout
+
+
+QUOTAS = {"rate_per_s": 5, "burst": 9, "concurrency": 3, "model_tokens_per_min": 700, "max_workers": 2}
+
+
+def test_quotas_are_options_and_are_listed_with_their_units(run: Run, short_tmp: Path):
+    home = ("--state-dir", short_tmp / "quotas")
+    run("keys", "create", "a", "--scope", "admin", *home)
+    options = ("--rate", "--burst", "--concurrency", "--tokens", "--max-workers")
+    given = [word for pair in zip(options, QUOTAS.values(), strict=True) for word in pair]
+    made = json.loads(
+        run("keys", "create", "b", "--scope", "deploy", "--trusted", *given, *home, "--json").stdout
+    )
+    assert {name: made[name] for name in QUOTAS} == QUOTAS
+    assert _row(made)[3] == "5 a second, 9 in succession, 3 running, 700 tokens a minute, 2 workers"
+    assert _row({**made, **dict.fromkeys(QUOTAS)})[3] == "none"
+
+
+@pytest.mark.parametrize(
+    ("key", "rights"),
+    [
+        ({"scopes": ["invoke"], "functions": None}, "invoke all"),
+        ({"scopes": ["invoke"], "functions": []}, "invoke nothing"),
+        (
+            {"scopes": ["read", "deploy"], "functions": ["f", "g"], "policy": {"kind": "trusted"}},
+            "read, deploy f, g",
+        ),
+        (
+            {"scopes": ["invoke", "deploy"], "functions": ["f"], "policy": {"kind": "container"}},
+            "invoke, deploy (containers) f",
+        ),
+    ],
+)
+def test_rights_are_scopes_and_functions(key: dict[str, Any], rights: str):
+    assert _rights(key) == rights

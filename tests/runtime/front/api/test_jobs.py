@@ -11,6 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from live import TRUSTED, Function, Gate, Gateway, failure, gateway_here, short_folder, until
+from pilotflame.runtime.front.api.jobs import JobOrder
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -250,3 +251,18 @@ async def test_jobs_belong_to_the_key_that_has_submitted_them(state: Any):
         assert (await admin.get(base, headers=other)).json()["counts"]["completed"] == 0
         assert (await admin.get(base, headers=own)).json()["counts"]["completed"] == 1
         assert (await admin.post(f"{base}/purge", headers=other)).json() == {"cancelled": 0}
+
+
+@pytest.mark.parametrize(("priority", "source"), [("normal", "job"), ("low", "job"), ("batch", "batch")])
+async def test_a_job_of_a_batch_is_counted_apart(priority: Any, source: str) -> None:
+    order = JobOrder(input=1, webhook="http://x")
+    fields = order.new_fields(priority, 5.0, None)
+    assert (fields["source"], fields["execution_timeout_s"], "ttl_s" in fields) == (source, 5.0, False)
+    assert fields["webhook"].url == "http://x"
+    later = [JobOrder(input=1).new_fields(one, None, None)["priority"] for one in ("normal", "low", "batch")]  # type: ignore[arg-type]
+    assert later == sorted(set(later))
+
+
+async def test_a_job_has_its_name_in_the_description(gateway: Gateway) -> None:
+    schemas = (await gateway.client.get("/openapi.json")).json()["components"]["schemas"]
+    assert {"attempts", "retries", "created_at"} <= schemas["Job"]["properties"].keys()

@@ -108,6 +108,9 @@ def test_each_function_has_its_path_with_its_schemas() -> None:
     assert paths["/invoke/plain"]["post"]["requestBody"]["content"]["application/json"]["schema"] == {}
     assert list(paths["/invoke/stream"]["post"]["responses"]["200"]["content"]) == ["text/event-stream"]
     assert "422" in post["responses"]
+    assert {"X-Request-Timeout", "traceparent"} <= {one["name"] for one in post["parameters"]}
+    assert "X-Cold-Start" in post["responses"]["200"]["headers"]
+    assert "headers" not in paths["/healthz"]["get"]["responses"]["200"]
     # The page /docs shows them in this order.
     assert [path.startswith("/invoke/") for path in paths][: len(FUNCTIONS)] == [True] * len(FUNCTIONS)
     assert "/invoke/tree" not in describe([])["paths"]

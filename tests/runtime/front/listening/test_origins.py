@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 from pilotflame.runtime.front.listening.origins import Origins, network_of
 
@@ -42,3 +43,30 @@ def test_the_client_is_the_rightmost_address_that_is_no_trusted_proxy(
 def test_an_ipv6_client_is_its_network() -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8::2") == "2001:db8::/64"
     assert (network_of("192.0.2.1"), network_of("")) == ("192.0.2.1", "")
+
+
+@pytest.mark.parametrize(
+    ("headers", "origin"),
+    [
+        ({}, "http://here:8600"),
+        ({"X-Forwarded-Proto": "HTTPS, http"}, "https://here:8600"),
+        ({"X-Forwarded-Proto": "ftp", "X-Forwarded-Host": "a b"}, "http://here:8600"),
+        ({"X-Forwarded-Host": "models.example:8443"}, "http://models.example:8443"),
+        ({"X-Forwarded-Proto": "https", "X-Forwarded-Host": "[2001:db8::1]:80"}, "https://[2001:db8::1]:80"),
+        ({"Forwarded": "proto=https;host=a.example", "X-Forwarded-Host": "b.example"}, "https://a.example"),
+    ],
+)
+def test_links_begin_with_the_origin_that_a_trusted_proxy_tells(headers: dict[str, str], origin: str) -> None:
+    for remote, found in (("10.0.0.1", origin), ("203.0.113.9", "http://here:8600")):
+        request = make_mocked_request("GET", "/", headers={"Host": "here:8600", **headers}).clone(
+            remote=remote
+        )
+        assert ORIGINS.of(request) == found
+    assert Origins(()).of(request) == "http://here:8600"
+
+
+@pytest.mark.parametrize("address", [None, "", "unix", "203.0.113.9", "::1"])
+def test_other_addresses_are_no_proxies(address: str | None) -> None:
+    assert not ORIGINS.trusts(address)
+    assert (ORIGINS.trusts_some, Origins(()).trusts_some) == (True, False)
+    assert ORIGINS.trusts("fd00::1%eth0")

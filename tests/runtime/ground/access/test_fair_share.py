@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pilotflame.errors import Overloaded
 from pilotflame.runtime.ground.access.fair_share import SharedRoom, share_used
 
 OWNERS = st.sampled_from(["", "a", "b", "c"])
@@ -41,10 +43,28 @@ def test_the_sum_is_limited_and_a_new_owner_has_room(steps: list[tuple[str, int,
         used = Counter[str]()
         for name, count in held:
             used[name] += count
-        assert sum(used.values()) <= 1000
+        assert room.total == sum(used.values()) <= 1000
         assert max(used.values()) < 900
         # Another owner has room for almost nine tenths of what is free.
         assert room.takes("new", (9 * (1000 - sum(used.values())) - 1) // 10)
     while held:
         room.remove(*held.pop())
     assert room.takes("a", 899)
+
+
+def test_what_is_held_counts_until_the_block_ends() -> None:
+    room = SharedRoom(1000)
+    with room.held("a", 800, "uploads"):
+        assert room.total == 800
+        with (
+            pytest.raises(Overloaded, match="holds as many bytes of uploads as it may") as refused,
+            room.held("a", 150, "uploads"),
+        ):
+            pass
+        assert refused.value.details == {"retry_after_s": 1.0}
+        with room.held("b", 150, "uploads"):
+            assert room.total == 950
+    assert room.total == 0
+    with pytest.raises(KeyError), room.held("a", 800, "uploads"):
+        raise KeyError
+    assert room.total == 0

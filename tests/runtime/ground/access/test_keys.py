@@ -8,9 +8,23 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import BadInput
+from pilotflame.errors import BadInput, Forbidden, UnknownFunction
 from pilotflame.runtime.ground.access.keyring import Keyring
-from pilotflame.runtime.ground.access.keys import TOKEN, ApiKey, NewKey, Scope, mint, parse_new_key
+from pilotflame.runtime.ground.access.keys import (
+    ANYBODY,
+    TOKEN,
+    ApiKey,
+    Caller,
+    NewKey,
+    Scope,
+    check_engine,
+    check_first,
+    mint,
+    parse_new_key,
+)
+
+ISSUER = b'{"url": "https://issuer.example", "audience": "here", "subject": "repo:me/*"}'
+OWNING = ISSUER[:-1] + b', "owner_claim": "sub"}'
 
 
 def test_a_token_opens_its_key_and_no_other():
@@ -85,8 +99,78 @@ def test_a_request_is_parsed():
         (b'{"name": "a", "burst": 3}', "rate_per_s"),
         (b'{"name": "a", "concurrency": 0}', "concurrency"),
         (b'{"name": "a", "expires_in_s": -1}', "expires_in_s"),
+        (b'{"name": "a", "expires_in_s": 3155760001}', "expires_in_s"),
+        (b'{"name": "a", "rate_per_s": 1, "burst": 0}', "burst"),
+        (b'{"name": "a", "model_tokens_per_min": 0}', "model_tokens_per_min"),
+        (b'{"name": "a", "max_workers": 1}', "max_workers needs the scope deploy"),
+        (b'{"name": "a", "policy": {}}', "policy needs the scope deploy"),
+        (b'{"name": "a", "scopes": ["deploy", "admin"], "policy": {}}', "may deploy everything"),
+        (b'{"name": "a", "aws": true, "issuer": %s}' % ISSUER, "no secret that could sign"),
+        (
+            b'{"name": "a", "scopes": ["deploy"], "issuer": %s}' % OWNING,
+            "owner_claim is for keys that only call",
+        ),
+        (b'{"name": "a", "issuer": %s}' % ISSUER.replace(b"https", b"http"), "use an https:// address"),
     ],
 )
 def test_an_invalid_request_is_refused_by_field(body: bytes, named: str):
     with pytest.raises(BadInput, match=named):
         parse_new_key(body)
+
+
+# -- what a caller may
+
+
+@pytest.mark.parametrize(
+    ("scopes", "allowed"),
+    [
+        ({Scope.INVOKE}, {Scope.INVOKE}),
+        ({Scope.READ}, {Scope.READ}),
+        ({Scope.DEPLOY}, {Scope.DEPLOY, Scope.READ}),
+        ({Scope.ADMIN}, set(Scope)),
+    ],
+)
+def test_a_scope_allows_what_it_includes(scopes: set[Scope], allowed: set[Scope]) -> None:
+    caller = Caller("k1", frozenset(scopes))
+    assert {scope for scope in Scope if caller.has(scope)} == allowed
+    assert caller.urgent is caller.administers is (Scope.ADMIN in scopes)
+    for scope in set(Scope) - allowed:
+        with pytest.raises(Forbidden, match=f"lacks the scope '{scope.value}'"):
+            caller.check_scope(scope)
+    # Without a key, a caller lacks a scope only where a function is served alone.
+    with pytest.raises(Forbidden, match="serves one function alone"):
+        Caller("", frozenset({Scope.INVOKE})).check_scope(Scope.ADMIN)
+    assert ANYBODY.urgent
+
+
+def test_a_key_for_some_functions_tells_nothing_of_others() -> None:
+    caller, all_ = Caller("k1", frozenset({Scope.DEPLOY}), frozenset({"a"})), Caller("k2")
+    assert [one.allows(name) for one in (caller, all_) for name in "ab"] == [True, False, True, True]
+    caller.check("a")
+    caller.check_deploy("a")
+    with pytest.raises(UnknownFunction):
+        caller.check("b")
+    with pytest.raises(Forbidden, match="does not cover a function named 'b'"):
+        caller.check_deploy("b")
+
+
+def test_a_key_that_deploys_is_for_containers_unless_it_says_more() -> None:
+    asked = b'{"name": "a", "scopes": ["deploy"]%s}'
+    new, trusted = parse_new_key(asked % b""), parse_new_key(asked % b', "policy": {"kind": "trusted"}')
+    assert [mint(one, 0.0)[0].container_only for one in (new, trusted)] == [True, False]
+    assert not mint(NewKey(name="a", scopes=(Scope.ADMIN,)), 0.0)[0].container_only
+    for one, engine in ((new, "podman"), (trusted, None), (NewKey(name="a"), None)):
+        check_engine(one, engine)
+    with pytest.raises(BadInput, match="no container engine"):
+        check_engine(new, None)
+
+
+def test_the_first_key_is_one_that_can_make_others() -> None:
+    check_first(["invoke", "admin"])
+    with pytest.raises(BadInput, match="must have the scope admin"):
+        check_first(["invoke", "deploy"])
+
+
+def test_a_key_of_an_issuer_has_no_token() -> None:
+    key, token = mint(parse_new_key(b'{"name": "a", "issuer": %s}' % ISSUER), 0.0)
+    assert (token, key.shown()["issuer"]["audience"]) == ("", "here")

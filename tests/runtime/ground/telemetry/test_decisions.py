@@ -33,6 +33,11 @@ def told(action: str, cause: str, **figures: float) -> str:
             "started 1 worker: 1 invocation waited, 3 workers ready, 3 invocations running, 2 workers already starting, drain 4.0 s",
         ),
         (
+            ("start", "load", {"workers": 1, "queued": 1, "work_s": 1.5, "wake_s": 0.2, "lasting": 0.25}),
+            "started 1 worker: 1 invocation waited, 0 workers ready, the calls need 1.5 s, a start takes 200 ms, load of the last"
+            " seconds 0.25",
+        ),
+        (
             ("start", "schedule 0 8 * * *", {"workers": 1, "queued": 0, "ready": 0}),
             "started 1 worker ahead of calls, the schedule 0 8 * * * asks for it: 0 invocations waited, 0 workers ready",
         ),
@@ -85,6 +90,12 @@ def told(action: str, cause: str, **figures: float) -> str:
         (("resume", "owner", {}), "was resumed by its owner"),
         (("stop", "paused", {"workers": 1, "ready": 1}), "stopped 1 worker, its owner has paused it: 1 worker had been ready"),
         (("made_up", "some_rule", {}), "made up, some rule"),
+        # Stored decisions may lack the number of workers.
+        (("start", "load", {}), "started 1 worker: 0 invocations waited, 0 workers ready"),
+        (("stop", "idle", {}), "stopped 1 worker without work"),
+        (("end", "replaced", {}), "ended 1 worker with 0 running calls, other calls had waited for its place since its revision was replaced"),
+        (("park", "pressure", {}), "a worker was parked, memory is short: it gave 0.0 MB of device memory back"),
+        (("wake", "load", {"queued": 1}), "woke 1 parked worker: 1 invocation waited"),
     ],
 )  # fmt: skip
 def test_a_decision_is_told_in_plain_words(decision: tuple[str, str, dict[str, float]], text: str) -> None:

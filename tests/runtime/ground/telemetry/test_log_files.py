@@ -144,3 +144,49 @@ def test_a_folder_that_cannot_be_listed_ends_no_writing(
     files.close()
     assert (tmp_path / "functions").stat().st_mode & 0o077 == 0
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "functions").iterdir()} == {0o600}
+
+
+def test_a_search_finds_the_last_hundred_lines_by_default(files: LogFiles) -> None:
+    for number in range(150):
+        files.write("gateway", line(number))
+    assert texts(files.search("gateway", LogQuery())) == [f"line {number}" for number in range(50, 150)]
+
+
+def test_few_files_are_open_at_a_time(files: LogFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN_FILES", 2)
+    for number in range(10):
+        files.write(f"functions/f{number % 5}", line(number))
+        files.search(f"functions/f{number % 5}", LogQuery())
+    assert len(files._open) == 2
+    assert all(len(files.search(f"functions/f{number}", LogQuery())) == 2 for number in range(5))
+
+
+def test_after_a_failed_write_the_file_is_opened_anew(
+    files: LogFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write("gateway", line(1))
+    files.search("gateway", LogQuery())
+    (tmp_path / "gateway.jsonl").unlink()
+    real, failures = os.write, [OSError("stale file handle")]
+
+    def failing(file: int, data: bytes) -> int:
+        if failures and b"line 2" in data:
+            raise failures.pop()
+        return real(file, data)
+
+    monkeypatch.setattr(os, "write", failing)
+    files.write("gateway", line(2))
+    files.search("gateway", LogQuery())
+    files.write("gateway", line(3))
+    found = texts(files.search("gateway", LogQuery()))
+    assert sorted(found) == ["1 line was not stored: the disk is too slow or full", "line 3"]
+
+
+@pytest.mark.parametrize(("age_s", "renamed"), [(400, False), (600, True)])
+def test_a_file_is_renamed_when_its_first_line_is_older_than_half_of_the_time(
+    files: LogFiles, tmp_path: Path, age_s: float, renamed: bool
+) -> None:
+    (tmp_path / "gateway.jsonl").write_bytes(LogLine(time.time() - age_s, "w1", "first").encode())
+    files.write("gateway", line(1))
+    assert len(files.search("gateway", LogQuery())) == 2
+    assert (tmp_path / "gateway.jsonl.1").exists() == renamed

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import pytest
+from pilotflame.runtime.ground.telemetry import logs as module
 from pilotflame.runtime.ground.telemetry.log_files import LogFiles, LogLine, LogQuery, function_file
-from pilotflame.runtime.ground.telemetry.logs import FOLLOWER_LINES, LogChannel, Logs
+from pilotflame.runtime.ground.telemetry.logs import FOLLOWER_LINES, MAX_TEXT_CHARS, Capture, LogChannel, Logs
 
 LIMIT_S = 30.0
 
@@ -93,4 +95,79 @@ async def test_lines_name_their_function_also_if_somebody_followed_before_it_was
         line = await first
     assert (line.function, line.text) == ("late", "printed")
     await follow.aclose()  # type: ignore[attr-defined]
+    files.close()
+
+
+def test_lines_have_rising_times_and_a_limited_length() -> None:
+    channel, heard = LogChannel(), list[str]()
+    with channel.listen(lambda line: heard.append(line.text)):
+        for text in ("a", "b" * (MAX_TEXT_CHARS + 1)):
+            channel.write("w1", text)
+    channel.write("w1", "c")
+    assert heard == ["a", "b" * MAX_TEXT_CHARS]
+    times = [line.at for line in channel.tail(10)]
+    assert times == sorted(set(times))
+
+
+def test_the_last_words_are_those_of_a_worker_and_of_its_calls() -> None:
+    log = LogChannel().of("r1")
+    for source, request_id in (("w1", "q1"), ("w2", "q2"), ("w1", "q3"), ("w1", ""), ("w1", "q2")):
+        log.write(source, f"{source} {request_id}".strip(), request_id=request_id)
+    assert log.last_words("w1", 5, ["q1", "q2"]) == "w1 q1 | w1 | w1 q2"
+    assert log.last_words("w1", 2, ["q1", "q2"]) == "w1 | w1 q2"
+    assert log.last_words("w3", 5, []) == ""
+    assert {line.revision for line in log.channel.tail(10)} == {"r1"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [(["abc"], "abc"), (["abc", "de"], "abc\nde"), (["abc", "de", "fgh"], "de\nfgh"), (["a" * 20], "a" * 8)],
+)
+def test_a_capture_keeps_the_last_characters(lines: list[str], kept: str) -> None:
+    told = list[int]()
+    capture = Capture(8, lambda: told.append(1))
+    for line in lines:
+        capture.add(line)
+    assert (capture.text(), len(told)) == (kept, len(lines))
+
+
+async def test_dropped_lines_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORT_S", 0.01)
+    counted = list[int]()
+    channel = LogChannel(on_dropped=counted.append)
+    for lines in (3, 4):
+        channel.note_dropped(lines)
+    follow = channel.follow(0)
+    async with asyncio.timeout(LIMIT_S):
+        line = await anext(follow)
+    assert (line.text.partition(" lines")[0], line.level, counted) == ("7", "warning", [3, 4])
+    await follow.aclose()  # type: ignore[attr-defined]
+
+
+async def test_the_log_of_a_deleted_function_ends_and_the_next_function_has_another_one(
+    tmp_path: Path,
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=40_000, keep_s=1000.0)
+    files.start()
+    logs, heard, kept = Logs(files), list[str](), list[str]()
+    logs.logged.append(lambda line: heard.append(line.text))
+    logs.kept.append(lambda file, _line: kept.append(file))
+    channel = logs.of_function("f")
+    assert logs.of_function("f") is channel
+    with channel.subscribe() as news:
+        for number in range(FOLLOWER_LINES):
+            channel.write("w1", str(number))
+        channel.end()
+        channel.write("w1", "late")
+        read = [news.get_nowait() for _ in range(news.qsize())]
+    # The end comes also where a follower has read nothing.
+    assert None in read
+    assert heard[-1] == "f was deleted"
+    assert "late" not in heard
+    assert set(kept) == {function_file("f")}
+    assert logs.of_function("f") is not channel
+    logs.channel("gateway").write("gateway", "of no function")
+    assert heard[-1] == "f was deleted"
+    assert await logs.exists(function_file("f"))
+    assert not await logs.exists(function_file("g"))
     files.close()

@@ -1,7 +1,9 @@
 """A job: the transitions between its states, its ids, and the digests of ids and idempotency keys."""
 
 import re
+from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from pilotflame.runtime.jobs.stored.job import (
     MAX_QUEUED_BYTES,
     TRANSITIONS,
     JobCounts,
+    JobOutcome,
     JobState,
     NewJob,
     idempotency_digest,
@@ -17,6 +20,7 @@ from pilotflame.runtime.jobs.stored.job import (
     tombstone_key,
 )
 from pilotflame.runtime.jobs.stored.transaction import COUNTERS
+from receiver import job
 
 
 def test_every_state_has_transitions_and_a_counter() -> None:
@@ -84,3 +88,48 @@ def test_digests_are_equal_only_for_equal_parts(
 
 def test_an_empty_key_has_no_digest() -> None:
     assert idempotency_digest("f", "o", "") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, {}),
+        ({"progress": b"0.5"}, {"output": 0.5}),
+        ({"state": JobState.COMPLETED, "progress": b"0.5", "output": b"[1]"}, {"output": [1]}),
+        (
+            {"state": JobState.COMPLETED, "output": b"ab", "output_type": "text/plain"},
+            {"output": "YWI=", "output_type": "text/plain"},
+        ),
+        (
+            {"state": JobState.FAILED, "error": {"message": "no"}, "pieces": 2},
+            {"error": {"message": "no"}, "pieces": 2},
+        ),
+    ],
+)
+def test_a_status_has_the_output_or_the_progress_or_the_error(
+    fields: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    found = orjson.loads(orjson.dumps(job(worker="w1", **fields).status(101.0)))
+    state = fields.get("state", JobState.IN_PROGRESS)
+    times = {"delayTime": 1000, "executionTime": 0}
+    assert found == {"id": "job-1", "status": state, "function": "f", "workerId": "w1", **times, **shown}
+
+
+def test_a_job_waits_until_its_start_or_end_and_then_runs() -> None:
+    times = [(0.0, 0.0), (105.0, 0.0), (105.0, 107.0), (0.0, 104.0)]
+    durations = [
+        job(started_s=started_s, ended_s=ended_s).durations_ms(110.0) for started_s, ended_s in times
+    ]
+    assert durations == [(10_000, 0), (5000, 5000), (5000, 2000), (4000, 0)]
+    # The clock was set back.
+    assert job(started_s=99.0).durations_ms(98.0) == (0, 0)
+
+
+def test_the_size_of_an_outcome_is_that_of_its_texts() -> None:
+    assert JobOutcome(JobState.COMPLETED).size_bytes == 0
+    assert JobOutcome(JobState.COMPLETED, output=b"ab", logs="ü", metrics=b"abc").size_bytes == 7
+
+
+def test_a_bare_job_has_no_bodies() -> None:
+    bare = job(output=b"1", large_input="a", large_output="b").bare()
+    assert (bare.input, bare.output, bare.large_input, bare.large_output) == (b"", None, "", "")

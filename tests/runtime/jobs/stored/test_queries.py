@@ -6,6 +6,7 @@ import pytest
 from job_store_tests import KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownJob
 from pilotflame.runtime.jobs.stored import queries
+from pilotflame.runtime.jobs.stored.job import Job, JobCounts, JobState
 from pilotflame.runtime.jobs.stored.store import JobStore
 
 BOTH = ("tone", "echo")
@@ -58,3 +59,39 @@ async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
     assert queued.extra == extra
     plain, _ = await store.submit(new_job(extra={}))
     assert (await store.get("tone", plain.id)).extra is None is plain.extra
+
+
+async def test_jobs_are_listed_from_the_newest_on_in_pages(store: JobStore) -> None:
+    for number in range(6):
+        function, owner = BOTH[number % 2], "ab"[number // 3]
+        await store.submit(new_job(function, wanted_id=f"{number}", owner=owner))
+    await store.take("2")
+
+    def ids(found: list[Job]) -> str:
+        return "".join(job.id for job in found)
+
+    assert ids(await store.newest("tone")) == "420"
+    assert ids(await store.newest("tone", (JobState.IN_PROGRESS,))) == "2"
+    assert ids(await store.newest("tone", owner="a")) == "20"
+    assert ids(await store.newest("tone", (), 1, "4")) == "2"
+    assert ids(await store.latest(BOTH, 4)) == "5432"
+    assert ids(await store.latest(BOTH, 4, "3")) == "210"
+    assert ids(await store.latest(("echo",), 4, owner="b")) == "53"
+    assert await store.newer_ids(BOTH, 3, "1") == ["2", "3", "4"]
+    assert await store.newer_ids(("tone",), 3, "0", owner="b") == ["4"]
+    assert await store.newer_ids(BOTH, 3, "none") == []
+    # A job of another function, of another owner, and one that there is not.
+    for functions, owner, before in ((("echo",), "a", "0"), (BOTH, "b", "0"), (BOTH, "a", "none")):
+        with pytest.raises(UnknownJob):
+            await store.latest(functions, 4, before, owner)
+
+
+async def test_counts_and_waiting_functions(store: JobStore, clock: Clock) -> None:
+    assert await store.functions_waiting() == []
+    await store.submit(new_job("tone", owner="a", wanted_id="now"))
+    await store.take("now")
+    await store.submit(new_job("echo", owner="b"))
+    assert await store.functions_waiting() == ["echo"]
+    assert (await store.counts("tone", "a")).in_progress == 1
+    assert await store.counts("tone", "b") == JobCounts()
+    assert {name: one.in_queue for name, one in (await store.all_counts()).items()} == {"tone": 0, "echo": 1}

@@ -165,3 +165,24 @@ async def test_it_pauses_while_the_store_refuses(
             await asyncio.sleep(0.001)
         monkeypatch.setattr(database, call, real)
         await database.until(lambda found: states(found) == ["DELIVERED"])
+
+
+async def test_the_messages_of_owners_that_are_made_when_they_are_sent_share_a_room(
+    database: Watched,
+) -> None:
+    entered, let_go = list[str](), asyncio.Event()
+    found = WebhookSender(JobStore(database, keep_s=60.0), KEY, AddressPolicy.parse([]))
+
+    async def send(owner: str) -> None:
+        async with found._roomy(owner):
+            entered.append(owner)
+            await let_go.wait()
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(20):
+            tasks.create_task(send(f"owner {number}"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert 5 <= len(entered) <= 8
+        let_go.set()
+    assert len(entered) == 20

@@ -105,6 +105,7 @@ def test_spare_files_are_given_back(tmp_path: Path) -> None:
         order = {"manifest": str(tmp_path / "one" / MANIFEST_NAME), "url": str(tmp_path / "one")}
         fetcher.tell(op="hold", id=1, copied=True, **order)
         fetcher.hear(1, "done")
+        assert list((tmp_path / "cache").rglob("model.safetensors"))
         fetcher.tell(op="release", id=1)
         fetcher.tell(op="drop", digests=[manifest.digest])
         hears_spare_bytes(manifest.shards[0].size_bytes)

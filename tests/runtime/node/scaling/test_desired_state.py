@@ -482,3 +482,11 @@ def test_callers_cause_one_start_at_a_time_after_a_failed_one_and_none_while_it_
     assert decide(spec, replace(waiting, starting=1), NOW_S, state=failed).start == 0
     assert decide(spec, waiting, NOW_S, state=failed._replace(open=True)) == Decision(again_s=NOW_S + 8)
     assert decide(spec, waiting, NOW_S, state=RevisionState(unexplained=True)).start == 0
+
+
+@given(specs(), states(), AHEAD, st.sampled_from((Phase.NEW, Phase.PROVING, Phase.RETIRING)))
+def test_only_the_live_revision_has_workers_for_its_owner_and_for_signals(
+    spec: ScaleSpec, seen: Seen, ahead: int, phase: Phase
+) -> None:
+    signal, state = Proposal(Rank.AHEAD, "warmup", ahead), RevisionState(phase)
+    assert desired(spec, seen, NOW_S, state, signal) == desired(replace(spec, min=0), seen, NOW_S, state)

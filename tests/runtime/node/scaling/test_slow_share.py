@@ -105,3 +105,9 @@ def test_with_the_policy_itself_as_many_requests_are_slow_as_allowed(
             ladder, history = measured, history.unplanned()
     slow, requests = (sum(column) for column in zip(*found[150:], strict=True))
     assert slow / requests == pytest.approx(target, rel=0.25)
+
+
+def test_the_displayed_share_forgets_half_in_a_thousand_requests() -> None:
+    found = taught(0.1, [(1000, 1000), (0, 1000)])
+    assert found.share == pytest.approx(500 / 1500)
+    assert found.learn(0.1, 0, 1).recent == pytest.approx(1500 * 0.5**0.001 + 1)

@@ -57,7 +57,7 @@ def test_the_scope_is_that_of_asgi() -> None:
 
 
 def test_a_websocket_has_its_subprotocols() -> None:
-    headers = [(b"sec-websocket-protocol", b"chat, json"), (b"sec-websocket-protocol", b"x")]
+    headers = [(b"sec-websocket-protocol", b"chat, json"), (b"sec-websocket-protocol", b"x"), (b"host", b"a")]
     scope = scope_of(passed(FACTS._replace(kind=WEBSOCKET, scheme="ws", headers=headers)), {})
     assert scope["subprotocols"] == ["chat", "json", "x"]
     assert scope["extensions"] == {"websocket.http.response": {}}

@@ -6,12 +6,16 @@ import contextvars
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry import trace
 from pilotflame.handlers.contract import Context
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
+from pilotflame.runtime.plugins.opentelemetry import worker
 from pilotflame.runtime.plugins.opentelemetry.worker import HandlerSpans, observe
 
 SPEC = WorkerSpec(function="f", revision="r1", code=Path("/code"))
@@ -83,3 +87,54 @@ def test_without_an_exporter_the_end_is_quick(spans: HandlerSpans) -> None:
     current(spans, context("a"))
     spans.close()
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+class Providers:
+    """Stands for `opentelemetry.trace`, whose provider can be set only once in a process."""
+
+    def __init__(self, own: object = None) -> None:
+        self.set = [own or trace.ProxyTracerProvider()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(trace, name)
+
+    def get_tracer_provider(self) -> object:
+        return self.set[-1]
+
+    def set_tracer_provider(self, provider: object) -> None:
+        self.set.append(provider)
+
+
+def test_the_first_sampled_call_starts_the_export(spans: HandlerSpans) -> None:
+    providers: Any = Providers()
+    shut = threading.Event()
+    spans._trace, spans._make = providers, lambda: SimpleNamespace(shutdown=shut.set)
+    current(spans, context("a", "00"))
+    assert len(providers.set) == 1
+    for span in "bc":
+        current(spans, context(span))
+    assert len(providers.set) == 2
+    spans.close()
+    assert shut.is_set()
+
+
+def test_a_handler_that_has_set_a_provider_keeps_it(spans: HandlerSpans) -> None:
+    providers: Any = Providers(own=object())
+    spans._trace, spans._make = providers, lambda: SimpleNamespace(shutdown=None)
+    current(spans, context("a"))
+    assert len(providers.set) == 1
+    spans.close()
+
+
+def test_a_collector_that_does_not_answer_keeps_no_worker_alive(
+    spans: HandlerSpans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "FLUSH_S", 0.01)
+    before, answer = set(threading.enumerate()), threading.Event()
+    spans._shutdown = lambda: answer.wait(30) and None
+    spans.close()
+    (left,) = set(threading.enumerate()) - before
+    # Python waits for other threads at the end of a process.
+    assert left.daemon
+    answer.set()
+    left.join(30)

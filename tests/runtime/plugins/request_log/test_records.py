@@ -13,7 +13,6 @@ from pilotflame.runtime.ground.settings.request_log import parts_of
 from pilotflame.runtime.ground.telemetry.invocation_end import InvocationEnd
 from pilotflame.runtime.ground.telemetry.timeline import Timeline
 from pilotflame.runtime.plugins.request_log.records import (
-    MAX_PAYLOAD_BYTES,
     REDACTED,
     LoggedCall,
     Redactor,
@@ -87,6 +86,7 @@ def test_no_redacted_value_is_left_and_others_stay(given_: Any, made: Any, rules
         ("/input/a/0000000002", []),
         ("/input/a/99999999999999999999", []),
         ("/input/none/x", []),
+        ("/input/#", []),
     ],
 )
 def test_a_pointer_finds_its_values(pointer: str, values: list[int]) -> None:
@@ -102,7 +102,9 @@ def test_a_pointer_finds_its_values(pointer: str, values: list[int]) -> None:
         (b'{"a":1}', "text/plain", False),
         (b"not JSON", "", False),
         (b"", "", False),
-        (b'"%s"' % (b"x" * MAX_PAYLOAD_BYTES), "", False),
+        # 256 KiB with the quotation marks.
+        (b'"%s"' % (b"x" * ((256 << 10) - 2)), "", True),
+        (b'"%s"' % (b"x" * ((256 << 10) - 1)), "", False),
     ],
 )
 def test_only_json_of_limited_size_is_in_a_record(body: bytes, content_type: str, kept: bool) -> None:

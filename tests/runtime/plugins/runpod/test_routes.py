@@ -437,6 +437,16 @@ async def test_invalid_submits_are_refused(deploy, body: bytes, status: int, cod
     assert (error["status"], error["type"]) == (status, code)
 
 
+@pytest.mark.parametrize("path", ["stream/{job}?after=x", "status-sync/{job}?wait=x", "requests?limit=x"])
+async def test_a_malformed_parameter_is_refused_as_described(deploy, gateway: Gateway, path: str):
+    queue = Queue(await deploy(ECHO))
+    asked = path.format(job=await queue.run(1))
+    error = failure(await queue.function.client.get(f"{queue.base}/{asked}"))
+    assert (error["status"], error["type"]) == (400, "bad_json")
+    paths = (await gateway.client.get("/openapi.json")).json()["paths"]
+    assert "400" in paths[f"/v2/{{function}}/{path.partition('?')[0]}"]["get"]["responses"]
+
+
 async def test_unknown_functions_and_jobs_are_404(deploy, gateway: Gateway):
     queue = Queue(await deploy(ECHO))
     assert failure(await queue.function.client.get(f"{queue.base}/status/job-x"))["type"] == "unknown_job"

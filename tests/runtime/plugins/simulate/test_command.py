@@ -26,7 +26,7 @@ from pilotflame.runtime.calls.batching.simulator import (
     poisson,
 )
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.plugins.simulate.command import figures, percentile
+from pilotflame.runtime.plugins.simulate.command import _money, figures, percentile
 
 CURVE = ["--curve", "1:20.5,32:36"]
 
@@ -352,3 +352,18 @@ async def test_a_replay_of_a_gateway_s_log_holds_the_rungs_that_the_gateway_held
     assert found["cold_starts"] == len(lower_s) == 3
     assert found["rung_s"]["zygote"] == pytest.approx(sum(lower_s), abs=0.7 * len(lower_s))
     assert sum(found["rung_s"].values()) == pytest.approx(calls[-1] - calls[0], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0, "0.00"),
+        (0.000012345, "0.0000123"),
+        (0.0123, "0.0123"),
+        (0.5, "0.500"),
+        (1, "1.00"),
+        (1234.567, "1234.57"),
+    ],
+)
+def test_an_amount_has_as_many_digits_as_tell_something(amount: float, text: str) -> None:
+    assert _money(amount) == text

@@ -64,3 +64,35 @@ def test_any_json_is_a_body_or_refused_by_name(body: Any) -> None:
         if isinstance(body, dict) and body:
             with pytest.raises(BadInput, match=f"parameters.{name}"):
                 supported({"inputs": "Hi", "parameters": {name: body}})
+
+
+def test_the_parameters_of_an_answer_reach_the_function() -> None:
+    found = event(
+        max_new_tokens=7, repetition_penalty=1.5, frequency_penalty=0.5, stop=["."], adapter_id="formal"
+    )
+    assert (found.max_tokens, found.repetition_penalty, found.frequency_penalty) == (7, 1.5, 0.5)
+    assert (found.stop, found.include_stop_str_in_output, found.adapter) == (["."], True, "formal")
+    assert not event().include_stop_str_in_output
+    drawn = event(do_sample=True, top_k=3, top_p=0.5, temperature=0.7, seed=5)
+    assert (drawn.top_k, drawn.top_p, drawn.temperature, drawn.seed) == (3, 0.5, 0.7, 5)
+    assert event(do_sample=True, seed=(1 << 64) - 1).seed == -1
+    assert event(do_sample=True, seed=(1 << 63) - 1).seed == (1 << 63) - 1
+    assert event(do_sample=True).seed != event(do_sample=True).seed
+
+
+def test_parameters_that_ask_for_nothing_are_left_out() -> None:
+    asked = {
+        "best_of": 1,
+        "typical_p": 1.0,
+        "watermark": False,
+        "decoder_input_details": False,
+        "top_k": None,
+    }
+    assert supported({"inputs": "Hi", "stream": None, "parameters": asked}) == {
+        "inputs": "Hi",
+        "parameters": {},
+    }
+    assert supported({"inputs": "Hi", "parameters": None}) == {"inputs": "Hi"}
+    with pytest.raises(BadInput) as refused:
+        supported({"inputs": "Hi", "parameters": {"best_of": 2}})
+    assert (refused.value.details, bool(refused.value.remedy)) == ({"field": "parameters.best_of"}, True)

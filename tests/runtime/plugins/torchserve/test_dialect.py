@@ -49,10 +49,12 @@ class TestTorchServeFunction(DialectTests):
 def test_the_manifest_of_an_unpacked_archive_names_the_handler(tmp_path: Path) -> None:
     (tmp_path / "MAR-INF").mkdir()
     (tmp_path / "my.py").write_text("def run(data, context): ...\n")
+    (tmp_path / "greeter.py").write_text(TestTorchServeDialect.source)
     manifest = tmp_path / "MAR-INF" / "MANIFEST.json"
     for name, found in (
         ("my.py:run", ("torchserve", "my.py", "run")),
         ("my", ("torchserve", "my.py", "handle")),
+        ("greeter.py", ("torchserve", "greeter.py", "Greeter")),
     ):
         manifest.write_text(json.dumps({"model": {"handler": name}}))
         assert Dialects([DIALECT]).recognise(tmp_path, "handler.py") == found

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotflame.errors import SnapshotError
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.handle import Snapshot
@@ -108,14 +109,17 @@ def test_no_more_is_pinned_than_the_machine_allows(
     opened(module, snapshots)
 
 
+@pytest.mark.parametrize(("share", "pinned"), [(0.0, False), (0.25, False), (0.75, True)])
 def test_nothing_is_pinned_if_the_kernel_does_not_count_it(
-    stored: tuple[nn.Module, Path, Manifest], here: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(here, "pinned_bytes", lambda: 0)
+    stored: tuple[nn.Module, Path, Manifest], here: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
+    share: float, pinned: bool,
+) -> None:  # fmt: skip
+    real = here.pinned_bytes
+    monkeypatch.setattr(here, "pinned_bytes", lambda: int(share * real()))
     monkeypatch.setattr(pinned_shards, "CHECKED_BYTES", PAGE)
     module, snapshots = standby(stored)
     snapshots.pin(lambda: False)
-    assert here._pinned == {}
+    assert bool(here._pinned) == pinned
     opened(module, snapshots)
 
 
@@ -143,6 +147,16 @@ def test_a_file_that_is_gone_is_not_pinned(
     (tmp_path / "model.safetensors").unlink()
     snapshots.pin(lambda: False)
     assert here._pinned == {}
+
+
+@pytest.mark.parametrize("error", [SnapshotError("gone"), OSError("stale")])
+def test_shards_that_cannot_be_opened_are_not_pinned(
+    stored: tuple[nn.Module, Path, Manifest], here: SimulatedDevice, error: Exception
+) -> None:
+    def refuse(_name: str) -> int:
+        raise error
+
+    assert pinned_shards.shards_to_pin(here, stored[2], refuse) is None
 
 
 @settings(max_examples=60)
