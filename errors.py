@@ -67,6 +67,7 @@ The text beside a class says what has happened when it is raised.
     │   └── JobStoreFailed              the jobs database cannot be written or read
     │       └── JobBodyMissing          the file with the input or result of a job was deleted
     ├── BusFailed                   a message queue, or the destination of its results, could not be used
+    │   └── OutputRefused               the destination of a result can never take it
     ├── BatchFailed                 the input or output of a batch cannot be used
     ├── BuildFailed                 a function's image could not be built or pushed
     ├── AccessError                 an API key or secret is missing, or the key does not suffice
@@ -464,6 +465,10 @@ class JobBodyMissing(JobStoreFailed, code="job_body_missing", status=500): ...
 
 
 class BusFailed(PilotflameError, code="bus_failed", status=502): ...
+
+
+class OutputRefused(BusFailed, code="output_refused", status=422):
+    """The destination is gone, or the output is larger than its limit."""
 
 
 class BatchFailed(PilotflameError, code="batch_failed", status=422): ...

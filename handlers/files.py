@@ -67,7 +67,7 @@ class InputFiles(ExitStack):
             if url in self._known:
                 return self._copied(Path(self._known[url]))
             with opener().open(encoded(url), timeout=self._timeout_s()) as response:
-                target, path = self._temporary(_suffix(url, response.headers))
+                target, path = self._temporary(self.suffix(url, response.headers))
                 with target:
                     self._copy(response, target)
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -76,6 +76,10 @@ class InputFiles(ExitStack):
             fault = {"fault": f"{shown} cannot be fetched: {reason}"}
             raise PydanticCustomError(UNAVAILABLE, "{fault}", fault) from None
         return path
+
+    def suffix(self, url: str, headers: Message) -> str:
+        """Return the end of the name of the temporary file for a URL."""
+        return _suffix(url, headers)
 
     def _copied(self, source: Path) -> Path:
         """Return a copy of a file, because handlers may change and delete the files that they are given."""

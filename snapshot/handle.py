@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # The subject of the error that torch is not installed.
 _SUBJECT = "context.snapshot"
+_COMMON = ("F32", "F64", "F16", "BF16")
 ADAPTERS = "adapters."
 """The names of the snapshots in the table `[adapters]` begin with it. No name in `[snapshots]` has a dot."""
 
@@ -80,6 +81,15 @@ class Snapshot:
     def path(self) -> Path:
         """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights, or links to them."""
         return self._stored.path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of a model whose config.json names none, as in transformers: that of the first tensor of a common floating type."""
+        with needs(_SUBJECT, "torch"):
+            from .restoring.place import TORCH_DTYPES  # noqa: PLC0415
+
+        first = sorted((entry.name, entry.dtype) for entry in self.manifest.tensors if entry.shard == 0)
+        return TORCH_DTYPES[next((dtype for _, dtype in first if dtype in _COMMON), _COMMON[0])]
 
     def check(self) -> None:
         """Raise SnapshotChanged if the handler may read other bytes than the manifest describes.

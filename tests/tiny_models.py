@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 WORDS = ["[PAD]", "[UNK]", "a", "pilot", "flame", "burns", "the", "sea", "is", "calm", "."]
 SIZES: dict[str, Any] = {
@@ -94,4 +95,26 @@ def write_whisper(folder: Path) -> Path:
     model.generation_config.max_new_tokens = 5
     model.save_pretrained(folder)
     transformers.WhisperFeatureExtractor(feature_size=8).save_pretrained(folder)
+    return folder
+
+
+STORED_TYPES = ("float32", "bfloat16", "float16", "bfloat16 with float32")
+
+
+def retype(folder: Path, said: str | None, stored: str) -> Path:
+    """Give the weights in a folder the type `stored`. `said` is the type in config.json, or None for no type.
+
+    With "… with float32", the weights of norms keep float32.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps({**config, **({"dtype": said} if said else {})}))
+    dtype = getattr(torch, stored.split(" ", maxsplit=1)[0])
+    tensors = load_file(folder / "model.safetensors")
+    norms = ("norm", "ln_")
+    kept = (
+        {name for name in tensors if any(norm in name.lower() for norm in norms)} if "with" in stored else ()
+    )
+    cast = {name: tensor if name in kept else tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(cast, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -112,12 +112,6 @@ class CausalModel:
         return logits
 
 
-def stored_dtype(manifest: Manifest) -> torch.dtype:
-    """Return the type that transformers takes if config.json has none: that of the first tensor with a common floating type."""
-    first = sorted((entry.name, entry.dtype) for entry in manifest.tensors if entry.shard == 0)
-    return next((_DTYPES[dtype] for _, dtype in first if dtype in _DTYPES), torch.float32)
-
-
 def conversion_note(manifest: Manifest, dtype: torch.dtype) -> str:
     """Return a sentence for the deployer if most weights must be converted to the type of config.json; else ""."""
     other = sum(entry.size_bytes for entry in manifest.tensors if _DTYPES.get(entry.dtype, dtype) != dtype)

@@ -28,7 +28,7 @@ from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
-from .causal_model import CausalModel, conversion_note, keep_float32, stored_dtype
+from .causal_model import CausalModel, conversion_note, keep_float32
 from .constraint import Constraint
 from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
@@ -91,7 +91,7 @@ class LanguageModel:
         with snapshot.skeleton():
             config = AutoConfig.from_pretrained(folder)
             if config.dtype is None:
-                config.dtype = stored_dtype(snapshot.manifest)
+                config.dtype = snapshot.dtype
             module = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
             keep_float32(module, config.dtype)
         # As transformers does. A file may have some tensors of another type, or all of them.

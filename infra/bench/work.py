@@ -29,7 +29,7 @@ def load(handler: str, model: str, threads: int) -> Work:
     from transformers import AutoModel  # noqa: PLC0415
 
     torch.set_num_threads(threads)
-    encoder = code.Encoder(Path(model))
+    encoder = code.Encoder(Path(model), torch.float32)
     encoder.model = AutoModel.from_pretrained(model).eval()
     encoder.embed([code.SAMPLE])
     return lambda events: [

@@ -22,24 +22,28 @@ LABELS = 5
 class Classifier:
     """An image processor and its model. The model has no weights until `restore`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(folder)
+        # As in transformers: the type that config.json names, else that of the weights.
+        config.dtype = config.dtype or dtype
         self.processor = AutoImageProcessor.from_pretrained(folder)
         self.model = AutoModelForImageClassification.from_config(config).eval()
         self.labels = [config.id2label[number] for number in range(config.num_labels)]
 
     @torch.inference_mode()
     def probabilities(self, images: list[Image.Image]) -> Tensor:
-        pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].to(self.model.device)
-        return self.model(pixel_values=pixels).logits.float().softmax(-1)
+        pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
+        return (
+            self.model(pixel_values=pixels.to(self.model.device, self.model.dtype)).logits.float().softmax(-1)
+        )
 
 
 def build(context: pilotflame.Context) -> Classifier:
     """Runs once per revision: make everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
-        classifier = Classifier(context.snapshot.path)
+        classifier = Classifier(context.snapshot.path, context.snapshot.dtype)
     # "auto": on a GPU if there is one, otherwise mapped.
-    context.snapshot.restore(classifier.model, device="auto")
+    context.snapshot.restore(classifier.model, cast=True, device="auto")
     return classifier
 
 

@@ -22,8 +22,10 @@ PASS_PAIRS = 32
 class Reranker:
     """A tokenizer and its model. The model has no weights until `restore`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(folder)
+        # As in transformers: the type that config.json names, else that of the weights.
+        config.dtype = config.dtype or dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.max_tokens = min(
             self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 512)
@@ -50,9 +52,9 @@ class Reranker:
 def build(context: pilotflame.Context) -> Reranker:
     """Runs once per revision: make everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
-        reranker = Reranker(context.snapshot.path)
+        reranker = Reranker(context.snapshot.path, context.snapshot.dtype)
     # "auto": on a GPU if there is one, otherwise mapped. Some folders hold indexes that the model computes.
-    context.snapshot.restore(reranker.model, ignore=[r"position_ids$"], device="auto")
+    context.snapshot.restore(reranker.model, ignore=[r"position_ids$"], cast=True, device="auto")
     # The first call loads files, so it is made here.
     reranker.tokenizer(["query"], ["document"])
     return reranker

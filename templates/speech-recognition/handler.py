@@ -30,8 +30,10 @@ from transformers import (
 class Transcriber:
     """A processor and its model. The model has no weights until `restore`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(folder)
+        # As in transformers: the type that config.json names, else that of the weights.
+        config.dtype = config.dtype or dtype
         self.processor = AutoProcessor.from_pretrained(folder)
         self.rate: int = self.processor.feature_extractor.sampling_rate
         self.with_ctc = config.architectures[0].endswith("ForCTC")
@@ -51,9 +53,9 @@ class Transcriber:
 def build(context: pilotflame.Context) -> Transcriber:
     """Runs once per revision: make everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
-        transcriber = Transcriber(context.snapshot.path)
+        transcriber = Transcriber(context.snapshot.path, context.snapshot.dtype)
     # "auto": on a GPU if there is one, otherwise mapped.
-    context.snapshot.restore(transcriber.model, device="auto")
+    context.snapshot.restore(transcriber.model, cast=True, device="auto")
     return transcriber
 
 

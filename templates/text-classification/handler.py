@@ -26,8 +26,10 @@ class Event(BaseModel):
 class Classifier:
     """A tokenizer and its model. The model has no weights until `restore`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.config = AutoConfig.from_pretrained(folder)
+        # As in transformers: the type that config.json names, else that of the weights.
+        self.config.dtype = self.config.dtype or dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.max_tokens = min(
             self.tokenizer.model_max_length, getattr(self.config, "max_position_embeddings", 512)
@@ -48,9 +50,9 @@ class Classifier:
 def build(context: pilotflame.Context) -> Classifier:
     """Runs once per revision: make everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
-        classifier = Classifier(context.snapshot.path)
+        classifier = Classifier(context.snapshot.path, context.snapshot.dtype)
     # "auto": on a GPU if there is one, otherwise mapped. Some folders hold indexes that the model computes.
-    context.snapshot.restore(classifier.model, ignore=[r"position_ids$"], device="auto")
+    context.snapshot.restore(classifier.model, ignore=[r"position_ids$"], cast=True, device="auto")
     # The first call loads files, so it is made here.
     classifier.tokenizer([SAMPLE])
     return classifier

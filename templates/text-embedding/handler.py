@@ -28,8 +28,10 @@ NOT_NEEDED = (r"position_ids$", r"^pooler\.", r"^cls\.", r"^lm_head\.", r"^class
 class Encoder:
     """A tokenizer and its model. The model has no weights until `restore`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(folder)
+        # As in transformers: the type that config.json names, else that of the weights.
+        config.dtype = config.dtype or dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.max_tokens = min(
             _max_seq_length(folder),
@@ -58,19 +60,19 @@ class Encoder:
         else:
             weights = mask.unsqueeze(-1).to(vectors.dtype)
             found = (vectors * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        return list(zip(normalize(found, dim=1).tolist(), mask.sum(1).tolist(), strict=True))
+        return list(zip(normalize(found.float(), dim=1).tolist(), mask.sum(1).tolist(), strict=True))
 
 
 def build(context: pilotflame.Context) -> Encoder:
     """Runs once per revision: make everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
-        encoder = Encoder(context.snapshot.path)
+        encoder = Encoder(context.snapshot.path, context.snapshot.dtype)
     names = [tensor.name for tensor in context.snapshot.manifest.tensors]
     # The names have this prefix if the encoder was saved with a head on top.
     prefix = f"{encoder.model.base_model_prefix}."
     prefix = prefix if any(name.startswith(prefix) for name in names) else ""
     # "auto": on a GPU if there is one, otherwise mapped.
-    context.snapshot.restore(encoder.model, prefix=prefix, ignore=NOT_NEEDED, device="auto")
+    context.snapshot.restore(encoder.model, prefix=prefix, ignore=NOT_NEEDED, cast=True, device="auto")
     # The first call loads files, so it is made here.
     encoder.tokenizer([SAMPLE])
     return encoder

@@ -199,17 +199,46 @@ def write_classifier(folder: Path) -> Path:
     return tiny_models.write_bert(folder, "BertForSequenceClassification", **tiny_models.labels("calm"))
 
 
+MODELS: list[tuple[str, Callable[[Path], Path], str, tuple[Any, ...]]] = [
+    ("text-embedding", write_encoder, "embed", (TEXTS,)),
+    ("text-classification", write_classifier, "probabilities", (TEXTS,)),
+    ("reranking", write_classifier, "scores", ("calm", TEXTS)),
+    ("image-classification", tiny_models.write_vit, "probabilities", ([Image.new("RGB", (32, 32))],)),
+    ("speech-recognition", tiny_models.write_wav2vec, "transcribe", (torch.ones(16_000),)),
+    ("speech-recognition", tiny_models.write_whisper, "transcribe", (torch.ones(16_000),)),
+]
+TYPES = [(said, stored) for said in (None, "float32", "bfloat16", "float16") for stored in tiny_models.STORED_TYPES]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("template", "write", "method", "arguments"),
+    ("model", "said", "stored"),
     [
-        ("text-embedding", write_encoder, "embed", (TEXTS,)),
-        ("text-classification", write_classifier, "probabilities", (TEXTS,)),
-        ("reranking", write_classifier, "scores", ("calm", TEXTS)),
-        ("image-classification", tiny_models.write_vit, "probabilities", ([Image.new("RGB", (32, 32))],)),
-        ("speech-recognition", tiny_models.write_wav2vec, "transcribe", (torch.ones(16_000),)),
-        ("speech-recognition", tiny_models.write_whisper, "transcribe", (torch.ones(16_000),)),
+        *((model, said, stored) for model in MODELS[:2] for said, stored in TYPES),
+        *((model, said, "float16") for model in MODELS[2:] for said in (None, "float32")),
     ],
 )
+def test_a_template_takes_weights_of_each_type(
+    tmp_path: Path, model: tuple[Any, ...], said: str | None, stored: str
+) -> None:
+    """transformers takes the type of the config, else that of the file."""
+    template, write, method, arguments = model
+    folder = tiny_models.retype(write(tmp_path / "model"), said, stored)
+    snapshot = Snapshot(folder, create(folder))
+    build = runpy.run_path(str(TEMPLATES / template / "handler.py"))["build"]
+    state = build(SimpleNamespace(snapshot=snapshot))
+    snapshot.open()
+    right = type(state.model).from_pretrained(folder).eval()
+    wanted = right.state_dict()
+    for name, tensor in state.model.state_dict().items():
+        assert tensor.dtype == wanted[name].dtype, name
+        assert torch.equal(tensor, wanted[name]), name
+    found = getattr(state, method)(*arguments)
+    right.pooler = None if template == "text-embedding" else getattr(right, "pooler", None)
+    state.model = right
+    assert str(found) == str(getattr(state, method)(*arguments))
+
+
+@pytest.mark.parametrize(("template", "write", "method", "arguments"), MODELS)
 def test_a_template_does_not_mix_tensors_of_the_host_and_of_a_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

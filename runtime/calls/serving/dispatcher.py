@@ -295,6 +295,9 @@ class Dispatcher:
 
     def _may_repeat(self, invocation: Invocation, cause: EndCause) -> bool:
         """Return True if an invocation whose worker died of `cause` may run again. Otherwise fail it."""
+        if invocation.answered:
+            self._end(invocation, Output(b"", ""))
+            return False
         harmless = self._policy.settings.idempotent and invocation.stream is None
         # Any invocation of the batch may have killed the worker. So each is repeated alone, even if it is not
         # idempotent: after an error, batch handlers are called again with parts of the batch anyway.

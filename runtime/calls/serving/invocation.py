@@ -163,6 +163,8 @@ class Invocation:
     hold_s: float = field(init=False)
     patient: bool = field(init=False)
     ended: bool = field(init=False, default=False)
+    answered: bool = field(init=False, default=False)
+    """True once its caller has the whole response, although its handler call goes on."""
     execution_deadline_s: float = field(init=False, default=math.inf)
     """When the present handler call exceeds its time limit; infinity without a limit or a worker."""
     attempt: int = field(init=False, default=1)

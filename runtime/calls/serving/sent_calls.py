@@ -121,7 +121,7 @@ class SentCalls:
         """Return True if a caller waits for an invocation, or for another invocation of its batch."""
         if (channel := self.outstanding.channel_of(invocation)) is None:
             return False
-        return any(not peer.ended for peer in self.outstanding.batch_of(channel).values())
+        return any(not (one.ended or one.answered) for one in self.outstanding.batch_of(channel).values())
 
     def note_stuck(self, invocation: Invocation) -> bool:
         """Record that the handler call of an invocation does not end. Return False if the worker has ended the invocation."""
@@ -133,4 +133,6 @@ class SentCalls:
     def kill_if_only_stuck(self) -> None:
         """Kill the worker if it runs only handler calls that do not end."""
         if self.stuck and self.outstanding.running() <= self.stuck:
-            self._child.kill_stuck("a call of the handler did not end in time")
+            work = any(self.outstanding.calls[channel].answered for channel in self.outstanding.running())
+            call = "the work of a call after its response" if work else "a call of the handler"
+            self._child.kill_stuck(f"{call} did not end in time")

@@ -69,7 +69,7 @@ class TimeLimits:
     def _check_at_worker(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
         most_s, started_s = self.settings.execution_timeout_s, replica.outstanding.started_s(invocation)
         invocation.limit_execution(now_s if started_s is None else started_s, most_s)
-        if invocation.ended:
+        if invocation.ended or (invocation.answered and now_s >= limit_s(invocation, now_s) - EARLY_S):
             self.check_stuck(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:
             self._fail(invocation, self._late(invocation, now_s - invocation.timeline.received_s))
@@ -85,8 +85,8 @@ class TimeLimits:
             self._fail(invocation, execution_timeout(most_s))
 
     def check_stuck(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
-        """Replace the worker if the handler call of an ended invocation is stuck. Otherwise check again when it may be
-        stuck.
+        """Replace the worker if the handler call of an ended or answered invocation is stuck. Otherwise check again when
+        it may be stuck.
 
         A handler call may outlive its caller and the caller's deadline. It is stuck if it takes longer than the
         function allows plus `CANCEL_GRACE_S`. If other callers of its batch still wait, their limits apply first.

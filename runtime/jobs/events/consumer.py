@@ -1,6 +1,7 @@
 """Receives messages from a queue, at most as many as the function can run at once, and runs each as a stored job.
 
-A message is deleted from the queue only after its job is COMPLETED and the output was passed to the sink.
+A message is deleted from the queue only after its job is COMPLETED and the output was passed to the sink. If the sink
+can never take the output, the message is deleted, too: the output stays with the job, and the function's log says so.
 Otherwise the message stays in the queue, which delivers it again and, after too many deliveries, moves it to
 its dead-letter queue. All deliveries of a message have the same idempotency key and so the same job. If the
 message is delivered again, a COMPLETED job is not run again, a queued or running job is awaited, and a FAILED
@@ -13,7 +14,6 @@ behind it are given back too. The queue delivers all of them again in order.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections import Counter
@@ -23,7 +23,7 @@ from typing import Literal
 
 import orjson
 
-from ....errors import BusFailed, PilotflameError
+from ....errors import BusFailed, OutputRefused, PilotflameError
 from ....foreign_json import excess
 from ....snapshot.sources.access import Access
 from ...ground.settings.event_source import EventSource
@@ -117,10 +117,13 @@ class ReceivedMessages:
     async def release(self, messages: list[Message], delay_s: int) -> None:
         try:
             # The lock waits for a running renewal, which would hide the messages again if it ended after the release.
-            # BusFailed is ignored: the messages become visible when their timeout ends.
             async with self._visibility:
-                with contextlib.suppress(BusFailed):
-                    await self._queue.release(messages, delay_s)
+                await self._queue.release(messages, delay_s)
+        except OutputRefused as error:
+            self._log(_text_of(error))
+        except BusFailed:
+            # The messages become visible when their timeout ends.
+            return
         except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             self._log(f"messages could not be released: {_text_of(error)}")
 
@@ -140,7 +143,7 @@ class Consumer:
         self._backlog: int | None = None
         self._look_at_s = 0.0
         self.ended: Counter[str] = Counter()
-        """The number of messages by outcome: completed, or left to the queue."""
+        """The number of messages by outcome: completed, left to the queue, or unsent if their output can never be sent."""
         self._messages = ReceivedMessages(queue, source.lease_s, log)
         self._news: dict[str, asyncio.Event] = {}
         """By message id, an event that is set when the message's job changes or the consumer stops."""
@@ -283,10 +286,9 @@ class Consumer:
     async def _run_job(self, message: Message) -> bool:
         job = await self._ended_job(message)
         if job.state is JobState.COMPLETED:
-            if self._sink is not None:
-                await self._sink.put(message, job)
+            outcome = await self._sent(message, job)
             await self._queue.delete(self._messages.latest[message.id])
-            self.ended["completed"] += 1
+            self.ended[outcome] += 1
             return True
         if self._stopping and job.state is JobState.CANCELLED:
             # The job did not run, so the message may be delivered to another consumer immediately.
@@ -296,6 +298,17 @@ class Consumer:
             why = f" ({job.error.get('message', '')})" if job.error else ""
             await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
         return False
+
+    async def _sent(self, message: Message, job: Job) -> str:
+        """Send the output of a job, and return the outcome of its message."""
+        if self._sink is not None:
+            try:
+                await self._sink.put(message, job)
+            except OutputRefused as error:
+                text = f"{_text_of(error)} The output was not sent, and stays with job {job.id}."
+                self._log(f"message {message.id}: {text}")
+                return "unsent"
+        return "completed"
 
     async def _may_follow(self, before: asyncio.Task[bool]) -> bool:
         """Wait until the previous message has ended. Return True if it was deleted: then the next may run."""

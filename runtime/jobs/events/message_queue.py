@@ -68,6 +68,8 @@ class MessageQueue(Protocol):
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
         """Let messages be delivered again, after a delay. After too many deliveries, they go to the dead-letter queue.
 
+        Raise OutputRefused if that can never take a message, which is not delivered again.
+
         A delay of 0 means that the messages have not failed: they wait for their group, or the gateway ends.
         """
 
@@ -78,6 +80,12 @@ class Sink(Protocol):
     """A receiver of the outputs of jobs."""
 
     async def put(self, message: Message, job: Job) -> None:
-        """Send the output of a COMPLETED job. It may be called again for the same message. Raise BusFailed."""
+        """Send the output of a COMPLETED job. It may be called again for the same message.
+
+        Raise BusFailed; OutputRefused if each further try would fail, too.
+        """
+
+    async def check(self) -> None:
+        """Raise BusFailed, which says what to set, if the destination does not exist. Other failures may pass: return."""
 
     async def close(self) -> None: ...

@@ -35,6 +35,8 @@ async def _check(source: EventSource, identity: Identity) -> None:
     queue, sink = _opened(source, identity)
     try:
         await queue.check()
+        if sink is not None:
+            await sink.check()
     except BusFailed as error:
         raise SourceDenied(error.message, remedy=error.remedy, details=error.details) from error
     finally:
@@ -61,7 +63,7 @@ class Sources:
         self._closed = False
 
     async def check(self, settings: FunctionSettings, identity: Identity) -> None:
-        """Raise SourceDenied, which names the source, if its credentials are missing or refused.
+        """Raise SourceDenied, which names the source, if its credentials are missing or refused, or its results have no destination.
 
         Pass over sources that do not answer, and over the sources of running consumers.
         """

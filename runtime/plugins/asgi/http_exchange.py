@@ -37,6 +37,7 @@ class HttpExchange:
         try:
             return await (self._respond() if body is None else self._respond_while_sending(body))
         finally:
+            self._invocation.answered = self.response.complete
             if not self.response.complete and not self._invocation.ended:
                 self._revision.cancel(self._invocation)
 

@@ -19,6 +19,8 @@ REQUEST_S = 30.0
 """How long a request to a broker may take."""
 _REMEDIES = {
     "UNKNOWN_TOPIC_OR_PART": "Create the topic, or check its name.",
+    "_UNKNOWN_TOPIC": "Create the topic, or check its name.",
+    "MSG_SIZE_TOO_LARGE": "Return less, or raise the topic's max.message.bytes.",
     "TOPIC_AUTHORIZATION_FAILED": "Let the user read and write the topics of the source.",
     "GROUP_AUTHORIZATION_FAILED": "Let the user use the consumer group.",
     "_AUTHENTICATION": f"Check the function's secrets {USERNAME} and {PASSWORD}, and the setting mechanism.",

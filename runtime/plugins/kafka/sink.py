@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ....errors import BusFailed
+from ....errors import BusFailed, OutputRefused
 from ...jobs.events.blocking_calls import call_in_thread
 from ...jobs.events.message_queue import Identity, Message
 from ...jobs.stored.job import Job
@@ -15,6 +15,16 @@ from .settings import KafkaSource
 
 MARGIN_S = 5.0
 """How much longer than its own limit a write may take."""
+
+MAX_MESSAGE_BYTES = 100_000_000
+"""The client's own limit, so that the limits of brokers and topics decide. Consumers of the library receive no more, either."""
+UNKNOWN_TOPIC_S = 10.0
+"""How long a topic may be unknown. It is less than REQUEST_S, so a missing topic has another error than brokers that are down."""
+_FINAL = frozenset({
+    "MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE", "INVALID_MSG_SIZE", "INVALID_RECORD", "TOPIC_EXCEPTION", "UNKNOWN_TOPIC_OR_PART",
+    "_UNKNOWN_TOPIC",
+})  # fmt: skip
+"""The errors that each further try would raise, too."""
 
 
 class Writer:
@@ -28,7 +38,18 @@ class Writer:
     def write(
         self, topic: str, key: bytes | None, body: bytes | None, headers: Sequence[tuple[str, bytes]]
     ) -> None:
-        """Write a message. Blocks. Raise BusFailed if it was not stored."""
+        """Write a message. Blocks. Raise BusFailed if it was not stored; OutputRefused if the topic can never take it."""
+        try:
+            self._write(topic, key, body, headers)
+        except BusFailed as error:
+            if error.details.get("code") not in _FINAL:
+                raise
+            size = f"{error.message} The message has {len(body or b'')} bytes."
+            raise OutputRefused(size, remedy=error.remedy, details=error.details) from error
+
+    def _write(
+        self, topic: str, key: bytes | None, body: bytes | None, headers: Sequence[tuple[str, bytes]]
+    ) -> None:
         purpose, stored = f"The topic {topic}", threading.Event()
         outcome: list[Any] = []
 
@@ -43,6 +64,8 @@ class Writer:
                         "acks": "all",
                         "enable.idempotence": True,
                         "message.timeout.ms": int(REQUEST_S * 1000),
+                        "message.max.bytes": MAX_MESSAGE_BYTES,
+                        "topic.metadata.propagation.max.ms": int(UNKNOWN_TOPIC_S * 1000),
                     }
                     self._producer = kafka.Producer(config, logger=LOG)
             self._producer.produce(topic, key=key, value=body, headers=list(headers), on_delivery=told)
@@ -72,6 +95,9 @@ class TopicSink:
                 self._topic, bytes.fromhex(key) if message.group else None, body, headers
             )
         )
+
+    async def check(self) -> None:
+        """Do nothing: brokers may make a topic when the first message is written."""
 
     async def close(self) -> None:
         """Do nothing: each write has ended when it returns."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ....errors import BusFailed
+from ....errors import BusFailed, OutputRefused
 from ...jobs.events.blocking_calls import call_in_thread
 from ...jobs.events.message_queue import Identity, Message
 from .client import LOG, REQUEST_S, config_of, failed, failures
@@ -95,11 +95,32 @@ class KafkaTopic:
         with self._polling:
             consumer = self._opened()
             while not self._closing:
-                messages = self._deliveries.take(limit)
+                messages = self._live(self._deliveries.take(limit))
                 if messages or time.monotonic() >= until_s:
                     return messages
                 self._poll(consumer, limit, until_s - time.monotonic())
         return []
+
+    def _live(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages that may run. The others have failed too often, but could not be written to the dead letters."""
+        live = []
+        for message in messages:
+            record = self._deliveries.record_of(message)
+            if (
+                not self._source.dead_letters
+                or not record
+                or record.deliveries <= self._source.max_deliveries
+            ):
+                live.append(message)
+            elif self._error is not None:
+                # `_poll` raises it. Until then, do not wait for the brokers again.
+                self._deliveries.again(message, self._source.backoff_s, failed=True)
+            else:
+                try:
+                    self._bury(message, record)
+                except BusFailed as error:
+                    self._error = error
+        return live
 
     def _poll(self, consumer: Any, limit: int, timeout_s: float) -> None:
         """Wait for new messages, or until a waiting one may be delivered. Let at most `limit` new messages wait."""
@@ -192,7 +213,7 @@ class KafkaTopic:
                 self._deliveries.again(message, delay_s, failed=bool(delay_s))
 
     def _bury(self, message: Message, record: Record) -> None:
-        """Write a message to the topic of dead letters. If that fails, deliver the message again."""
+        """Write a message to the topic of dead letters. If that fails, try again later, or end the message if no try can succeed."""
         place, topic = record.place, self._source.dead_letters or ""
         origin = {
             "source-topic": self._source.topic,
@@ -203,8 +224,14 @@ class KafkaTopic:
         headers = [*record.headers, *((name, text.encode()) for name, text in origin.items())]
         try:
             self._writer.write(topic, record.key, record.value, headers)
+        except OutputRefused as error:
+            self._finish(message)
+            at = f"partition {place.partition}, offset {place.offset}"
+            dropped = f"{error.message} Its place in {self._source.topic} is {at}."
+            raise OutputRefused(dropped, remedy=error.remedy, details=error.details) from error
         except BusFailed:
-            self._deliveries.again(message, self._source.backoff_s, failed=False)
+            # The message counts as delivered once more, so `_live` does not let its handler run again.
+            self._deliveries.again(message, self._source.backoff_s, failed=True)
             raise
         self._finish(message)
 

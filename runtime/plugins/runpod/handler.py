@@ -23,6 +23,7 @@ from ....handlers.handler import Handler, kind_of
 from ....handlers.loading import import_file
 from ....handlers.stand_in import is_installed, provide
 
+DEBUGGER = "runpod.serverless.utils.rp_debugger"
 _REMEDY = 'Call runpod.serverless.start({"handler": handler}) in it, or name another file in pilotflame.toml.'
 
 
@@ -152,6 +153,9 @@ class RunPodJobs:
             yield job
         finally:
             self._running.pop(str(job["id"]), None)
+            if (debugger := sys.modules.get(DEBUGGER)) is not None:
+                # As RunPod's worker does: the next job measures steps of the same names.
+                debugger.clear_debugger_output()
             if self._refresh:
                 context.retire()
             self.adapt_concurrency(context)

@@ -31,6 +31,7 @@ _REMEDIES = {
     "NoSuchBucket": "Check the bucket's name, and the region.",
     "AccessDenied": "Grant the credentials what the source needs: ReceiveMessage, DeleteMessage and"
     " ChangeMessageVisibility of the queue, and GetQueueAttributes to see its length; SendMessage or PutObject where outputs go.",
+    "InvalidParameterValue": "Return less than the queue's MaximumMessageSize, or set result to s3://bucket/prefix.",
     "ExpiredToken": "Log in again, or refresh the session token.",
 }
 _USE_PUBLIC = (

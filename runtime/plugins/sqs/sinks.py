@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from ....errors import BusFailed, OutputRefused
 from ...jobs.events.message_queue import Identity, Message
 from ...jobs.stored.job import Job
 from .aws import AwsClient
 from .settings import SqsSource
 
+_FINAL = (
+    "NonExistentQueue", "QueueDoesNotExist", "NoSuchBucket", "InvalidParameterValue", "InvalidMessageContents", "EntityTooLarge",
+)  # fmt: skip
+"""Parts of the names of errors that each further try would raise, too."""
 
-class QueueSink(AwsClient):
+
+class Destination(AwsClient):
+    """A queue or a bucket for outputs."""
+
+    async def send(self, request: Callable[[Any], object], job: Job) -> None:
+        """Raise BusFailed; OutputRefused if each further try would fail, too."""
+        try:
+            await self.call(request)
+        except BusFailed as error:
+            if not _is_final(error):
+                raise
+            size = f"{error.message} The output has {len(job.output or b'')} bytes."
+            raise OutputRefused(size, remedy=error.remedy, details=error.details) from error
+
+    async def check(self) -> None:
+        """Do nothing: no request tells whether the destination exists without a right that outputs do not need."""
+
+
+class QueueSink(Destination):
     """A sink that sends each output to a queue: JSON and text as text, any other output as base64."""
 
     def __init__(self, source: SqsSource, result: str, identity: Identity) -> None:
@@ -22,12 +46,22 @@ class QueueSink(AwsClient):
 
     async def put(self, message: Message, job: Job) -> None:
         """Send the output of a COMPLETED job. A second call for the same message sends a second time."""
-        await self.call(lambda client: self._send(client, message, job))
+        await self.send(lambda client: self._send(client, message, job), job)
 
-    def _send(self, client: Any, message: Message, job: Job) -> None:
+    async def check(self) -> None:
+        try:
+            await self.call(self._find)
+        except BusFailed as error:
+            if _is_final(error):
+                raise
+
+    def _find(self, client: Any) -> None:
         if not self._url:
             name = self._result.removeprefix("sqs://")
             self._url = client.get_queue_url(QueueName=name)["QueueUrl"]
+
+    def _send(self, client: Any, message: Message, job: Job) -> None:
+        self._find(client)
         output, attributes = job.output or b"null", _attributes(message, job)
         if not job.output_type or job.output_type.startswith("text/"):
             text = output.decode("utf-8", "replace")
@@ -44,7 +78,7 @@ class QueueSink(AwsClient):
         )  # fmt: skip
 
 
-class ObjectSink(AwsClient):
+class ObjectSink(Destination):
     """A sink that writes each output to an S3 object.
 
     The message's id is the object's name, so a second output of the same message replaces the first.
@@ -64,7 +98,11 @@ class ObjectSink(AwsClient):
             "ContentType": job.output_type or "application/json",
             "Metadata": _attributes(message, job),
         }
-        await self.call(lambda client: client.put_object(**request))
+        await self.send(lambda client: client.put_object(**request), job)
+
+
+def _is_final(error: BusFailed) -> bool:
+    return any(part in str(error.details.get("code")) for part in _FINAL)
 
 
 def _attributes(message: Message, job: Job) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -23,9 +22,9 @@ from pilotflame.handlers.language_model.model import LanguageModel
 from pilotflame.handlers.language_model.prompt_logprobs import PromptLogprobs
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
-from safetensors.torch import load_file, save_file
 from shared_memory import copies_kb
 from tiny_causal import tiny
+from tiny_models import STORED_TYPES, retype
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, GPT2PreTrainedModel
 
@@ -104,10 +103,13 @@ async def test_an_answer_that_a_stop_has_cut_is_checked_in_a_thread(
     assert seen == [("planner", None), ("planner", [first])]
 
 
-STORED = ("float32", "bfloat16", "float16", "bfloat16 with float32")
 MIXES = [
-    *(("llama", said, stored) for said in (None, "float32", "bfloat16", "float16") for stored in STORED),
-    *((kind, said, STORED[3]) for kind in ("gemma2", "gpt2") for said in (None, "bfloat16", "float16")),
+    *(
+        ("llama", said, stored)
+        for said in (None, "float32", "bfloat16", "float16")
+        for stored in STORED_TYPES
+    ),
+    *((kind, said, STORED_TYPES[3]) for kind in ("gemma2", "gpt2") for said in (None, "bfloat16", "float16")),
 ]
 
 
@@ -115,14 +117,7 @@ def written(folder: Path, kind: str, said: str | None, stored: str) -> tuple[Any
     """Write a model, and return it as transformers and as the engine load it. `said` is the type in config.json."""
     tiny(kind).save_pretrained(folder)
     byte_tokenizer("").save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["dtype"]
-    (folder / "config.json").write_text(json.dumps({**config, **({"dtype": said} if said else {})}))
-    dtype = getattr(torch, stored.split(" ", maxsplit=1)[0])
-    tensors = load_file(folder / "model.safetensors")
-    mixed = {name for name in tensors if "norm" in name or "ln_" in name} if "with" in stored else set()
-    cast = {name: tensor if name in mixed else tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(cast, folder / "model.safetensors", {"format": "pt"})
+    retype(folder, said, stored)
     snapshot = Snapshot(folder, create(folder))
     model = LanguageModel(snapshot, rows=2, window=500)
     snapshot.open()

@@ -23,6 +23,7 @@ from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.jobs.events.consumer import Consumer
 from pilotflame.runtime.jobs.events.message_queue import Message
 from pilotflame.runtime.plugins.sqs.settings import SqsSource
+from pilotflame.runtime.plugins.sqs.sinks import QueueSink
 from pilotflame.snapshot.sources.access import ANY
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -295,21 +296,63 @@ async def test_outputs_go_to_s3(deploy, queue, moto: str) -> None:
     store.close()
 
 
-async def test_a_message_whose_output_cannot_be_stored_is_not_deleted(deploy, queue) -> None:
-    dead = queue()
+async def test_a_message_whose_output_cannot_be_stored_now_is_not_deleted(
+    deploy, queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, answers = queue(), queue()
     mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 2}))
-    function = await deploy(PLAIN, source(mine, result="sqs://nowhere"), check=False)
+    function = await deploy(PLAIN, source(mine, result=answers.url), check=False)
+
+    async def unreachable(*_: object) -> None:
+        raise BusFailed("Outputs to the queue: the request to SQS failed (EndpointConnectionError).")
+
+    monkeypatch.setattr(QueueSink, "put", unreachable)
     await mine.send("1")
 
     async def aside() -> bool:
         return dead.bodies == ["1"]
 
     await until(aside, "the message is in the dead-letter queue")
-    line = await function.logged("sqs://nowhere")
+    line = await function.logged("EndpointConnectionError")
     assert "left to the queue" in line["text"]
     health = (await function.client.get(f"/v2/{function.name}/health")).json()
     # The job did not run again.
     assert health["jobs"]["completed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [("too large", "InvalidParameterValue"), ("gone", "NonExistentQueue"), ("s3://nowhere", "NoSuchBucket")],
+)
+async def test_an_output_that_can_never_be_sent_ends_its_message_and_stays_with_the_job(
+    gateway: Gateway, deploy, queue, sqs, moto: str, result: str, code: str
+) -> None:
+    mine, answers = queue(), queue(MaximumMessageSize="1024")
+    to = result if "://" in result else f"sqs://{answers.name}"
+    function = await deploy(PLAIN, source(mine, result=to, endpoint_url=moto), check=False)
+    if result == "gone":
+        await asyncio.to_thread(sqs.delete_queue, QueueUrl=answers.url)
+    said = "x" * 2000
+    await mine.send(json.dumps(said))
+    await until(mine.empty, "the message is deleted")
+    line = await function.logged(code)
+    assert "The output has 2011 bytes." in line["text"]
+    jobs = (await function.client.get(f"/v1/functions/{function.name}/jobs")).json()["jobs"]
+    assert [(job["status"], job["attempts"]) for job in jobs] == [("COMPLETED", 1)]
+    assert jobs[0]["id"] in line["text"]
+    found = (await function.client.get(f"/v2/{function.name}/status/{jobs[0]['id']}")).json()
+    assert found["output"] == {"said": said}
+    counted = await metrics(gateway, function.name)
+    labels = frozenset({"function": function.name, "source": mine.name, "outcome": "unsent"}.items())
+    assert counted["pilotflame_source_messages_total", labels] == 1
+
+
+async def test_a_deploy_fails_if_its_results_have_no_queue(gateway: Gateway, queue) -> None:
+    error = failure(await gateway.send(PLAIN, source(queue(), result="sqs://nowhere"), name="aimless"))
+    assert (error["status"], error["type"]) == (422, "source_denied")
+    assert "sqs://nowhere" in error["message"]
+    assert "NonExistentQueue" in error["message"]
+    assert (await gateway.client.get("/v1/functions/aimless")).status_code == 404
 
 
 async def test_a_message_whose_job_was_cancelled_is_delivered_again(deploy, gate: Gate, queue) -> None:

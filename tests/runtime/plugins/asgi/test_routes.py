@@ -13,6 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, until
+from pilotflame.runtime.calls.serving import time_limits
 from pilotflame.runtime.plugins.asgi.messages import PART_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -282,6 +283,21 @@ async def test_background_work_goes_on_after_the_response(
     arrival.go()
     await gate.next("ended")
     await function.settled(ready=1, in_flight=0)
+
+
+@pytest.mark.parametrize("case", ["background", "blocks"])
+async def test_the_end_of_background_work_that_takes_too_long_is_named(
+    gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(time_limits, "CANCEL_GRACE_S", 0.1)
+    function = await deploy_app(CASES, {"timeout_s": 1}, gate=gate)
+    assert (await gateway.client.get(f"/asgi/{function.name}/{case}")).text == "done"
+    await gate.next("after")
+    line = await function.logged("the work of a call after its response did not end in time")
+    assert "signal 9" in line["text"]
+    # The caller has had its response.
+    status = await function.settled(ready=0, in_flight=0)
+    assert status["invocations"] == {"http": {"200": 1}}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,10 +15,12 @@ import pytest
 import pytest_asyncio
 from kafka_cluster import Cluster, cluster, dead_end, sasl_broker
 from live import Gate, Gateway, failure, free_port, gateway_here, short_folder, until
-from pilotflame.errors import BusFailed
+from pilotflame.errors import BusFailed, OutputRefused
 from pilotflame.runtime.jobs.events.message_queue import Identity, Message
+from pilotflame.runtime.plugins.kafka import sink as kafka_sink
 from pilotflame.runtime.plugins.kafka import topic as kafka_topic
 from pilotflame.runtime.plugins.kafka.settings import KafkaSource
+from pilotflame.runtime.plugins.kafka.sink import Writer
 from pilotflame.runtime.plugins.kafka.topic import KafkaTopic, open_topic
 from pilotflame.snapshot.sources.access import Access
 
@@ -112,6 +115,46 @@ async def test_a_message_that_fails_too_often_is_a_dead_letter(kafka: Cluster, o
     assert list(kafka.committed("poison", "poison").values()) == [2]
 
 
+async def test_a_dead_letter_that_cannot_be_written_now_is_written_later_and_does_not_run_again(
+    kafka: Cluster, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kafka.write("stuck", ["bad", "next"], ["k"])
+    topic = opened("stuck", dead_letters="late", max_deliveries=1)
+    (bad,) = await received(topic, 1)
+    write, tries = Writer._write, []
+
+    def fail_twice(writer: Writer, *args: Any) -> None:
+        tries.append(1)
+        if len(tries) <= 2:
+            raise BusFailed("The topic late: the message was not stored in time.")
+        write(writer, *args)
+
+    monkeypatch.setattr(Writer, "_write", fail_twice)
+    with pytest.raises(BusFailed, match="not stored in time"):
+        await topic.release([bad], 1)
+    found: list[Message] = []
+    async with asyncio.timeout(60):
+        while not found:
+            with contextlib.suppress(BusFailed):
+                found += await topic.receive(1, wait=True)
+    assert bodies(found) == ["next"]
+    assert (len(tries), kafka.read("late", 1)[0].value()) == (3, b"bad")
+
+
+async def test_a_dead_letter_that_can_never_be_written_ends_by_name(
+    kafka: Cluster, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_sink, "MAX_MESSAGE_BYTES", 2000)
+    kafka.write("fat", ["x" * 3000, "next"], ["k"])
+    topic = opened("fat", dead_letters="thin", max_deliveries=1)
+    (bad,) = await received(topic, 1)
+    with pytest.raises(OutputRefused, match=r"MSG_SIZE_TOO_LARGE.*3000 bytes.*fat is partition \d, offset 0"):
+        await topic.release([bad], 1)
+    (after,) = await received(topic, 1)
+    await topic.delete(after)
+    assert list(kafka.committed("fat", "fat").values()) == [2]
+
+
 async def test_members_of_a_group_share_the_partitions(kafka: Cluster, opened: Open) -> None:
     kafka.write("shared", [str(number) for number in range(20)], [f"k{number}" for number in range(20)])
     first = opened("shared")
@@ -151,7 +194,7 @@ def handler(event):
         gate.wait(str(event["number"]))
     if event.get("fail"):
         raise ValueError("no")
-    return {"number": event["number"]}
+    return {"number": event["number"], "text": event.get("text", "")}
 """
 
 
@@ -217,6 +260,24 @@ async def test_a_functions_answers_go_to_another_topic(
     await until(all_committed, "the commit of all messages")
     (shown,) = (await function.status())["sources"]
     assert (shown["state"], shown["completed"]) == ("connected", 7)
+
+
+async def test_an_answer_that_its_topic_can_never_take_ends_its_message_and_stays_with_the_job(
+    kafka: Cluster, gateway: Gateway, deploy: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_sink, "MAX_MESSAGE_BYTES", 2000)
+    events = [{"number": 1, "text": "x" * 3000}, {"number": 2}]
+    kafka.write("long", [json.dumps(one) for one in events], ["k"])
+    source = {
+        "type": "kafka", "brokers": kafka.brokers, "topic": "long", "group": "f", "result": "short",
+    }  # fmt: skip
+    function = await deploy(ANSWERS, {"source": [source]}, gate=gate)
+    (answer,) = await asyncio.to_thread(kafka.read, "short", 1)
+    assert json.loads(answer.value())["number"] == 2
+    line = await function.logged("MSG_SIZE_TOO_LARGE")
+    jobs = (await function.client.get(f"/v1/functions/{function.name}/jobs")).json()["jobs"]
+    assert sorted((job["status"], job["attempts"]) for job in jobs) == [("COMPLETED", 1)] * 2
+    assert any(job["id"] in line["text"] for job in jobs)
 
 
 RECORDS = """

@@ -290,6 +290,18 @@ def test_a_modifier_that_fails_fails_no_job(
     assert "concurrency_modifier failed: ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["return", "yield"])
+def test_each_job_measures_its_steps_anew(made: Callable[..., Any], kind: str) -> None:
+    source = f"""
+from runpod.serverless.utils import rp_debugger
+def handler(job):
+    with rp_debugger.LineTimer("step"):
+        {kind} 1
+"""
+    resolved = made("handler.py", source + START)
+    assert resolved() == resolved()
+
+
 def test_progress_is_of_the_job_that_is_named_and_never_fails_it(made: Callable[..., Any]) -> None:
     source = """
 def handler(job):
