@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -15,10 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from .._version import __version__
+from ..errors import PilotflameError
 from .command.client import display, exit_codes, options
 from .command.client.gateway_start import announced_start
 from .command.commands.first_process import become_child_of_init
 from .command.commands.lazy_group import PluginGroup
+from .ground.telemetry.log_files import LogLine
+from .ground.telemetry.refusals import explained
 
 if TYPE_CHECKING:
     from .ground.settings.gateway_settings import GatewaySettings
@@ -138,12 +144,12 @@ def serve(
         if as_json:
             return display.print_json({"url": url})
         what = f"serves {source.folder} on" if source is not None else "listens on"
-        return _announce(
-            gateway, f"pilotflame {__version__} {what} {url}; its state is in {gateway.state_dir}"
-        )
+        text = f"pilotflame {__version__} {what} {url}; its state is in {gateway.state_dir}"
+        return _announce(gateway.log_format, text)
 
     standalone = source is not None
-    with options.gateway_defaults(standalone=standalone, state_dir=state_dir) as defaults:
+    form = os.environ.get("PILOTFLAME_LOG_FORMAT", "text")
+    with _failing_in(form), options.gateway_defaults(standalone=standalone, state_dir=state_dir) as defaults:
         gateway = options.gateway_settings(state_dir=state_dir, defaults=defaults, **settings)
         if source is None:
             return _run(gateway, listening)
@@ -168,7 +174,7 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
     def listening(url: str) -> None:
         if as_json:
             display.print_json({"url": url})
-        _announce(gateway, f"pilotflame: {url} serves {folder} and deploys its changes")
+        _announce(gateway.log_format, f"pilotflame: {url} serves {folder} and deploys its changes")
         display.warn(options.withheld(folder))
 
     with nullcontext(state_dir) if state_dir else TemporaryDirectory(prefix="pilotflame-dev-") as state:
@@ -178,9 +184,17 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
 
 def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any) -> None:
     """Run the gateway with `main.run`, and announce its start to commands until it listens."""
-    with announced_start(gateway.port) as started:
+    # The parent process may have blocked or ignored signals, such as the SIGTERM that ends the gateway.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with announced_start(gateway.port) as started, _failing_in(gateway.log_format):
         # Imported here because it takes a second. --help does not need it, and commands already see the announcement.
+        from .ground.telemetry.gateway_log import MessageFormatter  # noqa: PLC0415
         from .main import run  # noqa: PLC0415
+
+        # It prints what is logged before the log is open, and after its end.
+        if logging.lastResort is not None:
+            logging.lastResort.setFormatter(MessageFormatter(gateway.log_format))
 
         def tell(url: str) -> None:
             started()
@@ -189,13 +203,22 @@ def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any)
         run(gateway, on_listening=tell, **how)
 
 
-def _announce(gateway: GatewaySettings, text: str) -> None:
-    """Print a line on stderr, in the format of the gateway's log."""
-    # Imported here because it takes time, and --help does not need it.
-    from .ground.telemetry.log_files import LogLine  # noqa: PLC0415
+@contextmanager
+def _failing_in(form: str) -> Iterator[None]:
+    """Print an error that ends the gateway in the format of its log."""
+    try:
+        yield
+    except (PilotflameError, OSError, RuntimeError, MemoryError, ExceptionGroup) as error:
+        if form == "text" or (told := explained(error)) is None:
+            raise
+        _announce(form, str(told), "error")
+        raise click.exceptions.Exit(exit_codes.ERROR) from None
 
-    in_log = LogLine(time.time(), "gateway", text).encode().decode().rstrip("\n")
-    display.say(text if gateway.log_format == "text" else in_log)
+
+def _announce(form: str, text: str, level: str = "info") -> None:
+    """Print a line on stderr, in the format of the gateway's log."""
+    in_log = LogLine(time.time(), "gateway", text, level).encode().decode().rstrip("\n")
+    display.say(text if form == "text" else in_log)
 
 
 def _open_standard_streams() -> None:
@@ -210,6 +233,9 @@ def _open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    # The encoding of a terminal or of PYTHONIOENCODING may lack letters of an answer.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main(arguments: list[str] | None = None) -> int:

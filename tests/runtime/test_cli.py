@@ -773,41 +773,26 @@ def test_status_says_what_rest_costs(pilotflame, deployed):
     assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MiB", said)
 
 
-@pytest.mark.parametrize("closed", ["1 2", "2", "0 1 2"])
-def test_a_gateway_serves_without_standard_streams(run, short_tmp: Path, tmp_path: Path, closed: str):
-    """Old init scripts and some supervisors start programs so."""
-    folder, state = tmp_path / "echo", short_tmp / f"closed{closed.replace(' ', '')}"
-    folder.mkdir()
-    (folder / "handler.py").write_text(ECHO)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    words = [
-        sys.executable,
-        "-m",
-        "pilotflame.runtime.cli",
-        "serve",
-        "--port",
-        str(port),
-        "--state-dir",
-        str(state),
-    ]
-    redirections = " ".join(f"{number}>&-" for number in closed.split())
-    process = subprocess.Popen(
-        ["sh", "-c", f'exec "$0" "$@" {redirections}', *words], stdin=subprocess.DEVNULL
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        until_s = time.monotonic() + 60
-        while run("list", PILOTFLAME_URL=url).returncode and time.monotonic() < until_s:
-            assert process.poll() is None
-        assert run("deploy", folder, PILOTFLAME_URL=url).returncode == 0
-        assert json.loads(run("invoke", "echo", "7", PILOTFLAME_URL=url).stdout) == 7
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
+@pytest.mark.parametrize(
+    ("words", "variables", "part"),
+    [
+        (("--state-dir", "{file}/state"), {}, "cannot be used"),
+        (("--state-dir", "{state}", "--tls-cert", "{file}", "--tls-key", "{file}"), {}, "{file}"),
+        (("--state-dir", "{state}"), {"PILOTFLAME_DRAIN_S": "many"}, "drain_s"),
+    ],
+)
+def test_a_gateway_that_does_not_start_says_so_in_the_format_of_its_log(
+    run, short_tmp: Path, tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], part: str
+):
+    names = {"file": str(tmp_path / "file"), "state": str(short_tmp / "not-started")}
+    Path(names["file"]).write_text("")
+    given = [word.format_map(names) for word in words]
+    for form in ("json", "collector"):
+        done = run("serve", *given, "--port", 0, PILOTFLAME_LOG_FORMAT=form, **variables)
+        assert (done.returncode, done.stdout) == (1, "")
+        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        assert lines[-1]["level"] == "error"
+        assert part.format_map(names) in lines[-1]["text"]
 
 
 def test_plain_http_reads_no_authorities(run, served):

@@ -131,7 +131,7 @@ class GatewaySession:
     def _http(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         if loop not in self._opened:
-            authorities = trusted_authorities() if self.url.startswith("https:") else None
+            authorities = trusted_authorities(self.url)
             self._opened[loop] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, ssl=authorities or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),

@@ -18,17 +18,17 @@ KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CA_VARIABLE = "PILOTFLAME_CA"
 
 
-def trusted_authorities() -> ssl.SSLContext | None:
+def trusted_authorities(url: str = "https:") -> ssl.SSLContext | None:
     """Return a TLS context that trusts the authorities in the file PILOTFLAME_CA, or else SSL_CERT_FILE.
 
-    Return None if neither variable is set. Then httpx or aiohttp trusts the well-known authorities. Raise GatewayError
-    if the file cannot be read.
+    Return None if neither variable is set, and for a URL without TLS. Then httpx or aiohttp trusts the well-known authorities. Raise
+    GatewayError if the file cannot be read.
     """
     # The import of ssl takes time, and only commands that send requests need it.
     import ssl  # noqa: PLC0415
 
     variable = next((name for name in (CA_VARIABLE, "SSL_CERT_FILE") if os.environ.get(name)), None)
-    if variable is None:
+    if variable is None or not url.lower().startswith("https:"):
         return None
     try:
         return ssl.create_default_context(cafile=os.environ[variable])

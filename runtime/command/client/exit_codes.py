@@ -48,21 +48,15 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
         else:
             error.show()
         return USAGE if isinstance(error, click.UsageError) else ERROR
-    except PilotflameError as error:
-        say_error(error, as_json=as_json)
-        return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
         # The reader of stdout has closed the pipe. Redirect stdout, so that the interpreter can flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
-    except (OSError, RuntimeError, MemoryError, ExceptionGroup) as error:
-        if (message := explained(error)) is None:
+    except (PilotflameError, OSError, RuntimeError, MemoryError, ExceptionGroup) as error:
+        if (known := explained(error)) is None:
             raise
-        if as_json:
-            _say_json({"type": "system_error", "message": str(message)})
-        else:
-            say(f"error: {message}")
-        return ERROR
+        say_error(known, as_json=as_json)
+        return UNREACHABLE if isinstance(known, GatewayUnreachable) else ERROR
     return code if isinstance(code, int) else 0
 
 

@@ -30,7 +30,7 @@ UNTIL = UnixTime("until", "Unix time in seconds; by default now.")
 
 class UsageRow(TypedDict):
     """One sum of usage. Depending on the query, `key` is a function, the id of the API key that deployed functions, or
-    the start of an hour or day.
+    the start of an hour or day. Rows of functions and owners begin with the dearest.
     """
 
     key: str
@@ -69,6 +69,8 @@ class UsageApi:
         for key, used in await self._ledger.read(query):
             total += used
             rows.append(UsageRow(key=key if isinstance(key, str) else timestamp(key), usage=used))
+        if query.by in (UsageKey.FUNCTION, UsageKey.OWNER):
+            rows.sort(key=lambda row: row["usage"].cost, reverse=True)
         return json_response(
             {
                 "by": query.by, "since": timestamp(query.since), "until": timestamp(query.until), "rows": rows,

@@ -23,6 +23,7 @@ from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ....handlers.caller import NORMAL
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...ground.access.keys import ALL, ANYBODY, Caller
+from ...ground.telemetry.refusals import explaining
 from ...ground.telemetry.timeline import TRACEPARENT
 from .content_coding import CODINGS, unpack
 from .incoming_bodies import INCOMING
@@ -103,7 +104,8 @@ async def read_body(
     if coding not in CODINGS:
         return body
     work = functools.partial(unpack, coding=coding, limit=limit)
-    body = await request.app[INCOMING].unpack(caller_of(request).owner, body, work)
+    with explaining(named=False):
+        body = await request.app[INCOMING].unpack(caller_of(request).owner, body, work)
     if len(body) > limit:
         raise too_large(limit, remedy)
     request[BODY_BYTES] = len(body)
@@ -142,8 +144,10 @@ async def read_sent(
         if request.content.is_eof():
             body = request.content.read_nowait()
         else:
-            async with asyncio.timeout(timeout_s):
-                body = await _collect(request, limit, remedy)
+            # Nothing has run yet, so what the operating system refuses here invites a retry.
+            with explaining(named=False):
+                async with asyncio.timeout(timeout_s):
+                    body = await _collect(request, limit, remedy)
     except TimeoutError:
         raise InputTimeout(f"The body took longer than {timeout_s:.0f} s.", remedy="Send less.") from None
     except web.RequestPayloadError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from ....errors import CallEnded, GatewayError
+from ....errors import CallEnded, GatewayError, PilotflameError
 
 LOG = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class SystemRefusal(NamedTuple):
 
 
 _PROCESSES = SystemRefusal(
-    "the number of processes and threads is limited",
-    "Raise the limit: `ulimit -u`, TasksMax= of systemd, or --pids-limit of the container.",
+    "the number of processes and threads, or the memory of their stacks, is limited",
+    "Raise the limit: `ulimit -u` or `ulimit -v`, TasksMax= of systemd, or --pids-limit of the container.",
 )
 _MEMORY = SystemRefusal(
     "memory is limited",
@@ -53,13 +53,10 @@ _FILES = SystemRefusal("the number of open files is limited", "Raise the limit: 
 _DISK = SystemRefusal("the disk has failed", "Check the disk.")
 TABLE: dict[tuple[Operation, int], SystemRefusal] = {
     (Operation.FORK, errno.EAGAIN): _PROCESSES,
-    (Operation.FORK, errno.ENOMEM): _MEMORY,
-    (Operation.MEMORY, errno.ENOMEM): _MEMORY,
     (Operation.FILE, errno.ENOMEM): _MEMORY,
     (Operation.PYTHON, errno.ENOENT): _MOVED,
     (Operation.PYTHON, errno.ENOTDIR): _MOVED,
     (Operation.PYTHON, errno.EAGAIN): _PROCESSES,
-    (Operation.PYTHON, errno.ENOMEM): _MEMORY,
     (Operation.FOLDER, errno.ENOENT): SystemRefusal(
         "the current folder no longer exists", "Change to another folder."
     ),
@@ -109,7 +106,7 @@ _ELSE = {
 def refusal(operation: Operation, number: int | None, remedy: str = "") -> SystemRefusal:
     """Return the row of the table, or the text of the operating system with this `remedy`.
 
-    A full disk or too many open files mean the same for each operation.
+    A full disk, too many open files or too little memory mean the same for each operation.
     """
     known = TABLE.get((operation, number or 0))
     if known is None and number in _ANYWHERE:
@@ -117,13 +114,17 @@ def refusal(operation: Operation, number: int | None, remedy: str = "") -> Syste
     return known or SystemRefusal(os.strerror(number) if number else "it was refused", remedy)
 
 
-def explained(error: BaseException, *, named: bool = True) -> GatewayError | None:
+def explained(error: BaseException, *, named: bool = True) -> PilotflameError | None:
     """Return an error with a remedy for one that no code has expected; None if it did not come from the operating system.
+    A PilotflameError has one already.
 
     The message has the path of the file if it is to be `named`.
     """
     number: int | None
+    if isinstance(error, PilotflameError):
+        return error
     for one in _leaves(error):
+        own_number = type(one).__module__ in _OWN_NUMBERS
         if isinstance(one, RuntimeError) and "start new thread" in str(one):
             operation, number, name = Operation.FORK, errno.EAGAIN, None
         elif isinstance(one, MemoryError):
@@ -133,18 +134,13 @@ def explained(error: BaseException, *, named: bool = True) -> GatewayError | Non
             operation, number, name = Operation.FOLDER if gone else Operation.FILE, one.errno, one.filename
             if one.errno == errno.EAGAIN:
                 operation = Operation.FORK
-            elif (
-                isinstance(one, ConnectionError)
-                or type(one).__module__ in _OWN_NUMBERS
-                or one.errno in _UNREACHED
-            ):
+            elif isinstance(one, ConnectionError) or own_number or one.errno in _UNREACHED:
                 operation = Operation.CONNECT
             elif one.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 operation = Operation.LISTEN
         else:
             continue
         found = refusal(operation, number, _ELSE.get(operation, ""))
-        own_number = type(one).__module__ in _OWN_NUMBERS
         why = str(one) if isinstance(one, OSError) and (own_number or number is None) else found.why
         what = name if name and named else f"The system refuses {operation}"
         return GatewayError(f"{what}: {why}.", remedy=found.remedy)

@@ -13,7 +13,6 @@ import uvloop
 from ....errors import BatchFailed, SourceMissing
 from ....snapshot.sources.s3 import S3Source
 from ...command.client import display, exit_codes, options
-from ...command.client.address import trusted_authorities
 from ...ground.settings.gateway_settings import default_state_dir
 from .inputs import InputLine, Inputs
 from .journal import Journal
@@ -91,10 +90,7 @@ async def _run(
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        authorities = trusted_authorities() if url.lower().startswith("https:") else None
-        async with Submitter(
-            url, function, api_key=api_key, run=journal.run, authorities=authorities
-        ) as submitter:
+        async with Submitter(url, function, api_key=api_key, run=journal.run) as submitter:
             lines = inputs.lines(journal.done)
             await run_in_order(lines, submitter.answer, journal, max_in_flight=max_in_flight, written=written)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Self
@@ -18,7 +17,7 @@ from urllib.parse import quote
 import aiohttp
 
 from ....errors import BadInput, GatewayError, PilotflameError
-from ...command.client.address import authorization, proxy_of
+from ...command.client.address import authorization, proxy_of, trusted_authorities
 from ...command.client.request_errors import answered
 from .inputs import InputLine
 from .journal import Journal
@@ -46,10 +45,9 @@ class Submitter:
     """Submits lines as jobs of one function, over connections that are closed at the end of `async with`."""
 
     def __init__(
-        self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S,
-        authorities: ssl.SSLContext | None = None,
-    ) -> None:  # fmt: skip
-        """`run` is the batch's id, which it keeps when it is resumed. `authorities` sign the gateway's certificate.
+        self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
+    ) -> None:
+        """`run` is the batch's id, which it keeps when it is resumed.
 
         The batch fails after every request has failed for `patience_s` seconds.
         """
@@ -61,7 +59,7 @@ class Submitter:
         """The batch fails after every request has failed for this time."""
         self._failing_since_s: float | None = None
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=authorities or True),
+            connector=aiohttp.TCPConnector(limit=0, ssl=trusted_authorities(url) or True),
             timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             headers={"Content-Type": "application/json", **authorization(api_key, url)},
             proxy=proxy_of(url),

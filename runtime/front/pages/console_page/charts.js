@@ -40,16 +40,17 @@ function paths(values, x, y) {
 
 // A chart of the last minutes with a line for each of `lines`: [name of a field, label].
 export class LineChart {
-  // `whole`: the values are whole numbers.
-  constructor(title, lines, format, { whole = false } = {}) {
+  // `whole`: the values are whole numbers. `held`: where values are missing, a faint line shows the last one.
+  constructor(title, lines, format, { whole = false, held = false } = {}) {
     Object.assign(this, { title, lines, format, whole, points: [], hovered: null });
+    this.held = held ? lines.map((_, index) => svg("path", { class: `line held s${index + 1}` })) : [];
     this.paths = lines.map((_, index) => ["line", "dots"].map((kind) => svg("path", { class: `${kind} s${index + 1}` })));
     this.grid = [0, 0.5, 1].map(() => [svg("line", { class: "grid" }), svg("text", { class: "tick", "text-anchor": "end", x: LEFT - 6 })]);
     this.times = [0, 0.5, 1].map((at) => svg("text", { class: "tick", y: HEIGHT - 3, "text-anchor": ["start", "middle", "end"][at * 2] }));
     this.cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
     // Until there are points.
     const label = { "aria-label": `${title}: none yet` };
-    this.svg = svg("svg", { role: "img", height: HEIGHT, ...label }, ...this.grid.flat(), ...this.times, this.cursor, ...this.paths.flat());
+    this.svg = svg("svg", { role: "img", height: HEIGHT, ...label }, ...this.grid.flat(), ...this.times, this.cursor, ...this.held, ...this.paths.flat());
     this.values = lines.map(() => element("b"));
     this.when = element("span", { class: "when" });
     const legend = lines.map(([, label], index) => element("span", {}, swatch(`s${index + 1}`), ` ${label} `, this.values[index]));
@@ -95,6 +96,10 @@ export class LineChart {
     this.paths.forEach((pair, index) => {
       const drawn = paths(columns[index], x, y);
       pair.forEach((one, part) => setAttribute(one, "d", drawn[part]));
+    });
+    this.held.forEach((path, index) => {
+      let last = null;
+      setAttribute(path, "d", paths(columns[index].map((value) => (last = value ?? last)), x, y)[0]);
     });
     this.axes(top, y);
     this.caption(columns, x);

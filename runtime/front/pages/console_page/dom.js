@@ -51,9 +51,9 @@ export function reconcile(parent, items, keyOf, make, update) {
   }
 }
 
-// Return the classes of a column: {name, number, wide: hidden below 1000 px, mid: hidden below 640 px}.
+// Return the classes of a column: {name, number, widest: hidden below 1280 px, wide: below 1000 px, mid: below 640 px}.
 export function classes(column) {
-  return ["number", "wide", "mid"].filter((kind) => column[kind]).join(" ") || null;
+  return ["number", "widest", "wide", "mid"].filter((kind) => column[kind]).join(" ") || null;
 }
 
 export function table(caption, columns) {

@@ -46,10 +46,10 @@ export function bytes(value) {
   return `${(value / 1024 ** (step + 1)).toPrecision(3)} ${units[step]}`;
 }
 
-// Three digits, in the currency of the gateway's prices; "" if it names none.
-export function money(value, currency = "") {
-  const digits = !value ? "0" : value >= 100 ? value.toFixed(0) : value.toFixed(Math.min(10, Math.max(2, 2 - Math.floor(Math.log10(value)))));
-  return currency ? `${digits} ${currency}` : digits;
+// Three digits.
+export function money(value) {
+  if (value > 0 && value < 1e-6) return "<0.000001";
+  return !value ? "0" : value >= 100 ? value.toFixed(0) : value.toFixed(Math.max(2, 2 - Math.floor(Math.log10(value))));
 }
 
 const two = (value) => String(value).padStart(2, "0");

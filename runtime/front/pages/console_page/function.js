@@ -10,7 +10,7 @@ import { get, post } from "./gateway.js";
 import { JobView } from "./job.js";
 import { jobsPanel } from "./jobs.js";
 import { LogView } from "./logs.js";
-import { Figures, Rung, workersText } from "./overview.js";
+import { Figures, Rung, RUNGS, STOPPED, workersText } from "./overview.js";
 import { revisionsPanel } from "./revisions.js";
 import { WINDOW_S } from "./samples.js";
 import { UsageView } from "./usage.js";
@@ -92,8 +92,22 @@ export class FunctionView {
     });
     this.warmButton = element("button", { type: "button", click: warm }, "Warm up");
     this.restartButton = element("button", { type: "button", click: restart }, "Restart…");
+    const pause = () => ask({
+      title: `Pause ${name}?`, text: "It refuses new calls. Running calls end, and then all its processes. Jobs and messages of queues wait until it is resumed.",
+      verb: "Pause", act: () => post(`${base}/pause`), done: `${name} is paused.`,
+    });
+    const resume = async () => {
+      try {
+        await post(`${base}/resume`);
+        say(`${name} accepts calls again.`);
+      } catch (error) {
+        say(explained(error));
+      }
+    };
     this.resetButton = element("button", { type: "button", click: reset }, "Reset…");
-    return [this.warmButton, this.restartButton, this.resetButton];
+    this.pauseButton = element("button", { type: "button", click: pause }, "Pause…");
+    this.resumeButton = element("button", { type: "button", click: resume }, "Resume");
+    return [this.warmButton, this.restartButton, this.resetButton, this.pauseButton, this.resumeButton];
   }
 
   update() {
@@ -103,15 +117,18 @@ export class FunctionView {
     if (!row) return;
     const recent = this.fleet.recent(this.name);
     this.rung.update(row.rung);
-    const next = row.next_rung && `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes`;
-    setText(this.step, [row.cold_because && `It ${row.cold_because}`, next].filter(Boolean).join(" · "));
+    // A plan may also climb. Only a step down needs no request.
+    const down = RUNGS[row.next_rung] < RUNGS[row.rung];
+    setText(this.step, down ? `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes` : "");
     setText(this.revision, row.revision);
-    const stopped = row.stopped ? `It refuses calls: ${row.stopped}.` : "";
+    const stopped = row.stopped ? `It refuses calls: ${STOPPED[row.stopped] ?? row.stopped}.` : "";
     setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : stopped);
     this.trouble.hidden = !row.failed_starts && !row.stopped;
     this.warmButton.hidden = !this.fleet.may("invoke");
     this.restartButton.hidden = !this.fleet.may("deploy");
     this.resetButton.hidden = !this.fleet.may("deploy") || !row.failed_starts;
+    this.pauseButton.hidden = !this.fleet.may("deploy") || row.stopped === "paused";
+    this.resumeButton.hidden = !this.fleet.may("deploy") || row.stopped !== "paused";
     this.figures.update({
       Workers: workersText(row.workers), Queued: count(row.queued), Running: count(row.in_flight), "Requests/s": rate(recent?.rate),
       "Errors/s": rate(recent?.errors), p95: duration(recent?.p95),
@@ -130,7 +147,7 @@ class Activity {
     Object.assign(this, { fleet, name });
     this.charts = [
       new LineChart("Requests per second", [["rate", "all"], ["errors", "errors"]], rate),
-      new LineChart("Latency", [["p50", "p50"], ["p95", "p95"]], duration),
+      new LineChart("Latency", [["p50", "p50"], ["p95", "p95"]], duration, { held: true }),
       new LineChart("Workers", [["ready", "ready"], ["starting", "starting"]], count, { whole: true }),
       new LineChart("Load", [["in_flight", "running"], ["queued", "queued"]], count, { whole: true }),
     ];
@@ -149,17 +166,19 @@ class Activity {
     );
     this.aborter = new AbortController();
     this.past = { loads: [], rates: [] };
-    this.remember();
   }
 
-  // Read what the gateway remembers of the minutes before the page was opened. Latency is not among it.
-  async remember() {
+  // Read what the gateway remembers of the minutes before `until`, also if it has started anew since. Latency is not among it.
+  async remember(until) {
     const base = `/v1/functions/${encodeURIComponent(this.name)}`;
-    const since = this.fleet.times[0] - WINDOW_S;
+    const since = until - WINDOW_S;
     try {
       const [load, calls] = await Promise.all([get(`${base}/load?since=${since}`, this.aborter.signal), get(`${base}/arrivals?since=${since}`, this.aborter.signal)]);
-      const before = (one) => one.at <= this.fleet.times[0];
-      this.past = { loads: steps(load.samples, this.fleet.times[0]).filter(before), rates: rates(calls.arrivals, since).filter(before) };
+      const loads = steps(load.samples, until).filter((one) => one.at <= until);
+      const known = loads[0]?.at ?? until;
+      // Before the first sample there was no function.
+      const none = loads.length && known > since ? [since, known].map((at) => ({ at, ready: 0, starting: 0, in_flight: 0, queued: 0 })) : [];
+      this.past = { known, loads: [...none, ...loads], rates: rates(calls.arrivals, since, until) };
     } catch {
       // The stream says if the gateway or the function is gone.
     }
@@ -168,14 +187,23 @@ class Activity {
   update(row) {
     const samples = this.fleet.functions.get(this.name);
     const points = samples.series(this.fleet.times);
+    const { started_at } = this.fleet.gateway;
+    if (this.started_at !== started_at) {
+      this.started_at = started_at;
+      this.remember(this.fleet.times[0]);
+    }
     // At first the little that is known is shown large.
-    const { loads, rates: past } = this.past;
-    const known_s = this.fleet.at - (loads[0]?.at ?? this.fleet.times[0]);
+    const { known = this.fleet.times[0], loads, rates: past } = this.past;
+    const known_s = this.fleet.at - known;
     const window_s = FIRST_WINDOWS_S.find((seconds) => seconds >= known_s) ?? WINDOW_S;
     const begin = this.fleet.at - window_s;
     [past, [], loads, loads].forEach((older, index) => {
-      const shown = older.filter((one) => one.at >= begin);
-      this.charts[index].update([...shown, ...points], this.fleet.at, window_s);
+      // The point before the window is drawn at its edge.
+      const inside = older.findIndex((one) => one.at >= begin);
+      const shown = older.slice(inside < 0 ? -1 : Math.max(0, inside - 1));
+      // The first line of the gateway tells no rate. Where the past ends with one, it would break the line.
+      const fresh = shown.length && points[0]?.rate === null && !index ? points.slice(1) : points;
+      this.charts[index].update([...shown, ...fresh], this.fleet.at, window_s);
     });
     this.cold.update(row, this.latest);
     const codes = Object.entries(row.codes);
@@ -236,14 +264,14 @@ function codeRow([code]) {
 
 const PART_S = 5;
 
-// Return the rate of the calls that arrived in each PART_S seconds after `since`, until the last call.
-function rates(arrivals, since) {
-  const counts = [];
+// Return the rate of the calls that arrived in each PART_S seconds from `since` until `until`.
+function rates(arrivals, since, until) {
+  const counts = new Array(Math.floor((until - since) / PART_S)).fill(0);
   for (const at of arrivals) {
     const part = Math.floor((at - since) / PART_S);
-    counts[part] = (counts[part] ?? 0) + 1;
+    if (part < counts.length) counts[part] += 1;
   }
-  return Array.from(counts, (many, part) => ({ at: since + (part + 1) * PART_S, rate: (many ?? 0) / PART_S }));
+  return counts.map((many, part) => ({ at: since + (part + 1) * PART_S, rate: many / PART_S }));
 }
 
 // Where the time of cold starts went: one of the latest as a waterfall, and the mean of all.
@@ -264,8 +292,9 @@ class ColdStarts {
         element("tr", {}, element("th", { scope: "row" }, "whole call"), element("td", { class: "wide" }), this.whole, element("td", { class: "number" }, NONE))));
     this.title = element("h2", {}, "Cold starts");
     this.none = element("p", { class: "note" }, "None yet since the gateway has started.");
+    this.why = element("p", { class: "note" });
     this.shown = element("div", { class: "cold" }, element("div", {}, this.chosen, this.heads[0], this.bars[0].node, this.heads[1], this.bars[1].node), this.table);
-    this.node = element("section", {}, this.title, this.none, this.shown);
+    this.node = element("section", {}, this.title, this.why, this.none, this.shown);
   }
 
   // `latest` are the last cold starts, the newest first; undefined until they are known.
@@ -274,6 +303,8 @@ class ColdStarts {
     const any = row.cold_starts > 0;
     setText(this.title, any ? `Cold starts: ${count(row.cold_starts)}` : "Cold starts");
     this.none.hidden = any;
+    setText(this.why, row.cold_because ? `It is cold: it ${row.cold_because}.` : "");
+    this.why.hidden = !row.cold_because;
     this.shown.hidden = !any;
     const keys = this.latest.map((one) => one.request_id);
     if (keys.join() !== this.keys) {

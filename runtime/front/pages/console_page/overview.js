@@ -6,7 +6,9 @@ import { count, duration, NONE, rate } from "./format.js";
 
 const SPARK_PARTS = 60;
 // From the warmest down, with the number of steps in the picture.
-const RUNGS = { ready: 5, parked: 4, zygote: 3, resident: 2, local: 1 };
+export const RUNGS = { ready: 5, parked: 4, zygote: 3, resident: 2, local: 1 };
+// Why a function refuses calls.
+export const STOPPED = { paused: "paused", budget: "today's budget is used up" };
 const RUNG_TEXTS = {
   ready: "a worker waits with its weights",
   parked: "a worker waits, without memory of its devices",
@@ -68,7 +70,8 @@ class Row {
   update({ row, recent, rates, longest }) {
     setAttribute(this.link, "href", `#/functions/${encodeURIComponent(row.name)}`);
     setText(this.link, row.name);
-    setText(this.trouble, row.failed_starts ? `${row.failed_starts} failed ${row.failed_starts === 1 ? "start" : "starts"}` : "");
+    const failed = row.failed_starts ? `${row.failed_starts} failed ${row.failed_starts === 1 ? "start" : "starts"}` : "";
+    setText(this.trouble, [STOPPED[row.stopped] ?? row.stopped, failed].filter(Boolean).join(", "));
     this.rung.update(row.rung);
     this.spark.update(rates);
     const cold = total(row.last_cold_phases_ms);

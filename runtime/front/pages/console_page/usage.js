@@ -17,12 +17,12 @@ const COLUMNS = [
   { name: "Busy", of: (used) => span(used.busy_s) },
   { name: "Idle", of: (used) => span(used.idle_s), mid: true },
   { name: "Zygote", of: (used) => span(used.zygote_s), wide: true },
-  { name: "Files only", of: (used) => span(used.local_s), wide: true },
+  { name: "Files only", of: (used) => span(used.local_s), widest: true },
   { name: "Invocations", of: (used) => count(used.invocations), wide: true },
   { name: "Cold starts", of: (used) => count(used.cold_starts), wide: true },
-  { name: "They waited", of: (used) => span(used.waiting_s), wide: true },
-  { name: "Cost", of: (used, currency) => money(used.cost, currency) },
-  { name: "Always on", of: (used, currency) => money(used.always_on_cost, currency), wide: true },
+  { name: "They waited", of: (used) => span(used.waiting_s), widest: true },
+  { name: "Cost", of: (used) => money(used.cost), money: true },
+  { name: "Always on", of: (used) => money(used.always_on_cost), money: true, wide: true },
   { name: "Saved", of: (used) => (used.always_on_cost > 0 ? `${Math.round((1 - used.cost / used.always_on_cost) * 100)} %` : NONE) },
 ];
 
@@ -36,9 +36,9 @@ class UsageRow {
     this.node = element("tr", { class: kind === "total" ? "sum" : null }, this.head, this.cells);
   }
 
-  update({ name, usage, currency }) {
+  update({ name, usage }) {
     setText(this.head, name);
-    COLUMNS.forEach((column, index) => column.of && setText(this.cells[index], column.of(usage, currency)));
+    COLUMNS.forEach((column, index) => column.of && setText(this.cells[index], column.of(usage)));
     const all = TIMES.reduce((found, [field]) => found + usage[field], 0);
     let left = 0;
     TIMES.forEach(([field], index) => {
@@ -64,12 +64,12 @@ export class UsageView {
     this.prices = element("p", { class: "note" });
     this.body = element("tbody");
     this.first = element("th", { scope: "col" });
-    const heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes({ number: !column.bar, ...column }) }, column.name));
+    this.heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes({ number: !column.bar, ...column }) }, column.name));
     const legend = TIMES.map(([field, word]) => element("span", {}, swatch(`time ${field}`), ` ${word}`));
     this.shown = element(
       "div", { hidden: true }, element("p", { class: "legend wide", "aria-hidden": "true" }, legend),
       element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": "Usage" },
-        element("table", {}, element("caption", { class: "unseen" }, "Usage"), element("thead", {}, element("tr", {}, this.first, heads)), this.body)),
+        element("table", {}, element("caption", { class: "unseen" }, "Usage"), element("thead", {}, element("tr", {}, this.first, this.heads)), this.body)),
       this.prices,
     );
     const tools = element("p", { class: "tools" }, element("label", { for: "by" }, "By"), this.by, element("label", { for: "since" }, "Of the last"), this.since);
@@ -104,14 +104,15 @@ export class UsageView {
 
   show({ by, rows, total, prices, currency = "" }) {
     const dated = by === "day" || by === "hour";
-    const named = rows.map(({ key, usage }) => ({ key, usage, currency, name: by === "day" ? key.slice(0, 10) : dated ? clockOf(key) : key || "no key" }));
+    const named = rows.map(({ key, usage }) => ({ key, usage, name: by === "day" ? key.slice(0, 10) : dated ? clockOf(key) : key || "no key" }));
     if (dated) named.reverse();
     setText(this.state, "Nothing was used in this time.");
     this.state.hidden = Boolean(rows.length);
     this.shown.hidden = !rows.length;
     setText(this.first, (this.only ? { day: "Day", hour: "Hour" } : { function: "Function", day: "Day", hour: "Hour", owner: "Deployer" })[by]);
-    const all = named.length > 1 ? [...named, { key: "", name: "Total", usage: total, currency, kind: "total" }] : named;
+    const all = named.length > 1 ? [...named, { key: "", name: "Total", usage: total, kind: "total" }] : named;
     reconcile(this.body, all, (one) => `${one.kind} ${one.key}`, (one) => new UsageRow(one.kind), (child, one) => child.update(one));
+    COLUMNS.forEach((column, index) => column.money && setText(this.heads[index], currency ? `${column.name} (${currency})` : column.name));
     const set = Object.values(prices).some((price) => price > 0);
     setText(this.prices, set
       ? `Prices an hour${currency && ` in ${currency}`}: ${prices.memory_gb_hour} for a GB of memory, ${prices.disk_gb_hour} for a GB of disk, ${prices.device_hour} for a device. "Always on" is what one worker that never stops had cost.`

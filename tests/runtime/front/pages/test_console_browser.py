@@ -142,6 +142,63 @@ async def test_charts_show_what_was_before_the_page_was_opened(deploy, visit: Vi
         await expect(page.get_by_role("img", name=name)).to_have_attribute("aria-label", re.compile(words))
 
 
+async def test_the_line_of_requests_is_whole_and_begins_before_the_page_and_a_restart(
+    visit: Visit, state: Any
+):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(ECHO, name="one")
+        for number in range(20):
+            await function.answer(number)
+    async with gateway_here(state) as gateway:
+        page = await visit("#/functions/one", url=gateway.url)
+        chart = page.get_by_role("img", name="Requests per second")
+        await expect(chart).to_have_attribute("aria-label", re.compile(r"all 0.*highest [1-9]"))
+        line = chart.locator("path.line").first
+        # From the first point to the right edge, without a gap where the page was opened.
+        await expect(line).to_have_attribute("d", re.compile(r"^M[^M]+$"))
+        drawn = await line.get_attribute("d") or ""
+        right = float((await chart.get_attribute("width")) or 0)
+        assert float(drawn.rpartition("L")[2].split()[0]) == pytest.approx(right, abs=2)
+        await page.close()
+
+
+async def test_the_header_shows_a_step_down_and_none_up(deploy, gateway: Gateway, visit: Visit):
+    function = await deploy(ECHO)
+    view = (await gateway.client.get("/v1/console")).json()
+    (row,) = [one for one in view["functions"] if one["name"] == function.name]
+    page = await visit()
+
+    async def send(route: Any) -> None:
+        await route.fulfill(content_type="application/x-ndjson", body=json.dumps(view) + "\n")
+
+    await page.route("**/v1/console?*", send)
+    for rung, later, said in (("zygote", "ready", 0), ("ready", "zygote", 1)):
+        row |= {"rung": rung, "next_rung": later, "next_rung_at": 1_900_000_000}
+        await page.goto(f"{gateway.url}/console#/functions/{function.name}")
+        await page.reload()
+        header = page.get_by_role("heading", level=1)
+        await expect(header.locator(".rung")).to_have_text(rung)
+        assert (await header.inner_text()).count("if no request comes") == said
+
+
+async def test_a_function_is_paused_and_resumed(deploy, visit: Visit):
+    function = await deploy(ECHO)
+    page = await visit(f"#/functions/{function.name}")
+    await page.get_by_role("button", name="Pause…").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Pause").click()
+    await expect(page.get_by_text("It refuses calls: paused.")).to_be_visible()
+    await expect(page.get_by_role("button", name="Pause…")).to_be_hidden()
+    assert (await function.error(1))["type"] == "function_paused"
+    await page.get_by_role("link", name="Functions").click()
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name=function.name, exact=True))
+    await expect(row).to_contain_text("paused")
+    await row.get_by_role("link").click()
+    await page.get_by_role("button", name="Resume").click()
+    await expect(page.get_by_role("status").filter(has_text="accepts calls again")).to_be_visible()
+    await expect(page.get_by_role("button", name="Pause…")).to_be_visible()
+    assert await function.answer(1) == 1
+
+
 GREETER = """
 from typing import Literal
 from pydantic import BaseModel, Field
@@ -279,13 +336,13 @@ async def test_a_job_has_a_page_with_its_output_and_its_lines(deploy, gateway: G
     await expect(page.get_by_text("seen mine")).to_have_count(0)
 
 
-async def test_money_has_three_digits_and_its_currency(visit: Visit):
+async def test_money_has_three_digits(visit: Visit):
     page = await visit()
-    values = "[0, 0.00659807, 1.6e-4, 1.234, 45.678, 1234.5]"
+    values = "[0, 1e-10, 0.00659807, 1.6e-4, 1.234, 45.678, 1234.5]"
     found = await page.evaluate(
-        f"import('/console/format.js').then(({{ money }}) => {values}.map((value) => money(value, 'EUR')))"
+        f"import('/console/format.js').then(({{ money }}) => {values}.map((value) => money(value)))"
     )
-    assert found == ["0 EUR", "0.00660 EUR", "0.000160 EUR", "1.23 EUR", "45.68 EUR", "1235 EUR"]
+    assert found == ["0", "<0.000001", "0.00660", "0.000160", "1.23", "45.68", "1235"]
 
 
 @pytest.mark.parametrize("place", ["", "#/functions/{}", "#/functions/{}/call", "/docs"])
@@ -336,11 +393,11 @@ async def test_the_log_can_be_filtered_and_paused(deploy, visit: Visit):
     await page.get_by_label("Level").select_option("warning")
     await expect(page.get_by_text("a warning")).to_be_visible()
     await expect(page.get_by_text("some information")).to_have_count(0)
-    await page.get_by_role("button", name="Pause").click()
+    await page.get_by_role("button", name="Pause", exact=True).click()
     await function.answer({"level": 30, "text": "while paused"})
     await expect(page.get_by_text("1 new line")).to_be_visible()
     await expect(page.get_by_text("while paused")).to_have_count(0)
-    await page.get_by_role("button", name="Pause").click()
+    await page.get_by_role("button", name="Pause", exact=True).click()
     await expect(page.get_by_text("while paused")).to_have_count(1)
 
 
@@ -374,6 +431,10 @@ async def test_usage_is_shown_of_all_functions_and_of_one(deploy, visit: Visit):
     await expect(rows.filter(has_text=other.name)).to_have_count(1)
     await expect(row.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"busy|idle|zygote"))
     await expect(page.get_by_text("Prices an hour in USD:")).to_be_visible()
+    for width in (1280, 1001, 641, 390):
+        await page.set_viewport_size({"width": width, "height": 800})
+        region = page.get_by_role("region", name="Usage")
+        assert await region.evaluate("one => one.scrollWidth <= one.clientWidth"), width
     await page.get_by_label("By").select_option("day")
     await expect(rows.first).to_contain_text("Day")
     await page.goto(page.url.replace("#/usage", f"#/functions/{function.name}/usage"))

@@ -126,7 +126,10 @@ async def test_an_idle_worker_is_not_busy_and_zero_is_neither(gateway, deploy):
 async def test_usage_of_all_functions_is_grouped_and_the_metrics_agree(gateway, deploy):
     one, other = await deploy(ECHO), await deploy(ECHO)
     await one.answer(1)
-    by_function = {row["key"]: row["usage"] for row in (await usage(gateway))["rows"]}
+    rows = (await usage(gateway))["rows"]
+    costs = [row["usage"]["cost"] for row in rows]
+    assert costs == sorted(costs, reverse=True)
+    by_function = {row["key"]: row["usage"] for row in rows}
     assert {one.name, other.name} <= by_function.keys()
     assert by_function[one.name]["invocations"] == 1
     assert by_function[other.name]["invocations"] == 0

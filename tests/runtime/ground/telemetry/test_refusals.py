@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import socket
@@ -12,11 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from live import failure, gateway_here, short_folder
+from live import failure, gateway_here
 from pilotflame.errors import GatewayError, LauncherError, RequirementsError
 from pilotflame.runtime.command.client.exit_codes import exit_code_of
 from pilotflame.runtime.front.api.invoke import Invoker
+from pilotflame.runtime.front.http import requests
 from pilotflame.runtime.front.http.guard import Guard
+from pilotflame.runtime.front.http.incoming_bodies import IncomingBodies
 from pilotflame.runtime.front.listening.sockets import bind
 from pilotflame.runtime.ground.telemetry.refusals import explained, explaining
 from pilotflame.runtime.node.functions.deploy import Preparation
@@ -54,7 +57,7 @@ def test_a_limit_of_threads_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> 
 
     assert exit_code_of(grows, as_json=True) == 1
     error = json.loads(capsys.readouterr().err)["error"]
-    assert (error["type"], "ulimit -v" in error["message"]) == ("system_error", True)
+    assert (error["type"], "ulimit -v" in error["remedy"]) == ("gateway_error", True)
 
     def breaks() -> None:
         raise RuntimeError("a bug")
@@ -85,26 +88,6 @@ async def test_an_environment_that_was_moved(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RequirementsError, match="was moved or removed") as unmet:
         check_requirements("nothing-of-this-name>=2")
     assert "Start the gateway again" in unmet.value.remedy
-
-
-def test_test_in_a_long_temporary_folder(tmp_path: Path) -> None:
-    """Jobs of a cluster have such folders. The path of a socket is at most 107 bytes long."""
-    folder = tmp_path / "echo"
-    folder.mkdir()
-    (folder / "handler.py").write_text("def handler(event):\n    return event\n")
-    (folder / "test_input.json").write_text("7")
-    with short_folder() as short:
-        deep = short / ("job" * 40)
-        deep.mkdir()
-        done = subprocess.run(
-            [*COMMAND, "test", folder],
-            env={**os.environ, "TMPDIR": str(deep)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert "TMPDIR" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -197,6 +180,15 @@ async def test_a_refusal_after_a_call_has_run_invites_no_retry_and_before_it_doe
             patched.setattr(Guard, "find_signer", refused)
             before = await gateway.client.post(path, json=1)
         assert (before.status_code, before.headers["Retry-After"]) == (503, "2")
+        for owner, name, headers in (
+            (requests, "_collect", {}),
+            (IncomingBodies, "unpack", {"Content-Encoding": "gzip"}),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, refused)
+                body = gzip.compress(b"1") if headers else b"1" * (4 << 20)
+                unread = await gateway.client.post(path, content=body, headers=headers)
+            assert (unread.status_code, unread.headers["Retry-After"]) == (503, "2")
         monkeypatch.setattr(Invoker, "_stream", refused)
         after = await gateway.client.post(path, json=1)
         assert failure(after)["status"] == 500
