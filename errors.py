@@ -335,6 +335,12 @@ class CallEnded(InvocationError, code="call_ended"):
     the function is idempotent. Otherwise the call may have had effects, and the status is one that invites no retry.
     """
 
+    @classmethod
+    def after(cls, error: PilotflameError) -> CallEnded:
+        """Return the error in place of one that was raised when a call may have run."""
+        remedy = f"{error.remedy} The call may have run: find out before you repeat it."
+        return cls(error.message, remedy=remedy)
+
     @property
     def repeatable(self) -> bool:
         return "retry_after_s" in self.details

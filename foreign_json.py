@@ -89,7 +89,10 @@ def dumps(value: Any) -> bytes:
     except orjson.JSONEncodeError as error:
         if "64-bit" not in str(error):
             raise
+    try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except RecursionError as error:
+        raise orjson.JSONEncodeError(str(error)) from None
 
 
 def failing_fast(adapter: TypeAdapter[Any]) -> SchemaValidator:

@@ -568,6 +568,53 @@ def test_patterns_over_bytes_read_a_bounded_part() -> None:
     assert found == BYTE_PATTERNS.keys()
 
 
+# The calls of each module that write JSON or base64. The event loop writes values with a limit only.
+WRITES = {
+    # In a thread if it is large: `made`, `dumped`, `outputs_response`, `parsed`, `in_turn`.
+    "front.api.job_events": 3, "front.generation.answering": 1, "front.generation.deltas": 1,
+    "front.http.requests": 1, "front.http.responses": 4, "plugins.anthropic.answers": 1, "plugins.cloudevents.parsing": 1,
+    "plugins.cloudevents.reply": 3, "plugins.completions.answers": 1, "plugins.completions.requests": 1, "plugins.oip.grpc_requests": 1,
+    "plugins.oip.infer_request": 2, "plugins.openai.encodings": 1, "plugins.openai.response_answers": 1, "plugins.predictions.prediction": 2,
+    "plugins.replicate.stream": 1, "plugins.runpod.openai_jobs": 3, "plugins.tgi.answers": 1,
+    # In the threads of the store, of queues and of files.
+    "jobs.events.consumer": 1, "jobs.stored.alert": 1, "jobs.stored.job": 1, "jobs.stored.outbox": 2, "jobs.stored.schema": 2,
+    "jobs.stored.transaction": 2, "jobs.stored.transitions": 1, "plugins.kafka.deliveries": 1, "plugins.replicate.upload": 1,
+    "plugins.request_log.record_file": 3, "plugins.sqs.queue": 1, "plugins.sqs.sinks": 1,
+    # Errors, whose texts and details have a limit.
+    "front.http.event_stream": 1, "plugins.anthropic.errors": 1, "plugins.aws_lambda.failures": 4, "plugins.completions.errors": 2,
+    "plugins.oip.errors": 1, "plugins.openai.azure": 1, "plugins.predictions.requests": 1, "plugins.replicate.problem": 1,
+    "plugins.sagemaker.async_answers": 2, "plugins.sagemaker.failures": 2, "plugins.tensorflow_serving.errors": 1, "plugins.tgi.errors": 1,
+    "plugins.torchserve.errors": 1, "plugins.vertex.routes": 1,
+    # The state of functions, keys, jobs (without outputs), logs and files. Lists have no schemas.
+    "front.api.admin": 10, "front.api.credentials": 6, "front.api.deploys": 4, "front.api.invoke": 1, "front.api.jobs": 3, "front.api.logs": 1,
+    "front.api.openapi": 6, "front.api.revisions": 6, "front.api.usage": 1, "front.api.warmup": 1, "front.api.webhooks": 3,
+    "front.pages.console": 4, "front.pages.docs_page": 1, "jobs.webhooks.signing": 2, "plugins.aws_lambda.functions": 4,
+    "plugins.aws_lambda.routes": 2, "plugins.cloudevents.routes": 1, "plugins.cog.routes": 8, "plugins.oip.infer_call": 2,
+    "plugins.oip.routes": 11, "plugins.openai.routes": 6, "plugins.predictions.predictor_schema": 1, "plugins.replicate.account": 3,
+    "plugins.replicate.files": 5, "plugins.replicate.models": 6, "plugins.replicate.routes": 1, "plugins.runpod.routes": 6,
+    "plugins.sagemaker.routes": 2, "plugins.tensorflow_serving.kserve": 3, "plugins.tensorflow_serving.routes": 2, "plugins.tgi.routes": 1,
+    "plugins.torchserve.management": 4, "plugins.torchserve.routes": 1,
+    # In the process of the function, or of a command.
+    "plugins.asgi.event_call": 2, "plugins.aws_lambda.handler": 4, "plugins.bulk.journal": 1, "plugins.bulk.submitter": 2,
+    "plugins.chat.command": 1, "plugins.cog.metrics": 2, "plugins.images.build_context": 1, "plugins.images.recipe": 1,
+    "plugins.runpod.handler": 2, "plugins.torchserve.handler": 1,
+}  # fmt: skip
+
+
+def test_outputs_of_any_size_are_written_in_threads() -> None:
+    """20 MB of JSON or base64 hold the event loop for 20 ms and more. A new call belongs to a thread, or has a limit."""
+    writes = re.compile(r"(?<!def )\b(?:json_response|b64encode|dump_json|dumps|model_dump_json)\(")
+    texts = {
+        name.removeprefix("runtime."): path.read_text(encoding="utf-8") for name, path in modules().items()
+    }
+    found = {
+        name: len(writes.findall(text))
+        for name, text in texts.items()
+        if name.startswith(("front.", "jobs.", "plugins."))
+    }
+    assert {name: count for name, count in found.items() if count} == WRITES
+
+
 def test_every_file_says_what_it_is() -> None:
     for name, path in [*SOURCES, *((path.name, path) for path in (ROOT / "tests").rglob("test_*.py"))]:
         docstring = ast.get_docstring(tree(path))

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from ....errors import LinkError
-from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
+from .frames import HEADER, MAX_HEAD_BYTES, Frame, FrameKind, FrameReader, encode, encode_json
 from .poll_loop import LinkLoop
 
 LOG = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Link:
             self.connect(sock)
         self.closed = False
         self._loop: LinkLoop = loop or asyncio.get_running_loop()
-        self._reader = FrameReader()
+        self._reader = FrameReader(max_head_bytes=MAX_HEAD_BYTES) if join_writes else FrameReader()
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._join_writes = join_writes

@@ -25,6 +25,10 @@ MAX_FRAME_BYTES = 256 << 20
 LARGE_BYTES = 1 << 20
 # The largest payload: the rest of a frame is for its head.
 MAX_PAYLOAD_BYTES = 255 << 20
+MAX_HEAD_BYTES = 4 << 20
+"""The longest head that the gateway reads. It parses heads on its event loop, and containers send what they like."""
+MAX_ERROR_BYTES = 256 << 10
+"""The longest error of a call."""
 
 
 class FrameKind(enum.IntEnum):
@@ -164,8 +168,10 @@ def encode_json(kind: int, channel: int, head: dict[str, Any], payload: bytes = 
 class FrameReader:
     """Cuts a byte stream into frames. A read may end anywhere in a frame."""
 
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES, large_bytes: int = LARGE_BYTES) -> None:
-        self._max_bytes, self._large_bytes = max_bytes, large_bytes
+    def __init__(
+        self, max_bytes: int = MAX_FRAME_BYTES, large_bytes: int = LARGE_BYTES, max_head_bytes: int = MAX_FRAME_BYTES
+    ) -> None:  # fmt: skip
+        self._max_bytes, self._large_bytes, self._max_head_bytes = max_bytes, large_bytes, max_head_bytes
         self._rest = bytearray()
         self._needed = HEADER.size
         self._large: _LargeFrame | None = None
@@ -212,9 +218,10 @@ class FrameReader:
         self._needed = HEADER.size
         while size - position >= HEADER.size:
             length, head, kind, channel = HEADER.unpack_from(data, position)
-            if length > self._max_bytes or head > length:
+            if length > self._max_bytes or head > min(length, self._max_head_bytes):
                 claim = f"A frame claims {length} bytes with a head of {head}"
-                self._fault = LinkError(f"{claim}; the limit is {self._max_bytes}.")
+                limits = f"the limit is {self._max_bytes}, and {self._max_head_bytes} for the head"
+                self._fault = LinkError(f"{claim}; {limits}.")
                 if not frames:
                     raise self._fault
                 return size

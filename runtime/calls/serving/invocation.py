@@ -11,7 +11,10 @@ from functools import lru_cache
 from hashlib import blake2s
 from typing import Any, NamedTuple
 
-from ....errors import LinkError, PilotflameError
+import orjson
+
+from ....errors import BadInput, LinkError, PilotflameError
+from ....foreign_json import dumps
 from ....handlers.caller import NORMAL
 from ...ground.telemetry.invocation_end import Source, TraceContext
 from ...ground.telemetry.logs import Capture
@@ -32,6 +35,18 @@ def opaque(tenant: str) -> str:
     return (
         blake2s(tenant.encode(errors="surrogatepass"), key=_SALT, digest_size=6).hexdigest() if tenant else ""
     )
+
+
+def encode_extra(extra: Mapping[str, Any]) -> bytes:
+    """Return what a handler reads from `context.extra` as JSON. Raise BadInput if it is no JSON: callers choose parts of it.
+
+    An error during the dispatch would end the worker's link, and the calls of other callers.
+    """
+    try:
+        return dumps(extra)
+    except (orjson.JSONEncodeError, UnicodeEncodeError) as error:
+        fault = f"A header or a parameter of the request cannot be passed to the function: {error}."
+        raise BadInput(fault, remedy="Send headers in UTF-8, and nest parameters less deeply.") from None
 
 
 class Output(NamedTuple):
@@ -126,7 +141,7 @@ class Invocation:
     tracestate: str = ""
     streaming: InitVar[bool] = False
     extra: Mapping[str, Any] | None = None
-    """Data that the handler can read from `context.extra`. It must be possible to encode it as JSON."""
+    """Data that the handler can read from `context.extra`, as JSON."""
     execution_s: float | None = None
     """Only for stored jobs: the seconds in which it must end after it was sent. A job is never refused as late."""
     tenant: str = ""
@@ -183,7 +198,12 @@ class Invocation:
     cache_status: str = field(init=False, default="")
     """The value of the header Cache-Status; "" if the function has no response cache."""
 
+    extra_json: bytes = field(init=False, default=b"")
+    """`extra` as bytes; b"" without it."""
+
     def __post_init__(self, now_s: float, streaming: bool) -> None:
+        """Raise BadInput if `extra` cannot be JSON."""
+        self.extra_json = encode_extra(self.extra) if self.extra else b""
         self.output = asyncio.get_running_loop().create_future()
         self.stream = Stream() if streaming else None
         self.timeline = Timeline(now_s)
@@ -209,8 +229,8 @@ class Invocation:
             head["accept"] = self.accept
         if self.span or self.traceparent:
             self._put_trace(head)
-        if self.extra:
-            head["extra"] = self.extra
+        if self.extra_json:
+            head["extra"] = orjson.Fragment(self.extra_json)
         if self.tenant or self.priority != NORMAL:
             head["origin"] = opaque(self.tenant), self.priority
         if self.exchanges:

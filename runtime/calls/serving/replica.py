@@ -8,13 +8,13 @@ import math
 import time
 from typing import Any, Protocol
 
-from ....errors import LinkError, OutputInvalid, PilotflameError
+from ....errors import HandlerFailed, LinkError, OutputInvalid, PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...ground.telemetry.timeline import Activation, Transfer, WorkerTiming
 from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd
 from ..link.child import Child
-from ..link.frames import TIMING, Frame, FrameKind, Timing
+from ..link.frames import MAX_ERROR_BYTES, TIMING, Frame, FrameKind, Timing
 from .invocation import Invocation, Output
 from .sent_calls import SentCalls
 
@@ -25,6 +25,7 @@ START_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
 # The worker does not measure invocations that fail or are given back. So they count with this timing and a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
+MAX_TYPE_CHARS = 1024
 
 
 class ReplicaState(enum.StrEnum):
@@ -259,7 +260,7 @@ class Replica:
         elif kind == FrameKind.END:
             self._on_end(frame.channel, Output(b"", JSON_TYPE), Timing.unpack(frame.head))
         elif kind == FrameKind.ERROR:
-            self._on_end(frame.channel, PilotflameError.from_wire(frame.json()), UNKNOWN)
+            self._on_end(frame.channel, _error_of(frame), UNKNOWN)
         elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS, FrameKind.METRICS, FrameKind.READ):
             self.calls.take_piece(frame)
         elif kind == FrameKind.RETURNED:
@@ -362,12 +363,19 @@ class Replica:
         self._worker_events.on_lost(self, *self.outstanding.clear(time.monotonic()))
 
 
+def _error_of(frame: Frame) -> PilotflameError:
+    """Return the error in a frame ERROR. Workers cut long errors, but a container may send any."""
+    if len(frame.head) <= MAX_ERROR_BYTES:
+        return PilotflameError.from_wire(frame.json())
+    return HandlerFailed(f"The handler failed with an error of more than {MAX_ERROR_BYTES} bytes.")
+
+
 def _output_of(frame: Frame) -> Output | OutputInvalid:
     """Return the output in a frame RESULT, or why its Content-Type cannot be in a header: a handler or a container has chosen it."""
     if len(frame.head) == TIMING.size:
         return Output(frame.payload, JSON_TYPE)
     content_type = frame.head[TIMING.size :].decode(errors="replace")
-    if content_type.isprintable():
+    if content_type.isprintable() and len(content_type) <= MAX_TYPE_CHARS:
         return Output(frame.payload, content_type)
     message = f"The output's Content-Type is {content_type[:80]!r}, which no header can hold."
     return OutputInvalid(message, remedy="Return another Content-Type, without line breaks.")

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import orjson
-
 from ...ground.access.fair_share import SharedRoom
 from ...ground.telemetry.metrics import Reading
 from .invocation import Invocation, Output
@@ -240,8 +238,7 @@ def digest_of(invocation: Invocation) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=32)
     for part in (
-        invocation.body, invocation.content_type.encode(), invocation.accept.encode(),
-        orjson.dumps(invocation.extra, option=orjson.OPT_SORT_KEYS),
+        invocation.body, invocation.content_type.encode(), invocation.accept.encode(), invocation.extra_json,
     ):  # fmt: skip
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)

@@ -28,7 +28,7 @@ from ....handlers.arrays import TENSORS_TYPE
 from ....handlers.codec import JSON_TYPE
 from ....handlers.failure import OUT_OF_MEMORY_REMEDY, cut, explain, is_out_of_memory
 from ....handlers.handler import Handler
-from ..link.frames import HEADER, MAX_PAYLOAD_BYTES, FrameKind, Timing, check_output, encode, encode_json
+from ..link.frames import HEADER, MAX_ERROR_BYTES, FrameKind, Timing, check_output, encode, encode_json
 from .call import Call
 from .devices import may_be_of_device
 
@@ -112,7 +112,7 @@ class AnswerFrames:
     def error_frame(self, call: Call, error: PilotflameError) -> bytes:
         with contextlib.suppress(TypeError):
             frame = encode_json(FrameKind.ERROR, call.channel, error.to_wire(private=True))
-            if len(frame) <= MAX_PAYLOAD_BYTES:
+            if len(frame) <= MAX_ERROR_BYTES:
                 return frame
         # The frame is too large, a text has half a surrogate pair, or the details are not JSON. Repair texts and omit
         # details.

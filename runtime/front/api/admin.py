@@ -63,7 +63,7 @@ class HeldMemory(BaseModel, frozen=True):
 
 
 class FunctionList(TypedDict):
-    """All functions that the caller may see. If the caller asked for the memory and may see all functions, also the
+    """All functions that the caller may see, without their schemas. If the caller asked for the memory and may see all functions, also the
     memory of all processes.
     """
 
@@ -126,7 +126,7 @@ class Admin:
         found: list[bytes] = []
         for status in self.statuses(request):
             shown = status if memory is None else _with_memory(status, memory)
-            found.append(shown.model_dump_json().encode())
+            found.append(shown.without_schemas().model_dump_json().encode())
             # Let other requests go on: there may be a thousand functions.
             await asyncio.sleep(0)
         # The caller of a key that covers only some functions must not learn the memory of the other functions.

@@ -10,6 +10,7 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import InputInvalid, UnknownFunction
+from ...calls.serving.invocation import encode_extra
 from ...calls.serving.response_cache import ResponseCache
 from ...calls.serving.revision import Revision
 from ...ground.telemetry.disk import Disk
@@ -123,6 +124,8 @@ class Backend:
         fields = {"traceparent": traceparent_of(request.headers)} | fields
         if "idempotency" not in fields:
             fields["idempotency"] = idempotency_of(request.headers)
+        if fields.get("extra"):
+            encode_extra(fields["extra"])
         new = NewJob.for_function(live.record.settings, body, owner=caller_of(request).owner, **fields)
         job, replayed = await (self.jobs.submit(new) if wait_s is None else self.jobs.run(new, wait_s))
         return job, {"Idempotent-Replayed": "true"} if replayed else {}

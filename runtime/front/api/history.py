@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
+from typing import Any
 
-import orjson
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ....handlers.codec import JSON_TYPE
 from ...ground.access.keys import Scope
 from ...ground.billing.usage import GB, HOUR_S
 from ...ground.telemetry.decisions import describe
@@ -20,10 +17,11 @@ from ...node.functions.registry import Functions
 from ...node.measuring.recorder import Recorder
 from ...node.scaling.rung_figures import HoldingPrices
 from ..http.requests import caller_of
-from ..http.responses import Timestamp, timestamp
+from ..http.responses import Timestamp, outputs_response, timestamp
 from ..http.routes import Number, Route, UnixTime
 
 MAX_ARRIVALS = 1_000_000
+ROW_BYTES = 100
 # With these prices, the cost of a rung is the number of bytes that it holds.
 IN_BYTES = HoldingPrices(memory_byte_s=1.0, device_s=0.0, waiting_s=0.0)
 SINCE = UnixTime("since", "Unix time in seconds from which on to tell; by default all that is kept.", 0.0)
@@ -116,27 +114,27 @@ class HistoryApi:
         name = self._live(request).record.function
         found = await self._recorder.decisions(name, since) if self._owned(request) else []
 
-        def told() -> bytes:
+        def told() -> dict[str, Any]:
             rows = [
                 DecisionFacts(
                     at=timestamp(one.at), action=one.action, cause=one.cause, figures=dict(one.figures),
                     text=describe(one),
                 )
-                for one in found[len(found) - most if most < len(found) else 0 :]
+                for one in found[max(0, len(found) - most) :]
             ]  # fmt: skip
-            return orjson.dumps({"decisions": rows})
+            return {"decisions": rows}
 
-        return await _json(told)
+        return await outputs_response(request, ROW_BYTES * len(found), told)
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         found = await self._recorder.load(self._live(request).record.function, SINCE.read(request))
 
-        def told() -> bytes:
+        def told() -> dict[str, Any]:
             # Rows of `LoadFacts`.
             rows = [one._asdict() | {"at": timestamp(one.at)} for one in found]
-            return orjson.dumps({"now": timestamp(time.time()), "samples": rows})
+            return {"now": timestamp(time.time()), "samples": rows}
 
-        return await _json(told)
+        return await outputs_response(request, ROW_BYTES * len(found), told)
 
     async def arrivals(self, request: web.Request) -> web.StreamResponse:
         live, most = self._live(request), MOST_ARRIVALS.read(request)
@@ -144,9 +142,9 @@ class HistoryApi:
         found = await self._recorder.arrivals(live.record.function, since) if owned else []
         curve = live.revision.dispatcher.durations.learned
         service_s = curve[0].p50_s if curve else None
-        kept = found[len(found) - most if most < len(found) else 0 :]
+        kept = found[max(0, len(found) - most) :]
         body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live), "prices": _prices(live)}
-        return await _json(lambda: orjson.dumps(body))
+        return await outputs_response(request, ROW_BYTES * len(kept), lambda: body)
 
     def _owned(self, request: web.Request) -> bool:
         return self._functions.owns(caller_of(request), request.match_info["function"])
@@ -172,8 +170,3 @@ def _prices(live: Live) -> PriceFacts:
     return PriceFacts(
         memory_gb_hour=memory_byte_s * GB * HOUR_S, device_hour=device_s * HOUR_S, waiting_s=waiting_s
     )
-
-
-async def _json(told: Callable[[], bytes]) -> web.Response:
-    """Return a response with the JSON that `told` returns. Call `told` in a thread, because there can be many rows."""
-    return web.Response(body=await asyncio.to_thread(told), content_type=JSON_TYPE)

@@ -26,6 +26,8 @@ from .plugin import ApiPlugin
 FUNCTION = Parameter(
     "function", "Describe only this function. A plugin may describe it as its platform does."
 )
+MOST_LISTED_BYTES = 16 << 10
+"""The document of all functions leaves out longer schemas. `?function=NAME` returns them."""
 _GUARD_ERRORS = (401, 403, 404, 429)
 _SECURITY_SCHEMES = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
@@ -83,8 +85,8 @@ class OpenApi:
         found: list[FunctionStatus] = []
         for status in self._statuses(request):
             if named in ("", status.name):
-                found.append(status)
-                self._describe(status)
+                found.append(status if named or _is_short(status) else status.without_schemas())
+                self._describe(found[-1])
             # Let other requests go on: there may be a thousand functions.
             await asyncio.sleep(0)
         if named and not found:
@@ -122,6 +124,10 @@ class OpenApi:
             text = text.replace(f'"{REFERENCE}{name}"', f'"{REFERENCE}{title}"')
         paths, components = orjson.loads(text)
         return paths, components
+
+
+def _is_short(function: FunctionStatus) -> bool:
+    return len(orjson.dumps([function.input_schema, function.output_schema])) <= MOST_LISTED_BYTES
 
 
 class _Described(NamedTuple):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ....errors import Cancelled, InvocationError, Overloaded, PilotflameError
+from ....errors import Cancelled, InvocationError, PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...calls.serving.invocation import Invocation
 from ...calls.serving.revision import Revision
@@ -196,9 +196,9 @@ class PlainCall(Passage):
         if coding:
             body = await compress(body, coding, self._via.chain.turn_of(self.owner))
         try:
-            packed = self._via.chain.answers.sliced(body, media_type, self.owner, self.transport)
-        except Overloaded as error:
-            self._leave(error_reply(error, response.headers.get(REQUEST_ID_HEADER, "")))
+            packed = self._via.chain.answers.sliced(body, media_type, self.owner, self.transport, called=True)
+        except PilotflameError as error:
+            self._leave(self._via.chain.failed(self, error, response.headers.get(REQUEST_ID_HEADER, "")))
             return
         sliced = packed if isinstance(packed, SlicedBody) else None
         self._leave(response._replace(body=body), sliced)

@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from ....addresses import is_loopback
-from ....errors import DeadlineExceeded, OutputInvalid, PilotflameError, PluginError, Unauthorized
+from ....errors import BadInput, DeadlineExceeded, OutputInvalid, PilotflameError, PluginError, Unauthorized
 from ....handlers.codec import JSON_TYPE
 from ....handlers.contract import NOTHING
 from ...ground.telemetry.background import BackgroundTasks
@@ -67,6 +67,8 @@ MOST_CALLS = 256
 """How many calls of one request wait or run at the same time."""
 MOST_OUTPUT_BYTES = 64 << 20
 """The most bytes of the outputs of all calls of one request."""
+MOST_SHARED_BYTES = 64 << 20
+"""The most bytes of what the calls of one request share, once for each call."""
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
 
@@ -141,7 +143,7 @@ class ApiPlugin:
         reads `extra` as `context.extra`. Pass `BARE` if the event is the input itself, also if it has a member `input`.
         """
         output = await self._json_of(request, function, event, number, extra)
-        return await parsed(request, output, read)
+        return await parsed(request, output, read, called=True)
 
     async def _json_of(
         self, request: web.Request, function: str, event: Any, number: int, extra: Mapping[str, Any] | None
@@ -175,11 +177,15 @@ class ApiPlugin:
         By default, each value is the whole input of a call, also if it has the form `{"input": ...}`. The handler reads `extra` as
         `context.extra`.
 
-        If a call fails, cancel the others and raise its error, whose message begins with `field[number]`. Raise
-        DeadlineExceeded if all calls together take longer than a single call may take, and OutputInvalid if their outputs
-        have more than MOST_OUTPUT_BYTES.
+        If a call fails, cancel the others and raise its error, whose message begins with `field[number]`. Raise BadInput if
+        `extra` has more than MOST_SHARED_BYTES in all calls, DeadlineExceeded if all calls together take longer than a single
+        call may take, and OutputInvalid if their outputs have more than MOST_OUTPUT_BYTES.
         """
         settings = self.backend.functions.get(function).record.settings
+        shared = len(await dumped(request, dump_json, dict(extra)))
+        if shared * len(events) > MOST_SHARED_BYTES:
+            fault = f"What the {len(events)} {field} share has {shared} bytes, too many for each of them."
+            raise BadInput(fault, remedy="Send fewer in one request.")
         count_calls(request, len(events))
         # Parsed, an output may be twenty times as large.
         outputs = [b"null"] * len(events)
@@ -194,7 +200,7 @@ class ApiPlugin:
                     if left_bytes < 0:
                         message = f"The outputs have more than {MOST_OUTPUT_BYTES} bytes."
                         raise OutputInvalid(message, remedy="Send fewer in one request.")
-                    await parsed(request, output, load_output)
+                    await parsed(request, output, load_output, called=True)
                 except PilotflameError as error:
                     raise error.about(f"{field}[{number}]") from None
                 outputs[number] = output

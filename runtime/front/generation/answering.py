@@ -19,14 +19,14 @@ from ..api.invoke import Invoker
 from ..http.call_group import CallGroup
 from ..http.event_stream import HEARTBEAT, HEARTBEAT_S, LAST_EVENT_S, STREAM_HEADERS, comments
 from ..http.guard import count_calls
-from ..http.requests import in_turn, timeout_of
+from ..http.large_answers import ANSWERS
+from ..http.requests import timeout_of
+from ..http.responses import made
 from .deltas import Deltas
 from .targets import with_targets
 
-MAX_ON_LOOP_BYTES = 1 << 20
-"""A larger answer is made in a thread, in the turn of its caller."""
-MAX_ON_LOOP_LOGPROBS = 256
-"""A piece with logprobs of more tokens becomes events in a thread, as after echo of a long prompt."""
+MAX_ON_LOOP_BYTES = 128 << 10
+"""A larger answer, or a larger piece, as one with the logprobs of a long prompt, is made in a thread, in the turn of its caller."""
 AHEAD = "X-Queue-Ahead"
 """The header of a stream that begins while its call waits: how many calls of the same caller a worker takes first."""
 
@@ -73,13 +73,9 @@ async def respond(
 
 async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
     while (found := await deltas.next()) is not None:
-        answer.add(*found)
+        answer.add(*found[:2])
 
-    def dump() -> bytes:
-        return orjson.dumps(answer.whole())
-
-    large = deltas.size > MAX_ON_LOOP_BYTES
-    body = await in_turn(request, dump) if large else dump()
+    body = await made(request, deltas.size, lambda: orjson.dumps(answer.whole()), MAX_ON_LOOP_BYTES)
     return web.Response(body=body, headers=deltas.headers, content_type=JSON_TYPE)
 
 
@@ -103,23 +99,20 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
             if waited:
                 waited = False
                 await response.write(comments(deltas.headers))
-            if data := await _events(request, answer, *found):
+            prompt, delta, size = found
+            # Some forms repeat the whole text in the events of the last piece.
+            size = size if delta.finish_reason is None else deltas.size
+            if data := await made(request, size, partial(answer.piece, prompt, delta), MAX_ON_LOOP_BYTES):
                 await _write(request, response, deltas, data)
     except PilotflameError as error:
         if not response.prepared:
             raise
         await _write(request, response, deltas, answer.failed(error))
     else:
-        await _write(request, response, deltas, answer.end())
+        last = await made(request, deltas.size, answer.end, MAX_ON_LOOP_BYTES)
+        await _write(request, response, deltas, last)
     await response.write_eof()
     return response
-
-
-async def _events(request: web.Request, answer: TextAnswer, prompt: int, delta: Delta) -> bytes:
-    """Return the events of a piece, as `TextAnswer.piece` does."""
-    tokens = len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
-    make = partial(answer.piece, prompt, delta)
-    return await in_turn(request, make) if tokens > MAX_ON_LOOP_LOGPROBS else make()
 
 
 def _comment(deltas: Deltas) -> bytes:
@@ -137,4 +130,4 @@ async def _write(request: web.Request, response: web.StreamResponse, deltas: Del
         if (ahead := deltas.ahead) is not None:
             response.headers[AHEAD] = str(ahead)
         await response.prepare(request)
-    await response.write(data)
+    await request.app[ANSWERS].write(request, response, data)

@@ -18,7 +18,7 @@ from ...ground.telemetry.invocation_end import GenerationEnd
 from ...node.functions.live import Live
 from ..api.invoke import Invoker
 from ..http.parsed_bodies import parsed
-from ..http.requests import dump_json, request_id_of, validate_output
+from ..http.requests import dump_json, plain, request_id_of, validate_output
 from ..http.responses import dumped, invocation_headers
 
 MOST_UNREAD = 64
@@ -46,15 +46,17 @@ class Deltas:
         self.headers = {"X-Request-Id": request_id_of(request.headers)}
         """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
         # If the caller reads slowly, the function waits.
-        self._arrived: asyncio.Queue[tuple[int, Delta] | PilotflameError | None] = asyncio.Queue(MOST_UNREAD)
+        self._arrived: asyncio.Queue[tuple[int, Delta, int] | PilotflameError | None] = asyncio.Queue(
+            MOST_UNREAD
+        )
         self._left, self._left_bytes = len(events), MOST_BYTES
         # By the number of the prompt.
         self._calls = dict[int, tuple[Revision, Invocation]]()
         self._on_generated = on_generated
         self._running = [tasks.create_task(self._run(number, event)) for number, event in enumerate(events)]
 
-    async def next(self) -> tuple[int, Delta] | None:
-        """Return the number of the prompt and the next piece; None after the last one. Raise the function's error."""
+    async def next(self) -> tuple[int, Delta, int] | None:
+        """Return the number of the prompt, the next piece, and about how many bytes it takes; None after the last one. Raise the function's error."""
         while self._left:
             found = await self._arrived.get()
             if isinstance(found, PilotflameError):
@@ -92,11 +94,11 @@ class Deltas:
             body = await dumped(self._request, _event_of, event)
             async with aclosing(self._pieces(body, number)) as pieces:
                 async for piece in pieces:
-                    self._count(piece)
-                    delta = await parsed(self._request, piece, read)
+                    size = self._count(piece)
+                    delta = await parsed(self._request, piece, read, called=True)
                     usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
                     first_s = first_s or last_s
-                    await self._arrived.put((number, delta))
+                    await self._arrived.put((number, delta, size))
             await self._arrived.put(None)
         except PilotflameError as error:
             failure = error.copied()
@@ -111,12 +113,14 @@ class Deltas:
                     )
                 )  # fmt: skip
 
-    def _count(self, piece: bytes) -> None:
-        """Raise OutputInvalid if the pieces are too large to be kept."""
-        self._left_bytes -= len(piece) + VALUE_BYTES * (1 + piece.count(b","))
+    def _count(self, piece: bytes) -> int:
+        """Return about how many bytes a piece takes. Raise OutputInvalid if the pieces are too large to be kept."""
+        size = len(piece) + VALUE_BYTES * (1 + piece.count(b","))
+        self._left_bytes -= size
         if self._left_bytes < 0:
             message = f"The answers of {self._live.record.function} are larger than {MOST_BYTES} bytes."
             raise OutputInvalid(message, remedy="Ask for fewer tokens, answers or logprobs.")
+        return size
 
     async def _pieces(self, body: bytes, number: int) -> AsyncGenerator[bytes]:
         """Call the function, and yield the pieces of its output. Raise its error. Cancel the call if the iterator is closed."""
@@ -148,4 +152,4 @@ def delta_of(name: str, piece: bytes) -> Delta:
 
 
 def _event_of(asked: GenerationRequest) -> bytes:
-    return dump_json(asked.model_dump(mode="json", exclude_unset=True))
+    return dump_json(plain(asked))

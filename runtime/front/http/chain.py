@@ -16,7 +16,7 @@ from typing import Protocol
 
 from aiohttp import hdrs, web
 
-from ....errors import Cancelled, HeadersTooLarge, Overloaded, PilotflameError, QuotaExceeded, UnknownFunction
+from ....errors import Cancelled, HeadersTooLarge, PilotflameError, QuotaExceeded, UnknownFunction
 from ...ground.access.keyring import Held
 from ...ground.telemetry.refusals import explaining
 from .access_log import UNKNOWN, AccessLog
@@ -37,7 +37,6 @@ from .responses import (
     check_version,
     complete_headers,
     compress,
-    error_reply,
     name_coding,
     not_routed,
 )
@@ -226,10 +225,13 @@ class Chain:
             return response
         if coding := name_coding(passage.headers, response.headers, response.content_type, body):
             body = await compress(body, coding, self.turn_of(passage.owner))
+        called = self.guard.may_call(passage.method, passage.path)
         try:
-            sliced = self.answers.sliced(body, response.content_type, passage.owner, passage.transport)
-        except Overloaded as error:
-            return error_reply(error, id_of(request)).response()
+            sliced = self.answers.sliced(
+                body, response.content_type, passage.owner, passage.transport, called=called
+            )
+        except PilotflameError as error:
+            return self.failed(passage, error, id_of(request)).response()
         if sliced is not response.body:
             response.body = sliced
         return response

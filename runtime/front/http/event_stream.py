@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import NotRequired
 
 import orjson
@@ -15,7 +16,7 @@ from typing_extensions import TypedDict
 from ....errors import PilotflameError
 from ...calls.serving.invocation import Invocation, Stream
 from .large_answers import ANSWERS
-from .responses import invocation_headers
+from .responses import invocation_headers, made
 from .sliced_body import SLICE_BYTES
 
 EVENT_STREAM_TYPE = "text/event-stream"
@@ -96,7 +97,8 @@ class EventStream:
         while pieces := await self._next(stream):
             first = self._number + 1
             self._number += len(pieces)
-            await self._write(self._late_headers() + self._encode(pieces, first))
+            size, make = sum(map(len, pieces)), partial(self._encode, pieces, first)
+            await self._write(self._late_headers() + await made(self._request, size, make, SLICE_BYTES))
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
@@ -143,9 +145,5 @@ class EventStream:
             headers = self._headers or invocation_headers(self._invocation) | STREAM_HEADERS
             self.response = web.StreamResponse(headers=headers)
             await self.response.prepare(self._request)
-        if len(data) <= SLICE_BYTES:
-            # The deadline of the invocation ends a write that its caller does not read.
-            await self.response.write(data)
-        else:
-            await self._request.app[ANSWERS].send(self._request, self.response, data)
+        await self._request.app[ANSWERS].write(self._request, self.response, data)
         return self.response

@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from ....errors import Overloaded
+from ....errors import CallEnded, Overloaded
 from ...ground.access.fair_share import SharedRoom
 from .requests import BODY_TIMEOUT_S, caller_of
 from .sliced_body import SLICE_BYTES, SlicedBody, write_slices
@@ -30,19 +30,34 @@ class LargeAnswers:
         self.room = SharedRoom(most)
 
     def sliced(
-        self, body: bytes | SlicedBody, media_type: str, owner: str, transport: asyncio.Transport | None
-    ) -> bytes | SlicedBody:
-        """Return a body as it is sent: in slices if it is large. Raise Overloaded if the callers of this owner have left too
-        many bytes unread.
+        self, body: bytes | SlicedBody, media_type: str, owner: str, transport: asyncio.Transport | None, *, called: bool
+    ) -> bytes | SlicedBody:  # fmt: skip
+        """Return a body as it is sent: in slices if it is large. If the callers of this owner have left too many bytes unread, raise
+        Overloaded, or CallEnded if a call may have been `called`: it must not be repeated.
         """
         if isinstance(body, bytes):
             if len(body) <= SLICE_BYTES:
                 return body
             body = SlicedBody([body], media_type)
-        self._check_room(owner, body.size)
+        self._check_room(owner, body.size, called=called)
         body.timeout_s = self.timeout_s
         body.sending = partial(self._sending, transport, owner, body.size)
         return body
+
+    async def write(self, request: web.Request, response: web.StreamResponse, part: bytes) -> None:
+        """Send a part of a streamed response, whose header was sent. Raise ConnectionResetError if the caller reads nothing, or if the
+        callers of this owner have left too many bytes unread.
+        """
+        if len(part) <= SLICE_BYTES:
+            # The deadline of the invocation ends a write that its caller does not read.
+            await response.write(part)
+            return
+        try:
+            await self.send(request, response, part)
+        except Overloaded as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError(error.message) from None
 
     async def send(self, request: web.Request, response: web.StreamResponse, part: bytes) -> None:
         """Send a part of a streamed response in slices. Raise Overloaded if the callers of this owner have left too many
@@ -54,11 +69,12 @@ class LargeAnswers:
         with self._sending(request.transport, owner, len(part)):
             await write_slices([part], response.write, self.timeout_s)
 
-    def _check_room(self, owner: str, size: int) -> None:
+    def _check_room(self, owner: str, size: int, *, called: bool = False) -> None:
         if not self.room.takes(owner, size):
             message = "The gateway holds as many bytes of answers as it may, which callers have not read."
             remedy = "Read the answers to your other requests."
-            raise Overloaded(message, remedy=remedy, details={"retry_after_s": RETRY_S})
+            error = Overloaded(message, remedy=remedy, details={"retry_after_s": RETRY_S})
+            raise CallEnded.after(error) if called else error
 
     @contextmanager
     def _sending(self, transport: asyncio.Transport | None, owner: str, size: int) -> Iterator[None]:

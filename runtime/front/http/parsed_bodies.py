@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from ....errors import Overloaded
+from ....errors import CallEnded, Overloaded
 from ...ground.access.fair_share import SharedRoom
 from ...ground.access.fair_threads import FairThreads
 from .requests import caller_of
@@ -28,11 +28,14 @@ class ParsedBodies:
     def __init__(self, most: int = MAX_WAITING_BYTES) -> None:
         self._threads, self._room = FairThreads(1, "bodies"), SharedRoom(most)
 
-    async def read(self, owner: str, body: bytes, work: Callable[[bytes], T]) -> T:
-        """Return the result of `work` with the body. Raise Overloaded if the owner has no room for it, and what `work` raises."""
+    async def read(self, owner: str, body: bytes, work: Callable[[bytes], T], *, called: bool = False) -> T:
+        """Return the result of `work` with the body. Raise what `work` raises, and Overloaded if the owner has no room for the body. If it
+        is an output, because a function was `called`, the error is CallEnded.
+        """
         if not self._room.takes(owner, len(body)):
-            message = "As many bytes of requests wait to be parsed as may wait."
-            raise Overloaded(message, remedy="Try again.", details={"retry_after_s": RETRY_S})
+            message = "As many bytes of requests and of outputs wait to be parsed as may wait."
+            error = Overloaded(message, remedy="Try again.", details={"retry_after_s": RETRY_S})
+            raise CallEnded.after(error) if called else error
         self._room.add(owner, len(body))
         try:
             return await self._threads.run(partial(work, body), owner=owner)
@@ -46,8 +49,8 @@ class ParsedBodies:
 PARSED_BODIES = web.AppKey("parsed_bodies", ParsedBodies)
 
 
-async def parsed(request: web.Request, body: bytes, work: Callable[[bytes], T]) -> T:
-    """Return the result of `work`, which parses and checks what belongs to a request: its body, or the function's output."""
+async def parsed(request: web.Request, body: bytes, work: Callable[[bytes], T], *, called: bool = False) -> T:
+    """Return the result of `work`, which parses and checks the body of a request, or the output of a function that was `called`."""
     if len(body) <= MAX_ON_LOOP_BYTES:
         return work(body)
-    return await request.app[PARSED_BODIES].read(caller_of(request).owner, body, work)
+    return await request.app[PARSED_BODIES].read(caller_of(request).owner, body, work, called=called)

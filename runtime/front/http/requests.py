@@ -258,6 +258,15 @@ def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameEr
     return valid
 
 
+def plain(asked: BaseModel, *, exclude: set[str] | None = None) -> dict[str, Any]:
+    """Return the fields that a request has set, as JSON has them. Raises BadInput if they are nested too deeply for pydantic."""
+    try:
+        found: dict[str, Any] = asked.model_dump(mode="json", exclude_unset=True, exclude=exclude)
+    except ValueError as error:
+        raise BadInput(f"The body is invalid: {error}.", remedy="Nest it less deeply.") from None
+    return found
+
+
 @functools.cache
 def _validator(model: type[BaseModel]) -> SchemaValidator:
     return failing_fast(TypeAdapter(model))

@@ -100,9 +100,9 @@ def json_response(
     return response
 
 
-async def made(request: web.Request, size: int, make: Callable[[], T]) -> T:
-    """Return the result of `make`, which makes an answer from `size` bytes of outputs: in a thread if they are many."""
-    return await in_turn(request, make) if size > MAX_ON_LOOP_BYTES else make()
+async def made(request: web.Request, size: int, make: Callable[[], T], most: int = MAX_ON_LOOP_BYTES) -> T:
+    """Return the result of `make`, which makes an answer from `size` bytes of outputs: in a thread if they are more than `most`."""
+    return await in_turn(request, make) if size > most else make()
 
 
 async def dumped(request: web.Request, dump: Callable[[T], bytes], event: T) -> bytes:

@@ -163,8 +163,7 @@ def explaining(*, named: bool = True, begun: bool = False) -> Iterator[None]:
             raise
         LOG.warning("%s", explained(error), exc_info=True)
         if begun:
-            remedy = f"{known.remedy} The call may have run: find out before you repeat it."
-            raise CallEnded(known.message, remedy=remedy) from error
+            raise CallEnded.after(known) from error
         raise known from error
 
 

@@ -35,6 +35,8 @@ from ..stored.job import Job, JobState, NewJob
 from ..stored.jobs import Jobs
 from .message_queue import Message, MessageQueue, Sink
 
+PARSED_ON_LOOP_BYTES = 16 << 10
+"""A larger message is parsed in a thread."""
 EXTENSIONS = 3
 """How many times per visibility timeout the timeouts of messages in progress are renewed."""
 RETRY_S = 1.0
@@ -347,19 +349,22 @@ class Consumer:
 
     async def _submit(self, message: Message) -> Job:
         key = f"{self.source.type}:{self.source.address}:{message.id}"
-        job, replayed = await self._jobs.submit(self._new_job(message, key))
+        given = message.body
+        large = len(given) > PARSED_ON_LOOP_BYTES
+        given = await asyncio.to_thread(_job_input, given) if large else _job_input(given)
+        job, replayed = await self._jobs.submit(self._new_job(message, given, key))
         if replayed and job.state in (JobState.FAILED, JobState.TIMED_OUT):
             return await self._jobs.store.retry(job.function, job.id)
         if replayed and job.state is JobState.CANCELLED:
             # A CANCELLED job cannot be retried, so this delivery is submitted as a new job with another key.
-            job, _ = await self._jobs.submit(self._new_job(message, f"{key}:{message.received}"))
+            job, _ = await self._jobs.submit(self._new_job(message, given, f"{key}:{message.received}"))
         return job
 
-    def _new_job(self, message: Message, key: str) -> NewJob:
+    def _new_job(self, message: Message, given: bytes, key: str) -> NewJob:
         traceparent = message.attributes.get("traceparent", "")
         return NewJob.for_function(
             self._settings,
-            _job_input(message.body),
+            given,
             # One attempt per delivery: the queue counts deliveries and limits their number.
             max_attempts=1,
             idempotency=key,

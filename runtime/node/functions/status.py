@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
@@ -162,6 +162,10 @@ class FunctionStatus(BaseModel, frozen=True):
     processes: list[Process] = []
     input_example: Any = {}
     """An example of an input that fits `input_schema`."""
+
+    def without_schemas(self) -> Self:
+        """Return the status for a list of functions: schemas may be long, and only the function's own page has them."""
+        return self.model_copy(update={"input_schema": {}, "output_schema": {}, "input_example": {}})
 
 
 class Deployed(FunctionStatus, frozen=True):

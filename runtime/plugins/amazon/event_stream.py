@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import orjson
@@ -17,6 +18,7 @@ from aiohttp import web
 from ....handlers.codec import BYTES_TYPE
 from ...calls.serving.invocation import Invocation
 from ...front.http.event_stream import STREAM_HEADERS, EventStream
+from ...front.http.responses import made
 
 EVENT_STREAM_TYPE = "application/vnd.amazon.eventstream"
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -41,7 +43,7 @@ class MessageStream(EventStream):
 
     async def send(self, payload: bytes) -> None:
         """Send a complete output."""
-        await self._write(self._parts(payload))
+        await self._write(await made(self._request, len(payload), partial(self._parts, payload)))
 
     def _encode(self, pieces: list[bytes], first: int) -> bytes:
         return b"".join(self._parts(payload_of(piece)) for piece in pieces)

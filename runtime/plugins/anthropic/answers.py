@@ -25,7 +25,7 @@ class MessageBlocks:
         self._blocks: list[tuple[str, list[Any]]] = []
         """The kind of each block, and its pieces: texts, or one call."""
         self._begun = self._called = False
-        self._index, self._open, self._sent, self._blank = -1, "", "", ""
+        self._index, self._open, self._sent, self._blanks = -1, "", "", list[str]()
         self._made, self._usage = 0, TokenUsage(prompt_tokens=0)
         self._reason: str | None = None
         self._stopped_by: str | None = None
@@ -73,16 +73,16 @@ class MessageBlocks:
         for call in delta.tool_calls:
             self._called = True
             yield from self._said("tool_use", call)
-        if delta.finish_reason is not None and self._blank and not self._open:
-            yield "text", self._blank
+        if delta.finish_reason is not None and self._blanks and not self._open:
+            yield "text", "".join(self._blanks)
 
     def _said(self, kind: str, piece: Any) -> Iterator[tuple[str, Any]]:
         """Yield a piece. A text block has more than blanks, because Anthropic's API takes no other back: blanks wait for more."""
         if kind == "text" and self._open != "text":
-            piece, self._blank = self._blank + piece, ""
+            self._blanks.append(piece)
             if not piece.strip():
-                self._blank = piece
                 return
+            piece, self._blanks = "".join(self._blanks), []
         self._open = kind
         yield kind, piece
 

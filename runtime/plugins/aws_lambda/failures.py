@@ -59,6 +59,10 @@ def is_of_function(error: PilotflameError) -> bool:
 
 def aws_error(error: PilotflameError, request_id: str) -> Response:
     """Return the response for an error that the function did not cause."""
+    if isinstance(error, errors.CallEnded) and is_of_function(error):
+        headers = {"x-amzn-RequestId": request_id, "X-Amz-Function-Error": "Unhandled"}
+        told = orjson.dumps(function_error(error, request_id))
+        return Response(200, headers | {"Content-Type": JSON_TYPE}, told)
     ours = error.status >= 500
     name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
     name = name or ("ServiceException" if ours else "InvalidParameterValueException")

@@ -12,12 +12,7 @@ from typing import Any, ClassVar
 import orjson
 from aiohttp import web
 
-from ....errors import (
-    BadInput,
-    CrashLoop,
-    DeadlineExceeded,
-    PilotflameError,
-)
+from ....errors import BadInput, CrashLoop, DeadlineExceeded, PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...calls.serving.invocation import Invocation, Output
 from ...front.api.backend import ASYNC_BODY_BYTES, Backend

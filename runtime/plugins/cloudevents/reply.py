@@ -60,11 +60,16 @@ async def _event(
         "causationid": cause.attributes["id"],
     }  # fmt: skip
     # Most outputs are not events. So parse only an output that contains "specversion".
-    found = (
-        await parsed(request, body, load_output) if kind == JSON_TYPE and b'"specversion"' in body else None
-    )
+    if kind == JSON_TYPE and b'"specversion"' in body:
+        return await parsed(request, body, partial(_event_in, attributes), called=True)
+    return ReceivedEvent(attributes, body, kind)
+
+
+def _event_in(attributes: dict[str, Any], output: bytes) -> ReceivedEvent:
+    """Return the event that an output in JSON is, which may lack some of `attributes`, or else an event with the output."""
+    found = load_output(output)
     if not isinstance(found, dict) or "specversion" not in found:
-        return ReceivedEvent(attributes, body, kind)
+        return ReceivedEvent(attributes, output, JSON_TYPE)
     try:
         return structured_event({**attributes, **found})
     except EventInvalid as error:

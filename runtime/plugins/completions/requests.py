@@ -20,10 +20,12 @@ from ....handlers.language_model.contract import (
     Tool,
     ToolName,
 )
-from ...front.http.requests import load_json, validate
+from ...front.http.requests import dump_json, load_json, plain, validate
 from .messages import plain_message
 
 MOST_PROMPTS = 128
+MOST_SHARED_BYTES = 16 << 20
+"""The most bytes of the fields that all prompts of a request share, once for each prompt."""
 T = TypeVar("T")
 Several = Annotated[list[T], Field(max_length=MOST_PROMPTS)]
 MOST_TOKENS = 16
@@ -307,6 +309,10 @@ class CompletionRequest(_Request):
         """Return the event of each prompt."""
         several = isinstance(self.prompt, list) and not all(isinstance(one, int) for one in self.prompt)
         prompts: list[Any] = list(self.prompt) if several else [self.prompt]
+        # Each prompt is a call, which gets a copy of all other fields.
+        if several and len(dump_json(plain(self, exclude={"prompt"}))) * len(prompts) > MOST_SHARED_BYTES:
+            message = "The body is invalid: prompt: the other fields are too long for that many prompts."
+            raise BadInput(message, remedy="Send fewer prompts in one request.", details={"field": "prompt"})
         most = self.max_tokens or MOST_TOKENS
         shown = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         fields: dict[str, Any] = {"max_tokens": most, "top_logprobs": self.logprobs, "prompt_logprobs": shown}

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 from multidict import CIMultiDict
 
-from ....errors import BadInput, InvocationError, Overloaded, PilotflameError
+from ....errors import BadInput, CallEnded, InvocationError, Overloaded, PilotflameError
 from ...calls.serving.invocation import Invocation, Output
 from ...front.api.backend import Backend
 from ...front.api.plugin import Entrance
@@ -54,13 +54,13 @@ class Responses:
     async def write(self, response: Message, timeout_s: float | None = None) -> None:
         """Write a response. gRPC holds it, also after a cancelled write, until the caller reads it or goes.
 
-        Raise Overloaded if the owner's callers have left too many bytes unread, TimeoutError if the write takes longer
+        Raise CallEnded if the owner's callers have left too many bytes unread, TimeoutError if the write takes longer
         than `timeout_s`, and gRPC's InternalError if the caller has gone.
         """
         size = response.ByteSize()
         if not self._room.takes(self._owner, size):
             fault = "The gateway holds as many bytes of responses as it may, which callers have not read."
-            raise Overloaded(fault, remedy="Read the responses to your other requests.")
+            raise CallEnded.after(Overloaded(fault, remedy="Read the responses to your other requests."))
         self._room.add(self._owner, size)
         self.unread += size
         async with self._writing, asyncio.timeout(timeout_s):
@@ -141,7 +141,10 @@ class GrpcMethods:
         if len(header) <= MAX_ON_LOOP_BYTES:
             return infer_response(output.payload, header, **fields)
         return await self._entrance.app[PARSED_BODIES].read(
-            call.caller.owner, header, lambda header: infer_response(output.payload, header, **fields)
+            call.caller.owner,
+            header,
+            lambda header: infer_response(output.payload, header, **fields),
+            called=True,
         )
 
     @contextlib.asynccontextmanager

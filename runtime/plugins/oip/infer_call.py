@@ -84,7 +84,7 @@ class InferCall(Invoker):
         if self._id:
             # The worker does not write the id, because calls with other ids may get the same output (response cache).
             own = b'{"id":%s,' % orjson.dumps(self._id)
-            header_bytes, payload = header_bytes + len(own) - 1, own + payload[1:]
+            header_bytes, payload = header_bytes + len(own) - 1, own + memoryview(payload)[1:]
         if is_json:
             return Response(200, {**headers, "Content-Type": JSON_TYPE}, payload)
         headers[_HEADER_NAME] = str(header_bytes)

@@ -26,6 +26,7 @@ HEADER_LENGTH = istr("Inference-Header-Content-Length")
 REMEDY = "docs/how-to/oip.md lists the fields and parameters."
 _LOWEST = 5
 MOST_TENSORS = 1000
+MOST_ID_CHARS = 1 << 16
 _DIGITS = 12
 _UNSUPPORTED = (
     "classification", "sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_offset",
@@ -96,7 +97,7 @@ class AskedOutput(_Part):
 class InferenceRequest(_Part):
     """The JSON of a request."""
 
-    id: str = ""
+    id: str = Field("", max_length=MOST_ID_CHARS)
     inputs: list[AskedInput] = Field(max_length=MOST_TENSORS)
     outputs: list[AskedOutput] = Field(default_factory=list, max_length=MOST_TENSORS)
 

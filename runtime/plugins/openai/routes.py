@@ -7,6 +7,7 @@ it answers them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NotRequired, TypeVar
 
 import orjson
@@ -29,8 +30,8 @@ from ...front.generation.models import Generator, adapters, generator, model, mo
 from ...front.generation.targets import PARAMETERS as TARGETS
 from ...front.http.event_stream import EVENTS
 from ...front.http.parsed_bodies import parsed
-from ...front.http.requests import load_json, read_body, request_id_of, validate
-from ...front.http.responses import json_response
+from ...front.http.requests import BODY_BYTES, load_json, read_body, request_id_of, validate
+from ...front.http.responses import json_response, outputs_response
 from ...front.http.routes import Route
 from ...ground.access.keys import Scope
 from ...node.functions.live import Live
@@ -211,18 +212,18 @@ class OpenAiApi(ApiPlugin):
         live = self._named(request, asked.model, RerankRequest)
         event, request_id = {"query": asked.query, "documents": texts}, request_id_of(request.headers)
 
-        def read(output: bytes) -> bytes:
-            return orjson.dumps(asked.answer(output_of(RerankOutput, live, output), request_id))
-
-        body = await self.call(request, live.record.function, event, read=read)
-        return web.Response(body=body, content_type=JSON_TYPE)
+        read = partial(output_of, RerankOutput, live)
+        found = await self.call(request, live.record.function, event, read=read)
+        # The response may have the documents of the request.
+        return await outputs_response(request, request[BODY_BYTES], lambda: asked.answer(found, request_id))
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         asked, events = await self._asked(request, ScoringRequest, ScoringRequest.events)
         live = self._named(request, asked.model, RerankRequest)
         outputs = await self.call_each(request, live.record.function, events, "text_1")
-        found = [output_of(RerankOutput, live, output) for output in outputs]
-        return json_response(asked.answer(found, request_id_of(request.headers)))
+        size, read = request[BODY_BYTES] + sum(map(len, outputs)), partial(output_of, RerankOutput, live)
+        request_id = request_id_of(request.headers)
+        return await outputs_response(request, size, lambda: asked.answer([*map(read, outputs)], request_id))
 
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
         """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""

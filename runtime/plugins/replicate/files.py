@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ....handlers.forms import FormField, FormParser
 from ...front.http.content_coding import CODINGS
 from ...front.http.parsed_bodies import parsed
 from ...front.http.requests import caller_of, coding_of, continue_body, dump_json, load_json, owner_of
-from ...front.http.responses import Timestamp, json_response, timestamp
+from ...front.http.responses import Timestamp, json_response, made, timestamp
 from ...front.http.routes import Route
 from ...front.listening.origins import Origins
 from ...ground.access.keys import Scope
@@ -130,21 +130,23 @@ class FilesApi:
         InputInvalid if a file is missing, InputTooLarge if the data URLs are larger than `most`, BadInput if the input
         is nested too deeply.
         """
-        urls = dict[str, str]()
+        urls = list[tuple[str, str]]()
         if _MARK in body or _ESCAPED_MARK in body:
             authority = self._origins.of(request).partition("//")[2]
-            urls = await parsed(request, body, lambda _: dict(_urls(found, authority)))
+            urls = await parsed(request, body, lambda _: [*_urls(found, authority)])
         files, contents = await self._contents(urls, owner_of(request), most) if urls else ({}, {})
-        return await parsed(request, body, lambda _: dump_json(_replaced(found, contents))), files
+        size = len(body) + sum(map(len, contents.values()))
+        return await made(request, size, lambda: dump_json(_replaced(found, contents))), files
 
     async def _contents(
-        self, urls: dict[str, str], owner: str, most: int | None
+        self, urls: Sequence[tuple[str, str]], owner: str, most: int | None
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the paths of files by their URLs, or, in a container, their data URLs, as `given` describes."""
-        files = await asyncio.to_thread(self._files, urls, owner)
+        files = await asyncio.to_thread(self._files, dict(urls), owner)
         if most is None:
             return {url: str(path) for url, (_, path) in files.items()}, {}
-        if (size := sum(about.size for about, _ in files.values())) * 4 // 3 > most:
+        # An input may have the same URL many times.
+        if (size := sum(files[url][0].size for url, _ in urls)) * 4 // 3 > most:
             message = f"The input's files have {size} bytes. They reach a function in a container inside the body, of at most {most} bytes, a third more."
             raise InputTooLarge(message, remedy="Send addresses from which the function can fetch them.")
         return {}, await asyncio.to_thread(_data_urls, files)

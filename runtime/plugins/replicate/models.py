@@ -116,11 +116,15 @@ class ModelsApi:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         names, links = self._page(request)
-        found = [await self._model(request, self.live(request, name), OWNER) for name in names]
+        found = [
+            await self._model(request, self.live(request, name).status().without_schemas(), OWNER)
+            for name in names
+        ]
         return json_response(links | {"results": found})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._model(request, self._named(request), request.match_info["owner"]))
+        status = self._named(request).status()
+        return json_response(await self._model(request, status, request.match_info["owner"]))
 
     async def versions(self, request: web.Request) -> web.StreamResponse:
         versions = [_version(self._named(request).status())]
@@ -155,14 +159,14 @@ class ModelsApi:
     def _named(self, request: web.Request) -> Live:
         return self.live(request, request.match_info["name"])
 
-    async def _model(self, request: web.Request, live: Live, owner: str) -> Model:
-        name = live.record.function
+    async def _model(self, request: web.Request, status: FunctionStatus, owner: str) -> Model:
+        name = status.name
         counts = await self._backend.jobs.store.counts(name, owner_of(request))
         return Model(
             url=f"{self._origin_of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
             visibility="private", github_url=None, paper_url=None, license_url=None, cover_image_url=None,
             run_count=counts.completed + counts.failed + counts.cancelled, default_example=None,
-            latest_version=_version(live.status()),
+            latest_version=_version(status),
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ....handlers.language_model.contract import GenerationRequest
 from ...front.api.backend import Backend
 from ...front.generation.deltas import delta_of
 from ...front.generation.models import generator, takes
-from ...front.http.requests import in_turn, validate
+from ...front.http.requests import in_turn, plain, validate
 from ...jobs.stored.job import Job
 from ...jobs.stored.store import JobStore
 from ...node.functions.live import Live
@@ -64,7 +64,7 @@ def event_of(
         raise _invalid(f"openai_input.{field}", text.removeprefix(f"{field}: "), error.remedy) from error
     if len(events) > 1:
         raise _invalid("openai_input.prompt", "a job has one prompt.", "Send a job for each prompt.")
-    event = writes.event(events[0]).model_dump(mode="json", exclude_unset=True)
+    event = plain(writes.event(events[0]))
     kept = {"model", "n", "stream", "stream_options"}
     return event, {FORM: {"chat": kind is ChatRequest, **asked.model_dump(mode="json", include=kept)}}
 

@@ -37,7 +37,7 @@ from ...front.api.jobs import (
     submitted,
     waited,
 )
-from ...front.api.plugin import ApiPlugin
+from ...front.api.plugin import ApiPlugin, list_response
 from ...front.http.event_stream import EVENTS, accepts_events, last_event_id
 from ...front.http.requests import Headers, dump_json, load_json, owner_of, validate
 from ...front.http.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
@@ -251,8 +251,8 @@ class QueueApi(ApiPlugin):
             self._outputs.pop(poller, None)
         if output is not None and output.streams and polls and poller in self._polled:
             self._outputs[poller] = output
-        found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
-        return json_response({"id": job.id, "status": job.state, "stream": found})
+        found = [b'{"output":%b,"number":%d}' % (piece, number) for number, piece in pieces]
+        return await list_response(request, "stream", found, {"id": job.id, "status": job.state})
 
     async def _send(self, request: web.Request, job: Job) -> web.StreamResponse:
         """Send a job's pieces as events, after the piece in `Last-Event-ID`."""

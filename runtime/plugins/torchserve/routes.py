@@ -77,7 +77,7 @@ class TorchServeApi(ApiPlugin):
         payload, kind = await Invoker(self.backend).call(request, name, body, extra=extra, content_type=kind)
         # TorchServe sends text as it is.
         if kind == JSON_TYPE and payload.startswith(b'"'):
-            payload = await parsed(request, payload, lambda text: load_output(text).encode())
+            payload = await parsed(request, payload, lambda text: load_output(text).encode(), called=True)
             kind = TEXT_TYPE
         return web.Response(body=payload, headers={"X-Request-Id": id_of(request), "Content-Type": kind})
 
@@ -98,7 +98,8 @@ def live_version(backend: Backend, request: web.Request) -> Live:
 
 def _facts(request: web.Request) -> dict[str, Any]:
     """Return what a handler of TorchServe gets beside the body."""
-    headers = {key.lower(): value for key, value in request.headers.items()}
+    # A header may have bytes that are not UTF-8.
+    headers = {key.lower(): value.encode(errors="replace").decode() for key, value in request.headers.items()}
     return {
         "content_type": request.headers.get("Content-Type", ""), "query": dict(request.query),
         "headers": {key: value for key, value in headers.items() if key not in SECRET_HEADERS},

@@ -63,6 +63,13 @@ def test_an_impossible_header_is_refused_once_it_is_complete(length: int, head: 
         assert len(reader.feed(header[-1:])) == (length == 0)
 
 
+def test_a_head_has_a_limit_of_its_own() -> None:
+    reader = FrameReader(max_head_bytes=10)
+    assert reader.feed(encode(1, 0, b"x" * 10, b"y" * 100))[0].payload == b"y" * 100
+    with pytest.raises(LinkError, match="10 for the head"):
+        reader.feed(encode(1, 0, b"x" * 11)[: HEADER.size])
+
+
 def test_the_limit_itself_is_allowed() -> None:
     assert FrameReader(10).feed(encode(1, 0, b"abc", b"defghij"))[0].payload == b"defghij"
     with pytest.raises(LinkError):

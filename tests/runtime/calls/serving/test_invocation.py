@@ -3,10 +3,11 @@
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import HandlerFailed, LinkError, WorkerDied
+from pilotflame.errors import BadInput, HandlerFailed, LinkError, WorkerDied
 from pilotflame.handlers.caller import NORMAL, CallOrigin
 from pilotflame.runtime.calls.link.stream_credit import STREAM_BYTES, STREAM_CHUNKS
 from pilotflame.runtime.calls.serving.invocation import Invocation, Output, Stream
@@ -46,6 +47,18 @@ def test_the_first_end_wins(ends: list[str]) -> None:
             assert invocation.output.cancelled()
 
     asyncio.run(run())
+
+
+async def test_what_the_handler_reads_beside_the_input_is_json_from_the_beginning() -> None:
+    """Otherwise the dispatch would fail, and end the link of a worker."""
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    for value in (deep, "\udcff", {"a": "\udcff"}):
+        with pytest.raises(BadInput, match="cannot be passed"):
+            make(extra={"value": value})
+    head = orjson.dumps(make(extra={"value": 10**30}).head(10.0))
+    assert b'"extra":{"value":1000000000000000000000000000000}' in head
 
 
 async def test_the_end_is_reported_unless_it_was_abandoned() -> None:

@@ -69,6 +69,29 @@ async def test_a_content_type_that_no_header_can_hold_is_refused_by_name(deploy,
     assert "Traceback" not in caplog.text
 
 
+LONG_ERRORS = """
+from pilotflame.errors import HandlerFailed
+from pilotflame.runtime.calls.worker import answers
+def handler(event):
+    if event == "sent whole":
+        answers.MAX_ERROR_BYTES = 1 << 30
+    raise HandlerFailed("long", details={"why": "x" * 1_000_000})
+"""
+
+
+@pytest.mark.parametrize("event", ["cut", "sent whole"])
+async def test_an_error_has_a_limit_also_if_a_worker_sends_a_longer_one(deploy, event: str):
+    error = await (await deploy(LONG_ERRORS)).error(event)
+    assert len(str(error)) < 1000
+    assert (error["message"] == "long") == (event == "cut")
+
+
+async def test_a_content_type_has_a_limit(deploy):
+    function = await deploy(HOSTILE)
+    error = await function.error("text/" + "x" * 2000)
+    assert (error["type"], len(error["message"]) < 200) == ("output_invalid", True)
+
+
 async def test_a_worker_that_is_terminated_drains(deploy, gate: Gate):
     source = """
 import gate, os

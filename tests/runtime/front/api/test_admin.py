@@ -47,6 +47,15 @@ async def test_a_function_cannot_enlarge_or_break_the_list_of_functions(gateway:
         await gateway.client.delete(f"/v1/functions/{function.name}")
 
 
+async def test_lists_have_no_schemas(gateway: Gateway, deploy):
+    function = await deploy("def handler(event: int) -> str:\n    return str(event)\n")
+    assert (await function.status())["input_schema"] == {"type": "integer"}
+    [listed] = (await gateway.client.get("/v1/functions")).json()["functions"]
+    assert (listed["input_schema"], listed["output_schema"], listed["input_example"]) == ({}, {}, {})
+    [model] = (await gateway.client.get("/replicate/v1/models")).json()["results"]
+    assert model["latest_version"]["openapi_schema"]["components"]["schemas"]["Input"]["properties"] == {}
+
+
 async def test_a_function_whose_schema_cannot_be_read_is_refused(gateway: Gateway):
     odd = LONG.replace("(BaseModel)", "(BaseModel, json_schema_extra={'$defs': {'a': 1}})")
     error = failure(await gateway.send(odd, name="broken"))

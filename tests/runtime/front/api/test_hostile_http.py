@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import gzip
 import json
@@ -639,3 +640,30 @@ async def test_a_refused_body_is_not_read_for_long(gateway: Gateway, deploy):
         assert (status, json.loads(body)["error"]["type"]) == (413, "input_too_large")
         assert (await connection.reply())[0] == 200
     assert failure(await function.client.post(function.path, content=b"x" * 101))["status"] == 413
+
+
+DEEP = "[" * 300 + "]" * 300
+CONTEXT = base64.b64encode(f'{{"custom": {DEEP}}}'.encode()).decode()
+VERTEX = "/vertex/v1/projects/p/locations/l/endpoints"
+UNPASSED: dict[str, tuple[str, str, str, int]] = {
+    "lambda": ("/lambda/2015-03-31/functions/{}/invocations", "1", f"X-Amz-Client-Context: {CONTEXT}", 400),
+    "lambda-event": (
+        "/lambda/2015-03-31/functions/{}/invocations", "1", f"X-Amz-Invocation-Type: Event\r\nX-Amz-Client-Context: {CONTEXT}", 400,
+    ),
+    "vertex": (VERTEX + "/{}:predict", f'{{"instances": [1], "parameters": {DEEP}}}', "X-A: 1", 400),
+    "sagemaker": ("/sagemaker/endpoints/{}/invocations", "1", "X-Amzn-SageMaker-Custom-Attributes: \xff", 400),
+    "torchserve": ("/torchserve/predictions/{}", "1", "X-A: \xff", 200),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNPASSED)
+async def test_what_no_worker_can_get_ends_no_call_of_another(gateway: Gateway, deploy, case: str):
+    """An error during the dispatch would end the link of the worker, and so its other calls."""
+    path, body, header, status = UNPASSED[case]
+    function: Function = await deploy(ECHO)
+    worker = (await function.call(1)).headers["X-Worker-Id"]
+    found = await status_of(
+        gateway, post(path.format(function.name), body, "Content-Type: application/json", header)
+    )
+    assert found == status
+    assert (await function.call(1)).headers["X-Worker-Id"] == worker

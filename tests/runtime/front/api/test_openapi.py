@@ -175,6 +175,24 @@ def test_two_dialects_share_a_path() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_long_schemas_are_in_the_document_of_their_function_only(gateway: Gateway, deploy: Any) -> None:
+    function = await deploy(
+        "from pydantic import BaseModel, Field\n"
+        "class Event(BaseModel):\n    text: str = Field(description='x' * 20_000)\n"
+        "def handler(event: Event):\n    pass\n"
+    )
+    short = await deploy("def handler(event: int):\n    pass\n")
+
+    async def sent(name: str, **query: str) -> Any:
+        found = (await gateway.client.get("/openapi.json", params=query)).json()
+        described = found["paths"][f"/invoke/{name}"]["post"]
+        return described["requestBody"]["content"]["application/json"]["schema"]
+
+    assert (await sent(function.name), await sent(short.name)) == ({}, {"type": "integer"})
+    assert "text" in (await sent(function.name, function=function.name))["properties"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_every_route_but_public_ones_describes_the_response_without_a_key(gateway: Gateway):
     paths = (await gateway.client.get("/openapi.json")).json()["paths"]
     public = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -135,8 +136,44 @@ async def test_answers_that_nobody_reads_leave_room_for_other_callers(
     room.add(keys[0]["id"], SIZE * 17 // 10)
     size = SIZE // 4
     a, b = [await call(gateway, size, Authorization=f"Bearer {key['key']}", **headers) for key in keys]
-    assert (a.status_code, a.json()["error"]["type"]) == (503, "overloaded")
+    # The call has run, so a client must not repeat it.
+    assert (a.status_code, a.json()["error"]["type"]) == (500, "call_ended")
+    assert (a.headers["x-should-retry"], "Retry-After" in a.headers) == ("false", False)
     assert b.content == WHOLE[:size]
+    # AWS's clients repeat all errors but those of the function.
+    path, authorized = "/lambda/2015-03-31/functions/f/invocations", f"Bearer {keys[0]['key']}"
+    answer = await gateway.client.post(path, json=size, headers={"Authorization": authorized})
+    assert (answer.status_code, answer.headers["X-Amz-Function-Error"]) == (200, "Unhandled")
+
+
+async def test_a_result_without_room_may_be_fetched_again(impatient: Gateway) -> None:
+    gateway = impatient
+    await gateway.deploy(SOURCE.replace("bytes(range(256))", "'x' * 256"), name="f")
+    job = (await gateway.client.post("/v1/functions/f/jobs?wait_s=60", json={"input": SIZE})).json()
+    room_of(gateway).room._most = SIZE
+    plain = {"Accept-Encoding": "identity"}
+    answer = await gateway.client.get(f"/v1/functions/f/jobs/{job['id']}", headers=plain)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded")
+    assert answer.headers["Retry-After"]
+
+
+async def test_a_piece_without_room_ends_the_stream(impatient: Gateway) -> None:
+    """Its status was sent before."""
+    gateway = impatient
+    await gateway.deploy("def handler(event):\n    yield 'a'\n    yield 'x' * event\n", name="f")
+    room_of(gateway).room._most = SIZE // 2
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    writer.write(wire(SIZE, {}))
+    seen = b""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(1 << 16):
+                seen += part
+    assert seen.startswith(b"HTTP/1.1 200")
+    # There is no second response behind the first pieces.
+    assert seen.count(b"HTTP/1.1") == 1
+    assert len(seen) < SIZE
+    writer.close()
 
 
 @pytest.mark.parametrize("source", [SOURCE, SOURCE.replace("return", "yield")], ids=["output", "piece"])

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from live import Gateway
-from pilotflame.errors import Overloaded
+from pilotflame.errors import CallEnded, Overloaded
 from pilotflame.runtime.front.http.parsed_bodies import PARSED_BODIES, ParsedBodies, parsed
 from pilotflame.runtime.front.http.responses import MAX_ON_LOOP_BYTES
 
@@ -61,6 +61,18 @@ async def test_a_large_body_is_parsed_in_a_thread() -> None:
 
     assert await parsed(request, b"x" * MAX_ON_LOOP_BYTES, where)
     assert not await parsed(request, b"x" * (MAX_ON_LOOP_BYTES + 1), where)
+    app[PARSED_BODIES].close()
+
+
+async def test_an_output_without_room_invites_no_retry() -> None:
+    app = web.Application()
+    app[PARSED_BODIES] = ParsedBodies(1)
+    request, large = make_mocked_request("POST", "/", app=app), b"x" * (MAX_ON_LOOP_BYTES + 1)
+    with pytest.raises(Overloaded):
+        await parsed(request, large, len)
+    with pytest.raises(CallEnded) as ended:
+        await parsed(request, large, len, called=True)
+    assert (ended.value.status, ended.value.repeatable) == (500, False)
     app[PARSED_BODIES].close()
 
 

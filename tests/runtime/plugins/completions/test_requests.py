@@ -129,6 +129,12 @@ def test_a_format_without_its_value_is_refused(asked: dict[str, Any]) -> None:
         chat(response_format=asked)
 
 
+def test_what_prompts_share_counts_for_each_of_them() -> None:
+    with pytest.raises(BadInput, match="too long for that many prompts"):
+        completion(prompt=["a"] * 128, stop=["x" * (1 << 18)])
+    assert completion(prompt=["a" * (1 << 18)] * 128, stop=["x"]).prompt == "a" * (1 << 18)
+
+
 def test_logprobs_and_parts_of_prompts_reach_the_model() -> None:
     assert (completion(echo=True, logprobs=2).prompt_logprobs, completion(logprobs=2).prompt_logprobs) == (
         2,

@@ -38,6 +38,21 @@ async def test_json(server: Server) -> None:
     assert LENGTH not in answer.headers
 
 
+@pytest.mark.parametrize(
+    ("value", "status"), [("[" * 300 + "]" * 300, 400), ("1" * 30, 200)], ids=["deep", "long"]
+)
+async def test_parameters_end_no_call_of_another(server: Server, value: str, status: int) -> None:
+    """They are in the head of a frame. An error during the dispatch would end the link of the worker."""
+    text = orjson.dumps(request()).decode()
+    body = f'{text[:-1]},"parameters":{{"a":{value}}}}}'
+    worker = (await server.gateway.client.post(INFER, json=request())).headers["X-Worker-Id"]
+    answer = await server.gateway.client.post(
+        INFER, content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == status, answer.text[:300]
+    assert (await server.gateway.client.post(INFER, json=request())).headers["X-Worker-Id"] == worker
+
+
 async def test_much_json(server: Server) -> None:
     rows = 4000
     inputs = [

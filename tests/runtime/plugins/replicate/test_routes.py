@@ -282,6 +282,11 @@ async def test_a_deep_input_with_a_file_for_a_container_is_refused(
     [made] = (await call("GET", "/replicate/v1/predictions")).json()["results"]
     shown = (await call("GET", f"/replicate/v1/predictions/{made['id']}")).json()
     assert shown["input"]["image"][0]["file"].startswith("data:text/plain;name=content.txt;base64,")
+    # Each place gets the content, so it counts each time.
+    large = (await call.upload("in.txt", b"x" * (200 << 10))).json()["urls"]["get"]
+    body = {"version": function.name, "input": {"text": "a", "image": [large] * 10}}
+    found = await call("POST", "/replicate/v1/predictions", body)
+    assert (found.status_code, "2048000 bytes" in found.text) == (413, True), found.text[:300]
 
 
 async def test_a_file_that_has_lost_its_content(

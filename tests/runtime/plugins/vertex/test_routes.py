@@ -42,6 +42,13 @@ async def test_predictions(deploy: Any, gateway: Gateway) -> None:
     assert response.json()["predictions"] == [4]
 
 
+async def test_what_the_instances_share_counts_for_each(deploy: Any, gateway: Gateway) -> None:
+    function = await deploy(SCALED)
+    body = {"instances": [1] * 70, "parameters": {"factor": 1, "text": "x" * (1 << 20)}}
+    error = await fails(gateway, f"{function.name}:predict", json=body)
+    assert (error["code"], "the 70 instances share" in error["message"].lower()) == (400, True), error
+
+
 async def test_raw_predictions(deploy: Any, gateway: Gateway) -> None:
     function = await deploy(ECHO)
     path = f"{ENDPOINTS}/{function.name}:rawPredict"
