@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InputInvalid, OutputInvalid
+from ..sampling.constraint import Constraint, Constraints
+from ..sampling.grammar import OutputFormat, lark_of, output_rules
 from .answer_parts import AnswerParts
-from .chat_form import THINK, THOUGHT, ChatForm
-from .constraint import Constraint, Constraints
-from .contract import GenerationRequest, OutputFormat
-from .grammar import call_rules, lark_of, output_rules, with_reasoning
+from .chat_form import THINK, THOUGHT, ChatForm, call_rules, with_reasoning
+from .contract import GenerationRequest
 from .prompts import Prompt, Prompts
 
 _UNFINISHED = "The answer has ended without the format that the request asks for."
