@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, OutputInvalid
-from ....handlers.language_model.contract import EmbeddingOutput, RerankOutput, Text
+from ....handlers.encoders import EmbeddingOutput, RerankOutput, Text
 from ...front.http.requests import validate_output
 from ...node.functions.live import Live
 from ..completions.requests import REMEDY

@@ -16,13 +16,8 @@ from typing_extensions import TypedDict
 
 from ...._version import __version__
 from ....handlers.codec import JSON_TYPE
-from ....handlers.language_model.contract import (
-    EmbeddingOutput,
-    EmbeddingRequest,
-    GenerationRequest,
-    RerankOutput,
-    RerankRequest,
-)
+from ....handlers.encoders import EmbeddingOutput, EmbeddingRequest, RerankOutput, RerankRequest
+from ....handlers.language_model.contract import GenerationRequest
 from ...front.api.plugin import ApiPlugin
 from ...front.generation.answering import respond
 from ...front.generation.models import Generator, adapters, generator, model, models
