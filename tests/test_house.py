@@ -403,7 +403,7 @@ PARSED = {
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
-    "handlers.dialect_calls", "handlers.language_model.answer_form", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
+    "handlers.dialect_calls", "handlers.language_model.answer_form", "handlers.language_model.answer_parts", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.sampling.generation_defaults",

@@ -91,7 +91,8 @@ class AnswerForms:
         declared = self._chat.declared is not None
         before = prompt.text if declared else THINK if _begun(prompt) else ""
         listed = [tool.model_dump(exclude_none=True) for tool in request.tools]
-        return AnswerParts(self._tokenizer.get_response_parser(template, prefix=before, tools=listed or None))
+        parser = self._tokenizer.get_response_parser(template, prefix=before, tools=listed or None)
+        return AnswerParts(parser, self._chat.tools.arguments if self._chat.tools else None)
 
     def grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
         """Return the grammar of an answer, in the Lark form of llguidance; None if it may be any text. Raise InputInvalid."""

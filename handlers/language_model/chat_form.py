@@ -34,14 +34,8 @@ class ToolForm:
 
     @property
     def field(self) -> dict[str, Any]:
-        """The field of a response template that reads the calls."""
-        call = {"name": "{content.name}", "arguments": f"{{content.{self.arguments}}}"}
-        read = {
-            "open_pattern": self.opens,
-            "repeats": True,
-            "content": "json",
-            "transform": {"function": call},
-        }
+        """The field of a response template that returns the calls as texts, while they come."""
+        read = {"open_pattern": self.opens, "repeats": True, "content": "text"}
         return read | ({"close": self.end[-1]} if self.end else {})
 
 
@@ -99,7 +93,8 @@ class ChatForm:
     def template(self, *, tools: bool) -> ResponseTemplate | None:
         """Return how to read an answer of a request with or without tools. None: all of it is text."""
         if self.declared is not None:
-            return self.declared
+            calls = {"tool_calls": self.tools.field} if self.tools else {}
+            return {**self.declared, "fields": {**self.declared["fields"], **calls}}
         fields: dict[str, Any] = {"reasoning_content": _REASONING} if self.thinks else {}
         if tools:
             fields["tool_calls"] = _TAGGED if self.tools is None else self.tools.field
@@ -112,7 +107,8 @@ def _tool_form(text: str, read: Mapping[str, Any]) -> ToolForm | None:
     if read:
         calls = read.get("tool_calls", {})
         opens = str(calls.get("open", calls.get("open_pattern", "")))
-        return HERMES if opens.endswith("<tool_call>") and calls.get("content") == "json" else None
+        plain = calls.get("content") == "json" and not calls.get("content_args")
+        return HERMES if plain and opens.endswith("<tool_call>") else None
     if "<tool_call>" in text:
         return HERMES if "<function=" not in text else None
     if "<|python_tag|>" in text or ('"parameters"' in text and "<|start_header_id|>" in text):

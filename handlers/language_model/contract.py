@@ -161,7 +161,7 @@ class ToolCall(BaseModel):
     id: str
     name: str
     arguments: str
-    """A JSON object."""
+    """A JSON object, or its beginning."""
 
 
 LEAST_LOGPROB = -9999.0
@@ -217,7 +217,10 @@ class Delta(BaseModel):
     text: str = ""
     reasoning: str = ""
     """Text that the model writes before its answer, if its chat template marks such text."""
+    arguments: str = ""
+    """More of the arguments of the answer's last call, which an earlier delta has begun. They come before the other parts of this delta."""
     tool_calls: list[ToolCall] = Field(default_factory=list)
+    """Calls, or the beginning of one. Their arguments may go on in the next deltas."""
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None

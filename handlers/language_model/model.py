@@ -265,7 +265,8 @@ class LanguageModel:
                         stop_token = token.id in sampling.stop_token_ids and token.id not in self._ends
                         cut = written if stop_token or stream.stopped is not None else None
                         text = "".join([*said, delta.text])
-                        check = partial(self._forms.check, text=text, called=called, cut=cut)
+                        valid = called and parts is not None and parts.valid
+                        check = partial(self._forms.check, text=text, called=valid, cut=cut)
                         await self._planned(check, request)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped
