@@ -11,7 +11,7 @@ from .handlers.contract import Context, batch
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from .handlers.encoders import EmbeddingRequest, RerankRequest
+    from .handlers.encoders import EmbeddingRequest, RerankRequest, TokenEmbeddingRequest
     from .handlers.language_model.contract import Delta, GenerationRequest
     from .handlers.language_model.declared_prefixes import DeclaredPrefixes
     from .handlers.language_model.model import LanguageModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient", "Client", "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest",
-    "Tensor", "__version__", "batch", "language_model",
+    "Tensor", "TokenEmbeddingRequest", "__version__", "batch", "language_model",
 ]  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         from .handlers.language_model import contract  # noqa: PLC0415
 
         return getattr(contract, name)
-    if name in ("EmbeddingRequest", "RerankRequest"):
+    if name in ("EmbeddingRequest", "RerankRequest", "TokenEmbeddingRequest"):
         from .handlers import encoders  # noqa: PLC0415
 
         return getattr(encoders, name)

@@ -6,13 +6,15 @@ The handler of an encoder takes an `EmbeddingRequest` and returns an `EmbeddingO
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .language_model.contract import TokenCount
+from .sampling.sampling import TokenId
 
 Text = Annotated[str, Field(max_length=100_000)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=100_000)]
 
 
 class EmbeddingRequest(BaseModel):
@@ -21,6 +23,21 @@ class EmbeddingRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     text: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)]
+
+
+class TokenEmbeddingRequest(EmbeddingRequest):
+    """Texts, or `tokens` that the model's own tokenizer has made. Its name in a schema is that of a request of texts."""
+
+    model_config = ConfigDict(extra="forbid", title="EmbeddingRequest")
+
+    text: Text | Annotated[list[Text], Field(max_length=1024)] = Field(default_factory=list[str])
+    tokens: Annotated[list[TokenIds], Field(min_length=1, max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.tokens is None) == (self.text == []):
+            raise ValueError("give either text or tokens")
+        return self
 
 
 class EmbeddingOutput(BaseModel):

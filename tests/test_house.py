@@ -152,6 +152,7 @@ def test_the_face_is_short_and_sorted() -> None:
         "PilotflameError",
         "RerankRequest",
         "Tensor",
+        "TokenEmbeddingRequest",
         "__version__",
         "batch",
         "language_model",
