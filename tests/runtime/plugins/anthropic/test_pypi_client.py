@@ -221,6 +221,17 @@ async def test_what_is_refused_is_named(client: Any, fields: dict[str, Any], wor
     assert body["request_id"] == caught.value.request_id
 
 
+@pytest.mark.parametrize("asked", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_so_that_the_client_sends_all_turns(
+    client: Any, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="thread") as caught:
+        await client.messages.create(**ASKED | {"extra_body": {"thread": asked}})
+    # The tool runner of the client reads these details, and goes on without a thread.
+    details = caught.value.body["error"]["details"]
+    assert (details["error_code"], details["unsupported"]) == ("thread_unsupported_request", ["thread"])
+
+
 async def test_nulls_and_fields_without_effect_are_as_absent(client: Any) -> None:
     nothing = dict.fromkeys(
         ("system", "tools", "tool_choice", "stop_sequences", "top_p", "thinking", "container")
