@@ -11,12 +11,8 @@ from .handlers.contract import Context, batch
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from .handlers.language_model.contract import (
-        Delta,
-        EmbeddingRequest,
-        GenerationRequest,
-        RerankRequest,
-    )
+    from .handlers.encoders import EmbeddingRequest, RerankRequest, TokenEmbeddingRequest
+    from .handlers.language_model.contract import Delta, GenerationRequest
     from .handlers.language_model.declared_prefixes import DeclaredPrefixes
     from .handlers.language_model.model import LanguageModel
     from .handlers.tensors import Tensor
@@ -27,16 +23,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient", "Client", "Context", "Delta", "EmbeddingRequest", "GenerationRequest", "PilotflameError", "RerankRequest",
-    "Tensor", "__version__", "batch", "language_model",
+    "Tensor", "TokenEmbeddingRequest", "__version__", "batch", "language_model",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used: these modules take time to import, and few functions need them."""
-    if name in ("Delta", "EmbeddingRequest", "GenerationRequest", "RerankRequest"):
+    if name in ("Delta", "GenerationRequest"):
         from .handlers.language_model import contract  # noqa: PLC0415
 
         return getattr(contract, name)
+    if name in ("EmbeddingRequest", "RerankRequest", "TokenEmbeddingRequest"):
+        from .handlers import encoders  # noqa: PLC0415
+
+        return getattr(encoders, name)
     if name == "Tensor":
         from .handlers.tensors import Tensor  # noqa: PLC0415
 

@@ -57,7 +57,7 @@ TESTS = {
     "joserfc": "runtime/ground/access/test_issuers.py",
     "numpy": "handlers/test_arrays.py",
     "nvidia-ml-py": "runtime/node/launching/test_gpus.py",
-    "llguidance": "handlers/language_model/test_constraint.py",
+    "llguidance": "handlers/sampling/test_constraint.py",
     "obstore": "snapshot/sources/test_google.py snapshot/sources/test_azure.py",
     "onnxruntime": "runtime/test_other_runtimes.py",
     "openvino": "runtime/test_other_runtimes.py",

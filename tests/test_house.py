@@ -46,7 +46,7 @@ house, weight = _load("house"), _load("weight")
 # Names of types with two definitions. The list only shrinks.
 TWO_DEFINITIONS = {"Handler", "Source"}
 # The largest number of lines of code in a room.
-MOST_LINES = 3050
+MOST_LINES = 2620
 
 
 @cache
@@ -152,6 +152,7 @@ def test_the_face_is_short_and_sorted() -> None:
         "PilotflameError",
         "RerankRequest",
         "Tensor",
+        "TokenEmbeddingRequest",
         "__version__",
         "batch",
         "language_model",
@@ -403,10 +404,10 @@ PARSED = {
     # What the request log keeps of a call, in a thread.
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
-    "handlers.dialect_calls", "handlers.language_model.answer_form", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
+    "handlers.dialect_calls", "handlers.language_model.answer_form", "handlers.language_model.answer_parts", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
-    "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.language_model.generation_defaults",
+    "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.sampling.generation_defaults",
     "handlers.language_model.prefixes", "handlers.source_file", "runtime.front.api.openapi", "runtime.plugins.predictions.prediction",
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
     "runtime.calls.serving.latency_curve_store", "runtime.node.packaging.snapshots", "runtime.plugins.replicate.problem",

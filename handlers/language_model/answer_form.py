@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InputInvalid, OutputInvalid
+from ..sampling.constraint import Constraint, Constraints
+from ..sampling.grammar import OutputFormat, lark_of, output_rules
 from .answer_parts import AnswerParts
-from .chat_form import THINK, THOUGHT, ChatForm
-from .constraint import Constraint, Constraints
-from .contract import GenerationRequest, OutputFormat
-from .grammar import call_rules, lark_of, output_rules, with_reasoning
+from .chat_form import THINK, THOUGHT, ChatForm, call_rules, with_reasoning
+from .contract import GenerationRequest
 from .prompts import Prompt, Prompts
 
 _UNFINISHED = "The answer has ended without the format that the request asks for."
@@ -91,7 +91,8 @@ class AnswerForms:
         declared = self._chat.declared is not None
         before = prompt.text if declared else THINK if _begun(prompt) else ""
         listed = [tool.model_dump(exclude_none=True) for tool in request.tools]
-        return AnswerParts(self._tokenizer.get_response_parser(template, prefix=before, tools=listed or None))
+        parser = self._tokenizer.get_response_parser(template, prefix=before, tools=listed or None)
+        return AnswerParts(parser, self._chat.tools.arguments if self._chat.tools else None)
 
     def grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
         """Return the grammar of an answer, in the Lark form of llguidance; None if it may be any text. Raise InputInvalid."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ..sampling.grammar import json_rule, text_rule
+from .contract import ToolFunction
 
 ResponseTemplate = Mapping[str, Any]
 """How transformers' ResponseParser reads an answer. Its fields here: content, reasoning_content and tool_calls."""
 THINK, THOUGHT = "<think>", "</think>"
+_ANY = r"/(.|\n)*/"
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _REASONING = {"open": THINK, "close": THOUGHT, "content": "text"}
 
 
@@ -28,14 +34,8 @@ class ToolForm:
 
     @property
     def field(self) -> dict[str, Any]:
-        """The field of a response template that reads the calls."""
-        call = {"name": "{content.name}", "arguments": f"{{content.{self.arguments}}}"}
-        read = {
-            "open_pattern": self.opens,
-            "repeats": True,
-            "content": "json",
-            "transform": {"function": call},
-        }
+        """The field of a response template that returns the calls as texts, while they come."""
+        read = {"open_pattern": self.opens, "repeats": True, "content": "text"}
         return read | ({"close": self.end[-1]} if self.end else {})
 
 
@@ -93,7 +93,8 @@ class ChatForm:
     def template(self, *, tools: bool) -> ResponseTemplate | None:
         """Return how to read an answer of a request with or without tools. None: all of it is text."""
         if self.declared is not None:
-            return self.declared
+            calls = {"tool_calls": self.tools.field} if self.tools else {}
+            return {**self.declared, "fields": {**self.declared["fields"], **calls}}
         fields: dict[str, Any] = {"reasoning_content": _REASONING} if self.thinks else {}
         if tools:
             fields["tool_calls"] = _TAGGED if self.tools is None else self.tools.field
@@ -106,9 +107,45 @@ def _tool_form(text: str, read: Mapping[str, Any]) -> ToolForm | None:
     if read:
         calls = read.get("tool_calls", {})
         opens = str(calls.get("open", calls.get("open_pattern", "")))
-        return HERMES if opens.endswith("<tool_call>") and calls.get("content") == "json" else None
+        plain = calls.get("content") == "json" and not calls.get("content_args")
+        return HERMES if plain and opens.endswith("<tool_call>") else None
     if "<tool_call>" in text:
         return HERMES if "<function=" not in text else None
     if "<|python_tag|>" in text or ('"parameters"' in text and "<|start_header_id|>" in text):
         return LLAMA3
     return PLAIN
+
+
+def call_rules(
+    tools: Sequence[ToolFunction], form: ToolForm, tokens: Collection[str], *, several: bool, must: bool
+) -> str:
+    """Return the rules of an answer that calls one of these tools, or is a text if it does not have to call one.
+
+    `tokens` are the marks that are one token of the model. The first rule is `answer`.
+    """
+    begin, end = _marks(form.begin, tokens), _marks(form.end, tokens)
+    calls = r'call ("\n" call)*' if several and form.several else "call"
+    if not must:
+        # Without a mark, an answer that begins as a call is one.
+        calls = f"{_ANY} ({calls})?" if form.begin else r"call | /([^{\s](.|\n)*)?/"
+    rules = [f"answer: {calls}", f"call: {begin} object {end}"]
+    rules.append(f"object: {' | '.join(f'tool_{number}' for number in range(len(tools)))}")
+    for number, tool in enumerate(tools):
+        head = text_rule(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
+        rules.append(f"tool_{number}: {head} arguments_{number} {text_rule('}')}")
+        rules.append(f"arguments_{number}: {json_rule(tool.arguments if tool.parameters else _NO_ARGUMENTS)}")
+    return "\n".join(rules)
+
+
+def with_reasoning(rules: str, tokens: Collection[str], *, begun: bool) -> str:
+    """Return a grammar of `answer`, which a model may begin with its reasoning. `begun`: the prompt has begun it."""
+    if not {THINK, THOUGHT} <= set(tokens):
+        return f"start: answer\n{rules}"
+    begin = "" if begun else THINK
+    return (
+        f"start: reasoning{'' if begun else '?'} answer\nreasoning: {begin} {_ANY} {THOUGHT} /\\s*/\n{rules}"
+    )
+
+
+def _marks(pieces: Sequence[str], tokens: Collection[str]) -> str:
+    return " ".join(piece if piece in tokens else text_rule(piece) for piece in pieces)

@@ -1,8 +1,7 @@
 """The events of language models, and their answers. HTTP dialects make these events, and turn the answers into their own form.
 
-The handler of a model that writes is a generator, which takes a `GenerationRequest` and yields `Delta`s. An encoder takes an
-`EmbeddingRequest` and returns an `EmbeddingOutput`. A reranker takes a `RerankRequest` and returns a `RerankOutput`. The tokenizer and
-the chat template are the handler's own.
+The handler of a model that writes is a generator, which takes a `GenerationRequest` and yields `Delta`s. The tokenizer and the chat
+template are the handler's own.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..caller import PRIORITIES
+from ..sampling.grammar import OutputFormat
+from ..sampling.sampling import MOST_TOP, Sampling, TokenId
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-MOST_TOP = 20
 MOST_ANSWERS = 128
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-BadWord = Annotated[str, Field(min_length=1, max_length=256)]
-MOST_ALLOWED = 1 << 19
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 53)]
 RESERVED = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -29,46 +25,6 @@ RESERVED = {
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 """The arguments of a tokenizer's chat template, which a request may not set. A template is a program."""
-
-
-class Sampling(BaseModel):
-    """How tokens are chosen. The names and the order of the steps are the same as in vLLM."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    temperature: float = Field(1.0, ge=0, le=2, description="0 takes the likeliest token.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Only the likeliest tokens with this sum of probabilities."
-    )
-    top_k: int = Field(0, ge=-1, description="Only this many of the likeliest tokens; 0 or -1: all.")
-    min_p: float = Field(
-        0.0, ge=0, le=1, description="Only tokens with this share of the likeliest one's probability."
-    )
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    logit_bias: dict[int, Bias] = Field(default_factory=dict, max_length=1024)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    top_logprobs: int | None = Field(
-        None, ge=0, le=MOST_TOP, description="Report the likeliest tokens; None: no logprobs."
-    )
-    min_tokens: int = Field(0, ge=0)
-    ignore_eos: bool = False
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=1024)
-    allowed_token_ids: tuple[TokenId, ...] | None = Field(
-        None, min_length=1, max_length=MOST_ALLOWED, description="Only these tokens; None: all."
-    )
-    bad_words: tuple[BadWord, ...] = Field((), max_length=1024, description="Texts that are not made.")
-
-    @property
-    def greedy(self) -> bool:
-        """True if the next token is the largest logit, and no field needs more."""
-        plain = self.repetition_penalty == 1 and not self.logit_bias and self.top_logprobs is None
-        return (
-            plain
-            and self.allowed_token_ids is None
-            and not (self.temperature or self.presence_penalty or self.frequency_penalty or self.min_tokens)
-        )
 
 
 class ToolFunction(BaseModel):
@@ -102,23 +58,6 @@ class ToolName(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-
-
-class OutputFormat(BaseModel):
-    """What the text of an answer must be. It has one of these fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    json_schema: dict[str, Any] | None = Field(None, description="A value that fits this JSON schema.")
-    regex: str | None = Field(None, min_length=1, description="A text that matches.")
-    choice: tuple[str, ...] | None = Field(None, min_length=1, description="One of these texts.")
-    grammar: str | None = Field(None, min_length=1, description="A text of this grammar, in Lark or EBNF.")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if len(self.model_dump(exclude_none=True)) != 1:
-            raise ValueError("give one of json_schema, regex, choice and grammar")
-        return self
 
 
 class GenerationRequest(Sampling):
@@ -222,7 +161,7 @@ class ToolCall(BaseModel):
     id: str
     name: str
     arguments: str
-    """A JSON object."""
+    """A JSON object, or its beginning."""
 
 
 LEAST_LOGPROB = -9999.0
@@ -278,7 +217,10 @@ class Delta(BaseModel):
     text: str = ""
     reasoning: str = ""
     """Text that the model writes before its answer, if its chat template marks such text."""
+    arguments: str = ""
+    """More of the arguments of the answer's last call, which an earlier delta has begun. They come before the other parts of this delta."""
     tool_calls: list[ToolCall] = Field(default_factory=list)
+    """Calls, or the beginning of one. Their arguments may go on in the next deltas."""
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
@@ -293,46 +235,3 @@ class Delta(BaseModel):
     """The tokens of all answers so far. The first and the last delta of an answer have it."""
     prompt: PromptTokens | None = None
     """The tokens of the prompt, if the request asks for nothing else."""
-
-
-Text = Annotated[str, Field(max_length=100_000)]
-
-
-class EmbeddingRequest(BaseModel):
-    """Texts to turn into vectors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    text: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)]
-
-
-class EmbeddingOutput(BaseModel):
-    """A vector for a text, and a list of vectors for a list of texts."""
-
-    embedding: list[float] | list[list[float]]
-    tokens: TokenCount = 0
-    """The tokens of all texts."""
-
-
-class RerankRequest(BaseModel):
-    """Documents to rank by how well they answer the query."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    query: Text
-    documents: list[Text] = Field(min_length=1, max_length=1024)
-
-
-class DocumentScore(BaseModel):
-    """How well a document answers, from 0 to 1."""
-
-    index: int = Field(ge=0, lt=1 << 31)
-    score: float
-
-
-class RerankOutput(BaseModel):
-    """All documents, the best one first."""
-
-    results: list[DocumentScore]
-    tokens: TokenCount = 0
-    """The tokens of the query with each document."""

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 from ...errors import EngineStopped
+from ..sampling.prompt_logprobs import PromptLogprobs
+from ..sampling.sampler import Sampler
+from ..sampling.sampling import Sampling
 from .admission import NO_TARGETS, Targets
 from .causal_model import CausalModel
-from .contract import Sampling
 from .engine_steps import EngineSteps, SequenceRun, Token
 from .prefixes import Prefix, Prefixes
-from .prompt_logprobs import PromptLogprobs
-from .sampling import Sampler
 from .schedule import ScheduledSequence
 
 LOG = logging.getLogger(__name__)

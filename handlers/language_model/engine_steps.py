@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...errors import InputInvalid, OutputNotFinite, Overloaded
 from ..failure import is_out_of_memory
+from ..sampling.prompt_logprobs import PromptLogprobs
+from ..sampling.sampler import Logprobs, Sampler, check_finite, choose
 from .admission import NO_TARGETS, Admission, EngineLoad, Targets
 from .causal_model import CausalModel
-from .prompt_logprobs import PromptLogprobs
 from .prompt_reader import PromptReader
 from .rows import Rows
-from .sampling import Logprobs, Sampler, check_finite, choose
 from .schedule import Chunk, ScheduledSequence, StepSchedule
 
 LEAST_RETRY_S = 0.1

@@ -24,22 +24,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..answer_text import MOST_BYTES, TextStream, token_text
 from ..caller import CallOrigin, origin
 from ..notes import note
+from ..sampling.constraint import Constraint
+from ..sampling.generation_defaults import GenerationDefaults, seeded
+from ..sampling.prompt_logprobs import PromptLogprobs
+from ..sampling.sampler import Logprobs, Sampler, TokenLimits
+from ..sampling.sampling import Sampling
 from .adapters import ModelAdapters, check_adapter
 from .admission import NO_TARGETS, Targets
 from .answer_form import AnswerForms
 from .answer_parts import AnswerParts, add_text
 from .causal_model import CausalModel, conversion_note, keep_float32
-from .constraint import Constraint
-from .contract import Delta, FinishReason, GenerationRequest, Sampling, TokenLogprob, TokenUsage
+from .contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 from .declared_prefixes import DeclaredPrefixes
 from .engine import Engine
 from .engine_steps import Token
-from .generation_defaults import GenerationDefaults, seeded
 from .prefix_builder import PrefixBuilder
 from .prefixes import Prefixes
-from .prompt_logprobs import PromptLogprobs, check_prompt_logprobs
-from .prompts import Prompts, most_new_tokens
-from .sampling import Logprobs, Sampler, TokenLimits
+from .prompts import Prompts, check_prompt_logprobs, most_new_tokens
 
 if TYPE_CHECKING:
     from ...snapshot.adapters import Adapters
@@ -264,7 +265,8 @@ class LanguageModel:
                         stop_token = token.id in sampling.stop_token_ids and token.id not in self._ends
                         cut = written if stop_token or stream.stopped is not None else None
                         text = "".join([*said, delta.text])
-                        check = partial(self._forms.check, text=text, called=called, cut=cut)
+                        valid = called and parts is not None and parts.valid
+                        check = partial(self._forms.check, text=text, called=valid, cut=cut)
                         await self._planned(check, request)
                     delta.finish_reason, delta.usage = "tool_calls" if called else reason, usage
                     delta.stop_reason = stream.stopped

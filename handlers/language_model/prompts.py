@@ -11,8 +11,10 @@ from .contract import Delta, Effort, GenerationRequest, PromptTokens
 
 CHARS_A_TOKEN = 8
 """A text with more characters for each token of the longest prompt is read in parts, until they have too many tokens."""
-
-
+MOST_VALUES, TOKEN_VALUES = 300_000, 6
+"""The most values of a prompt's logprobs. The likeliest tokens are a value each, and the token of the prompt is TOKEN_VALUES. The JSON of a
+value has 5 marks (`foreign_json.MAX_MARKS`).
+"""
 PROBE = "pilotflame probe"
 """A content for a trial. A chat template that shows it reads contents in the form of the trial."""
 
@@ -250,3 +252,19 @@ def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
             "Shorten the prompt, or lower max_tokens.",
         )
     return room if wanted is None else wanted
+
+
+def check_prompt_logprobs(request: GenerationRequest, tokens: int) -> None:
+    """Raise InputInvalid if the logprobs of a prompt with `tokens` tokens would be too large, or would be sent several times."""
+    if (top := request.prompt_logprobs) is None:
+        return
+    message, remedy = "", "Set n to 1."
+    if request.n > 1:
+        message = "prompt_logprobs, or echo with logprobs, goes with n 1 only."
+    elif tokens > (most := MOST_VALUES // (TOKEN_VALUES + top)):
+        message = (
+            f"prompt_logprobs {top}, or echo with logprobs {top}, takes a prompt of {most} tokens at most."
+        )
+        remedy = "Shorten the prompt, or ask for fewer of the likeliest tokens."
+    if message:
+        raise InputInvalid(message, remedy=remedy, details={"field": "prompt_logprobs"})

@@ -68,7 +68,8 @@ class VllmAnswers:
             said = self._said[one.index] if self._request.output is not None else []
             said.append(delta.text)
             if delta.finish_reason in ("stop", "tool_calls"):
-                check_answer(self._request, "".join(said), called=delta.finish_reason == "tool_calls")
+                called = delta.finish_reason == "tool_calls" and parts is not None and parts.valid
+                check_answer(self._request, "".join(said), called=called)
         if ended or one.index not in self._begun:
             delta.usage = self._usage.model_copy()
         self._begun.add(one.index)

@@ -8,9 +8,10 @@ from typing import Any
 
 from ...errors import InputInvalid
 from ..language_model.answer_form import AnswerForms
-from ..language_model.contract import GenerationRequest, Sampling
-from ..language_model.generation_defaults import GenerationDefaults
+from ..language_model.contract import GenerationRequest
 from ..language_model.prompts import Prompts, most_new_tokens
+from ..sampling.generation_defaults import GenerationDefaults
+from ..sampling.sampling import Sampling
 from .answers import VllmAnswers
 
 FIELDS = {

@@ -31,11 +31,11 @@ from gpu_model import deployed
 from llm_servers import plain_ms, transformers_serve_ms
 from llm_tenants import ratios
 from pilotflame.handlers.language_model.causal_model import CausalModel
-from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.prefixes import Prefix, Prefixes, write
-from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import MOST_CHUNK
+from pilotflame.handlers.sampling.sampler import Sampler
+from pilotflame.handlers.sampling.sampling import Sampling
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.handle import Snapshot

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
-from pilotflame.handlers.language_model.sampling import Sampler
+from pilotflame.handlers.sampling.sampler import Sampler
+from pilotflame.handlers.sampling.sampling import Sampling
 
 WORDS = 32_000
 PROMPT, ANSWER = 32, 24

@@ -14,7 +14,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pilotflame
 import torch
-from pilotflame import EmbeddingRequest
+from pilotflame import TokenEmbeddingRequest
+from pilotflame.errors import InputInvalid
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
@@ -43,16 +44,34 @@ class Encoder:
         # The mean of the token vectors does not use this head.
         self.model.pooler = None
 
-    def tokenize(self, texts: list[str]) -> Any:
-        tokens = self.tokenizer(
-            texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        )
+    def tokenize(self, inputs: list[str | list[int]]) -> Any:
+        limits = {"truncation": True, "max_length": self.max_tokens}
+        if all(isinstance(one, str) for one in inputs):
+            tokens = self.tokenizer(inputs, padding=True, return_tensors="pt", **limits)
+        else:
+            ids = [self.tokenizer(one, **limits).input_ids if isinstance(one, str) else one for one in inputs]
+            tokens = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt")
         return tokens.to(self.model.device)
 
+    def check(self, tokens: list[int]) -> None:
+        """Raise InputInvalid for tokens that the model's tokenizer does not make, as far as they show it."""
+        special = self.tokenizer("").input_ids
+        if len(tokens) > self.max_tokens:
+            message = f"This model's maximum context length is {self.max_tokens} tokens, and an input has {len(tokens)}."
+            raise InputInvalid(
+                message, remedy="Send shorter inputs.", details={"reason": "context_length_exceeded"}
+            )
+        if max(tokens) >= len(self.tokenizer):
+            message = f"The token {max(tokens)} is none of the model's {len(self.tokenizer)}."
+            raise InputInvalid(message, remedy="Send texts, or tokens of the model's own tokenizer.")
+        if special and tokens[0] != special[0] and tokens[-1] != special[-1]:
+            message = f"The tokens neither begin with {special[0]} nor end with {special[-1]}, as those of the model's tokenizer do."
+            raise InputInvalid(message, remedy="Send texts, or tokens of the model's own tokenizer.")
+
     @torch.inference_mode()
-    def embed(self, texts: list[str]) -> list[tuple[list[float], int]]:
-        """Return the vector of each text, and how many tokens it has."""
-        tokens = self.tokenize(texts)
+    def embed(self, inputs: list[str | list[int]]) -> list[tuple[list[float], int]]:
+        """Return the vector of each text or list of tokens, and how many tokens it has."""
+        tokens = self.tokenize(inputs)
         vectors = self.model(**tokens).last_hidden_state
         mask = tokens["attention_mask"]
         if self.first_token:
@@ -84,25 +103,29 @@ def rehearse(context: pilotflame.Context) -> None:
 
 
 @pilotflame.batch(max_size=32, example={"text": SAMPLE})
-def handler(events: list[EmbeddingRequest], context: pilotflame.Context) -> list[dict[str, Any]]:
-    """Return one embedding for a text, and a list of embeddings for a list of texts."""
-    texts = [text for event in events for text in _texts(event)]
-    # Texts of about the same length are computed together, because padding is wasted work.
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-    found: list[tuple[list[float], int]] = [([], 0)] * len(texts)
+def handler(events: list[TokenEmbeddingRequest], context: pilotflame.Context) -> list[dict[str, Any]]:
+    """Return one embedding for a text, and a list of embeddings for a list of texts, or of lists of tokens."""
+    for tokens in (tokens for event in events for tokens in event.tokens or []):
+        context.state.check(tokens)
+    inputs = [one for event in events for one in _inputs(event)]
+    # Inputs of about the same length are computed together, because padding is wasted work.
+    order = sorted(range(len(inputs)), key=lambda index: len(inputs[index]))
+    found: list[tuple[list[float], int]] = [([], 0)] * len(inputs)
     for start in range(0, len(order), PASS_TEXTS):
         part = order[start : start + PASS_TEXTS]
-        for index, one in zip(part, context.state.embed([texts[i] for i in part]), strict=True):
+        for index, one in zip(part, context.state.embed([inputs[i] for i in part]), strict=True):
             found[index] = one
     rest = iter(found)
-    return [_answer(event, [next(rest) for _ in _texts(event)]) for event in events]
+    return [_answer(event, [next(rest) for _ in _inputs(event)]) for event in events]
 
 
-def _texts(event: EmbeddingRequest) -> list[str]:
-    return [event.text] if isinstance(event.text, str) else event.text
+def _inputs(event: TokenEmbeddingRequest) -> list[str | list[int]]:
+    if event.tokens is not None:
+        return [*event.tokens]
+    return [event.text] if isinstance(event.text, str) else [*event.text]
 
 
-def _answer(event: EmbeddingRequest, found: list[tuple[list[float], int]]) -> dict[str, Any]:
+def _answer(event: TokenEmbeddingRequest, found: list[tuple[list[float], int]]) -> dict[str, Any]:
     vectors, tokens = zip(*found, strict=True)
     return {"embedding": vectors[0] if isinstance(event.text, str) else list(vectors), "tokens": sum(tokens)}
 

@@ -88,7 +88,7 @@ class Deltas:
 
     async def _run(self, number: int, event: GenerationRequest) -> None:
         read = partial(delta_of, self._live.record.function)
-        usage, made = TokenUsage(prompt_tokens=0), 0
+        usage, made, calling = TokenUsage(prompt_tokens=0), 0, set[int]()
         first_s, last_s, failure = 0.0, 0.0, None
         try:
             body = await dumped(self._request, _event_of, event)
@@ -96,6 +96,12 @@ class Deltas:
                 async for piece in pieces:
                     size = self._count(piece)
                     delta = await parsed(self._request, piece, read, called=True)
+                    if delta.arguments and delta.index not in calling:
+                        raise _no_call(self._live.record.function)
+                    if delta.tool_calls:
+                        calling.add(delta.index)
+                    elif delta.text or delta.reasoning:
+                        calling.discard(delta.index)
                     usage, made, last_s = delta.usage or usage, made + len(delta.tokens), time.monotonic()
                     first_s = first_s or last_s
                     await self._arrived.put((number, delta, size))
@@ -149,6 +155,11 @@ def delta_of(name: str, piece: bytes) -> Delta:
     """Return a piece of the output of function `name`. Raise OutputInvalid if it is no Delta, or has too many values."""
     wrong = f"{name} is no language model: its handler yields something else than Delta."
     return validate_output(Delta, piece, wrong, "Yield pilotflame's Delta, or call it at /invoke.")
+
+
+def _no_call(name: str) -> OutputInvalid:
+    message = f"{name} yields arguments without a call, or after the text that follows the call."
+    return OutputInvalid(message, remedy="Begin the call with tool_calls of an earlier Delta.")
 
 
 def _event_of(asked: GenerationRequest) -> bytes:

@@ -19,12 +19,8 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from ....foreign_json import excess
-from ....handlers.language_model.contract import (
-    MOST_ANSWERS,
-    EmbeddingRequest,
-    GenerationRequest,
-    RerankRequest,
-)
+from ....handlers.encoders import EmbeddingRequest, RerankRequest
+from ....handlers.language_model.contract import MOST_ANSWERS, GenerationRequest
 from ...calls.serving.invocation import Invocation
 from ...ground.access.keyring import Keyring, Reservation, check_quota
 from ...ground.billing.account import Account

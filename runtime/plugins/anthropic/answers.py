@@ -23,7 +23,7 @@ class MessageBlocks:
     def __init__(self, request_id: str, asked: MessagesRequest) -> None:
         self._request_id, self._asked = request_id, asked
         self._blocks: list[tuple[str, list[Any]]] = []
-        """The kind of each block, and its pieces: texts, or one call."""
+        """The kind of each block, and its pieces: texts, or a call and more of its arguments."""
         self._begun = self._called = False
         self._index, self._open, self._sent, self._blanks = -1, "", "", list[str]()
         self._made, self._usage = 0, TokenUsage(prompt_tokens=0)
@@ -32,13 +32,19 @@ class MessageBlocks:
 
     def add(self, _prompt: int, delta: Delta) -> None:
         for kind, piece in self._pieces(delta):
-            if kind == "tool_use" or not self._blocks or self._blocks[-1][0] != kind:
+            if kind == "tool_use" or (kind != "input" and (not self._blocks or self._blocks[-1][0] != kind)):
                 self._blocks.append((kind, []))
             self._blocks[-1][1].append(piece)
 
     def whole(self) -> dict[str, Any]:
         """Return the response to a request without `stream`."""
-        return self._message([_block(kind, pieces) for kind, pieces in self._blocks], ended=True)
+        cut = self._reason == "length" or self._stopped_by is not None
+        last = len(self._blocks) - 1
+        blocks = [
+            _block(kind, pieces, cut=cut and number == last)
+            for number, (kind, pieces) in enumerate(self._blocks)
+        ]
+        return self._message(blocks, ended=True)
 
     def piece(self, _prompt: int, delta: Delta) -> bytes:
         """Return the events of a stream for a delta."""
@@ -66,6 +72,8 @@ class MessageBlocks:
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
             self._stopped_by = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        if delta.arguments:
+            yield "input", delta.arguments
         if delta.reasoning and self._asked.shows_thinking:
             yield from self._said("thinking", delta.reasoning)
         if delta.text:
@@ -92,13 +100,14 @@ class MessageBlocks:
             yield _event("message_start", message=self._message([], ended=False))
 
     def _events(self, kind: str, piece: Any) -> Iterator[bytes]:
-        if kind == "tool_use" or self._sent != kind:
+        if kind == "tool_use" or kind not in ("input", self._sent):
             yield from self._closing()
             self._index, self._sent = self._index + 1, kind
-            empty = {**_block(kind, [piece]), "input": {}} if kind == "tool_use" else _block(kind, [])
+            empty = _call_block(piece, {}) if kind == "tool_use" else _block(kind, [])
             yield _event("content_block_start", index=self._index, content_block=empty)
-        if kind == "tool_use":
-            delta = {"type": "input_json_delta", "partial_json": piece.arguments or "{}"}
+        if kind in ("tool_use", "input"):
+            text = piece if kind == "input" else piece.arguments
+            delta = {"type": "input_json_delta", "partial_json": text}
         else:
             delta = {"type": f"{kind}_delta", kind: piece}
         yield _event("content_block_delta", index=self._index, delta=delta)
@@ -118,7 +127,7 @@ class MessageBlocks:
     @property
     def _stop_reason(self) -> str:
         if self._reason == "stop":
-            return "tool_use" if self._called else "stop_sequence" if self._stopped_by else "end_turn"
+            return "stop_sequence" if self._stopped_by else "tool_use" if self._called else "end_turn"
         return _REASONS.get(self._reason or "", "end_turn")
 
     def _counts(self) -> dict[str, int]:
@@ -141,24 +150,32 @@ def input_tokens(asked: CountRequest) -> PromptAnswer:
     return PromptAnswer(asked.model, show)
 
 
-def _block(kind: str, pieces: list[Any]) -> dict[str, Any]:
+def _block(kind: str, pieces: list[Any], *, cut: bool = False) -> dict[str, Any]:
+    """Return a block. `cut`: the answer has ended in the middle of it."""
     if kind == "tool_use":
-        call: ToolCall = pieces[0]
-        return {"type": kind, "id": call.id, "name": call.name, "input": _input(call)}
+        call, *more = pieces
+        return _call_block(call, _input(call.name, "".join([call.arguments, *more]), cut=cut))
     signature = {"signature": ""} if kind == "thinking" else {}
     return {"type": kind, kind: "".join(pieces), **signature}
 
 
-def _input(call: ToolCall) -> orjson.Fragment:
-    """Return the arguments of a call, with its numbers as the model wrote them. Raise OutputInvalid if they are no object."""
+def _call_block(call: ToolCall, given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _input(name: str, arguments: str, *, cut: bool) -> orjson.Fragment:
+    """Return the arguments of a call, with its numbers as the model wrote them; an empty object if they are cut. Raise OutputInvalid if
+    they are no object.
+    """
     try:
-        found = load_json(call.arguments or "{}")
+        found = load_json(arguments or "{}")
     except BadInput:
-        found = None
+        found = {} if cut else None
+        arguments = ""
     if not isinstance(found, dict):
-        message = f"The call of {call.name} has no JSON object as arguments."
+        message = f"The call of {name} has no JSON object as arguments."
         raise OutputInvalid(message, remedy="Let the handler yield it as text.")
-    return orjson.Fragment(call.arguments or "{}")
+    return orjson.Fragment(arguments or "{}")
 
 
 def _event(kind: str, **members: Any) -> bytes:

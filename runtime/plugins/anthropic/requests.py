@@ -19,7 +19,7 @@ REMEDY = "docs/language-models.md lists the fields."
 WITHOUT_EFFECT = {"cache_control", "service_tier", "inference_geo", "speed", "diagnostics"}
 """The fields that are accepted, and do not change the answer."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "container": (), "mcp_servers": ([],), "output_format": (),
+    "container": (), "mcp_servers": ([],), "output_format": (), "thread": (),
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }  # fmt: skip
 """The fields that would change the answer, and are not supported; with the values that ask for nothing."""
@@ -279,7 +279,13 @@ def supported(body: Any) -> Any:
     for name in sorted(UNSUPPORTED.keys() & body.keys()):
         if body[name] is not None and body[name] not in UNSUPPORTED[name]:
             message = f"The body is invalid: {name}: pilotflame does not support it yet."
-            raise BadInput(message, remedy=REMEDY, details={"field": name})
+            # With these details, the client's tool runner sends all turns itself.
+            more = (
+                {"error_code": "thread_unsupported_request", "unsupported": [name]}
+                if name == "thread"
+                else {}
+            )
+            raise BadInput(message, remedy=REMEDY, details={"field": name, **more})
     left = UNSUPPORTED.keys() | WITHOUT_EFFECT
     return {name: value for name, value in body.items() if name not in left}
 

@@ -113,10 +113,16 @@ class CompletionAnswer:
     def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
         if self.chats:
             said = _reasoning(delta.reasoning)
-            if delta.tool_calls:
-                before = self._choices[index].called - len(delta.tool_calls)
-                calls = enumerate(delta.tool_calls, before)
-                said["tool_calls"] = [{"index": number, **_call(call)} for number, call in calls]
+            before = self._choices[index].called - len(delta.tool_calls)
+            calls: list[dict[str, Any]] = []
+            if delta.arguments:
+                calls.append({"index": before - 1, "function": {"arguments": delta.arguments}})
+            calls += [
+                {"index": number, **_call(call, call.arguments)}
+                for number, call in enumerate(delta.tool_calls, before)
+            ]
+            if calls:
+                said["tool_calls"] = calls
             if delta.text or not said:
                 said["content"] = delta.text
             return {"delta": said, "logprobs": chat_logprobs(delta.logprobs)}
@@ -128,7 +134,8 @@ class CompletionAnswer:
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self.chats:
-            calls = {"tool_calls": [_call(call) for call in choice.calls]} if choice.calls else {}
+            called = [_call(call, "".join(pieces)) for call, pieces in choice.calls]
+            calls = {"tool_calls": called} if called else {}
             content = "".join(choice.texts) or (None if calls else "")
             message = {
                 "role": "assistant",
@@ -163,7 +170,8 @@ class _Choice:
     # A list of the pieces, because text that grows by a piece is copied each time.
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[tuple[ToolCall, list[str]]] = field(default_factory=list)
+    """Each call with the pieces of its arguments."""
     logprobs: list[TokenLogprob] | None = None
     prompt: list[TokenLogprob] | None = None
     """The tokens of the prompt."""
@@ -173,7 +181,9 @@ class _Choice:
     def keep(self, delta: Delta) -> None:
         self.texts.append(delta.text)
         self.reasonings.append(delta.reasoning)
-        self.calls += delta.tool_calls
+        if delta.arguments:
+            self.calls[-1][1].append(delta.arguments)
+        self.calls += [(call, [call.arguments]) for call in delta.tool_calls]
         if delta.prompt_logprobs is not None:
             self.prompt = delta.prompt_logprobs
         if delta.logprobs is not None:
@@ -194,16 +204,12 @@ def _event(body: Any) -> bytes:
 
 def _says_something(delta: Delta) -> bool:
     """Return True if the caller gets a chunk for a delta."""
-    said = delta.text or delta.reasoning or delta.tool_calls or delta.logprobs is not None
+    said = delta.text or delta.reasoning or delta.arguments or delta.tool_calls or delta.logprobs is not None
     return bool(said) or delta.finish_reason is not None
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _reasoning(text: str) -> dict[str, Any]:

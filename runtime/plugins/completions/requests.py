@@ -11,15 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ....errors import BadInput
-from ....handlers.language_model.contract import (
-    MOST_TOP,
-    Effort,
-    GenerationRequest,
-    OutputFormat,
-    Sampling,
-    Tool,
-    ToolName,
-)
+from ....handlers.language_model.contract import Effort, GenerationRequest, Tool, ToolName
+from ....handlers.sampling.grammar import OutputFormat
+from ....handlers.sampling.sampling import MOST_TOP, Sampling
 from ...front.http.requests import dump_json, load_json, plain, validate
 from .messages import plain_message
 

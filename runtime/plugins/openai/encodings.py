@@ -12,10 +12,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, OutputInvalid
-from ....handlers.language_model.contract import EmbeddingOutput, RerankOutput, Text
+from ....handlers.encoders import EmbeddingOutput, RerankOutput, Text, TokenIds
 from ...front.http.requests import validate_output
 from ...node.functions.live import Live
-from ..completions.requests import REMEDY
 
 MOST_TEXTS = 1024
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST_TEXTS)]
@@ -47,21 +46,18 @@ class EmbeddingsRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
-    input: Text | Texts | list[int] | list[list[int]]
+    input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)]
     encoding_format: Literal["float", "base64"] = "float"
 
-    @property
-    def texts(self) -> list[str]:
-        """The texts. Raise BadInput if the request has tokens: a caller does not know the tokens of the model."""
-        given = [self.input] if isinstance(self.input, str) else self.input
-        texts = [text for text in given if isinstance(text, str)]
-        if len(texts) < len(given) or not texts:
-            message = "The body is invalid: input: pilotflame takes texts, not tokens."
-            raise BadInput(message, remedy=REMEDY, details={"field": "input"})
-        if not all(texts):
+    def event(self) -> dict[str, Any]:
+        """Return the event. Raise BadInput if a text is empty."""
+        given = [self.input] if isinstance(self.input, str) or isinstance(self.input[0], int) else self.input
+        if not isinstance(given[0], str):
+            return {"tokens": given}
+        if not all(given):
             message = "The body is invalid: input: a text is empty."
             raise BadInput(message, remedy="Leave it out.", details={"field": "input"})
-        return texts
+        return {"text": given}
 
     def answer(self, found: EmbeddingOutput) -> EmbeddingsAnswer:
         """Return the response."""
@@ -171,6 +167,15 @@ class ScoringRequest(BaseModel):
         return {
             "id": f"score-{request_id}", "object": "list", "created": int(time.time()), "model": self.model, "data": data, "usage": usage
         }  # fmt: skip
+
+
+def check_tokens(live: Live, event: dict[str, Any]) -> None:
+    """Raise BadInput if the event has tokens, and the function takes texts only."""
+    schema = (live.record.handler or {}).get("input_schema") or {}
+    if "tokens" in event and "tokens" not in schema.get("properties", {}):
+        message = f"The body is invalid: input: {live.record.function} takes texts, not tokens."
+        remedy = "Send texts, as OpenAIEmbeddings of langchain does with check_embedding_ctx_length=False."
+        raise BadInput(message, remedy=remedy, details={"field": "input"})
 
 
 def output_of(kind: type[T], live: Live, output: bytes) -> T:

@@ -31,7 +31,7 @@ class ResponseAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
     _items: list[dict[str, Any]] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
-    """The pieces of the text of the last item, until it ends."""
+    """The pieces of the text or the arguments of the last item, until it ends."""
     _status: str = "in_progress"
     _usage: TokenUsage | None = None
     _tokens: int = 0
@@ -68,6 +68,8 @@ class ResponseAnswer:
         """Add a delta, and return its events."""
         events: list[ResponseEvent] = []
         self._tokens += len(delta.tokens)
+        if delta.arguments:
+            events.append(self._arguments(delta.arguments))
         if delta.reasoning:
             self._reasoned += len(delta.tokens)
             events += self._text("reasoning", delta.reasoning, [])
@@ -116,7 +118,14 @@ class ResponseAnswer:
             return []
         item = self._items[-1]
         item["status"] = "incomplete" if self._status == "incomplete" else "completed"
-        part = self._part()
+        if item["type"] == "function_call":
+            self._keep()
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            return [
+                self._event("response.function_call_arguments.done", **done),
+                self._event("response.output_item.done", item=item),
+            ]
+        part = self._keep()
         shown = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
         return [
             self._event(f"response.{part['type']}.done", text=part["text"], **shown, content_index=0),
@@ -124,14 +133,17 @@ class ResponseAnswer:
             self._event("response.output_item.done", item=item),
         ]
 
-    def _part(self) -> dict[str, Any]:
-        """Return the part of the last item, with its text so far."""
-        part: dict[str, Any] = self._items[-1]["content"][0]
-        part["text"], self._texts = "".join([part["text"], *self._texts]), []
+    def _keep(self) -> dict[str, Any]:
+        """Put the pieces into the last item. Return the part of its text, or the call."""
+        item = self._items[-1]
+        calls = item["type"] == "function_call"
+        part: dict[str, Any] = item if calls else item["content"][0]
+        name = "arguments" if calls else "text"
+        part[name], self._texts = "".join([part[name], *self._texts]), []
         return part
 
     def _call(self, call: ToolCall) -> list[ResponseEvent]:
-        """Add a call, which arrives as a whole."""
+        """Begin a call with its arguments so far."""
         events = self._finish_item()
         item = {
             "type": "function_call", "id": self._item_id("function_call"), "call_id": call.id, "name": call.name,
@@ -139,14 +151,12 @@ class ResponseAnswer:
         }  # fmt: skip
         self._items.append(item)
         events.append(self._event("response.output_item.added", item={**item}))
-        item |= {"arguments": call.arguments, "status": "completed"}
-        kind = "response.function_call_arguments"
-        return [
-            *events,
-            self._event(f"{kind}.delta", delta=call.arguments),
-            self._event(f"{kind}.done", arguments=call.arguments, name=call.name),
-            self._event("response.output_item.done", item=item),
-        ]
+        return [*events, self._arguments(call.arguments)] if call.arguments else events
+
+    def _arguments(self, text: str) -> ResponseEvent:
+        """Add arguments to the last call."""
+        self._texts.append(text)
+        return self._event("response.function_call_arguments.delta", delta=text)
 
     def _item_id(self, kind: str) -> str:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
@@ -171,7 +181,7 @@ class ResponseAnswer:
         asked = self.asked
         plain = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
         if self._texts:
-            self._part()
+            self._keep()
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": self._status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,

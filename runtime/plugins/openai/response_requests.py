@@ -7,15 +7,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ....errors import BadInput
-from ....handlers.language_model.contract import (
-    Effort,
-    GenerationRequest,
-    OutputFormat,
-    Sampling,
-    Tool,
-    ToolFunction,
-    ToolName,
-)
+from ....handlers.language_model.contract import Effort, GenerationRequest, Tool, ToolFunction, ToolName
+from ....handlers.sampling.grammar import OutputFormat
+from ....handlers.sampling.sampling import Sampling
 from ...front.http.requests import validate
 from ..completions.messages import plain_message, text_of
 from ..completions.requests import ANY_OBJECT, REMEDY, Options, allowed, check_choice

@@ -17,13 +17,8 @@ from typing_extensions import TypedDict
 
 from ...._version import __version__
 from ....handlers.codec import JSON_TYPE
-from ....handlers.language_model.contract import (
-    EmbeddingOutput,
-    EmbeddingRequest,
-    GenerationRequest,
-    RerankOutput,
-    RerankRequest,
-)
+from ....handlers.encoders import EmbeddingOutput, EmbeddingRequest, RerankOutput, RerankRequest
+from ....handlers.language_model.contract import GenerationRequest
 from ...front.api.plugin import ApiPlugin
 from ...front.generation.answering import respond
 from ...front.generation.models import Generator, adapters, generator, model, models
@@ -45,6 +40,7 @@ from .encodings import (
     RankingRequest,
     ScoringAnswer,
     ScoringRequest,
+    check_tokens,
     output_of,
 )
 from .response_answers import ResponseAnswer
@@ -198,13 +194,14 @@ class OpenAiApi(ApiPlugin):
         return await respond(self.backend, request, writes.live, events, answer, stream=asked.stream)
 
     async def embed(self, request: web.Request) -> web.StreamResponse:
-        asked, texts = await self._asked(request, EmbeddingsRequest, lambda asked: asked.texts)
+        asked, event = await self._asked(request, EmbeddingsRequest, EmbeddingsRequest.event)
         live = self._named(request, asked.model, EmbeddingRequest)
+        check_tokens(live, event)
 
         def read(output: bytes) -> bytes:
             return orjson.dumps(asked.answer(output_of(EmbeddingOutput, live, output)))
 
-        body = await self.call(request, live.record.function, {"text": texts}, read=read)
+        body = await self.call(request, live.record.function, event, read=read)
         return web.Response(body=body, content_type=JSON_TYPE)
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:

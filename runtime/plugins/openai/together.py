@@ -11,7 +11,7 @@ from typing import Literal
 from aiohttp import hdrs
 from typing_extensions import TypedDict
 
-from ....handlers.language_model.contract import EmbeddingRequest, RerankRequest
+from ....handlers.encoders import EmbeddingRequest, RerankRequest
 from ...front.generation.models import takes
 from ...node.functions.live import Live
 

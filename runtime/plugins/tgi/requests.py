@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....errors import BadInput
-from ....handlers.language_model.contract import MOST_TOP, GenerationRequest
+from ....handlers.language_model.contract import GenerationRequest
+from ....handlers.sampling.sampling import MOST_TOP
 from ...front.http.requests import validate
 from ..completions.requests import GrammarType
 

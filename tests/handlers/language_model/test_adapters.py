@@ -13,8 +13,8 @@ from pilotflame.handlers.language_model.adapters import CONFIG, ModelAdapters
 from pilotflame.handlers.language_model.causal_model import CausalModel
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.prefixes import Prefix, Prefixes, write
-from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes
+from pilotflame.handlers.sampling.sampler import Sampler
 from pilotflame.snapshot.adapters import Adapters
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import ADAPTERS, Snapshot

@@ -19,10 +19,10 @@ from pilotflame.handlers.language_model.admission import (
     EngineLoad,
     Targets,
 )
-from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
-from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes
+from pilotflame.handlers.sampling.sampler import Sampler
+from pilotflame.handlers.sampling.sampling import Sampling
 
 from .test_engine import engine_of
 

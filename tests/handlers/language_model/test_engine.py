@@ -13,13 +13,13 @@ import pytest
 from pilotflame.errors import EngineStopped
 from pilotflame.handlers.language_model.admission import Admission
 from pilotflame.handlers.language_model.causal_model import CausalModel
-from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.engine_steps import EngineSteps
 from pilotflame.handlers.language_model.pass_slices import PassSlices
 from pilotflame.handlers.language_model.rows import Rows
-from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes, StepSchedule
+from pilotflame.handlers.sampling.sampler import Sampler
+from pilotflame.handlers.sampling.sampling import Sampling
 from tiny_causal import KINDS, VOCABULARY, generated, tiny
 from torch import Tensor
 

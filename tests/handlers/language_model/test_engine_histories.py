@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
 from pilotflame.handlers.language_model import rows as rows_module
 from pilotflame.handlers.language_model.causal_model import CausalModel
-from pilotflame.handlers.language_model.contract import Sampling
 from pilotflame.handlers.language_model.engine import Engine
-from pilotflame.handlers.language_model.sampling import Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes
+from pilotflame.handlers.sampling.sampler import Sampler
+from pilotflame.handlers.sampling.sampling import Sampling
 from tiny_causal import VOCABULARY, generated, tiny
 
 POISON = VOCABULARY - 1

@@ -19,7 +19,7 @@ from pilotflame.handlers.language_model.contract import GenerationRequest
 from pilotflame.handlers.language_model.engine import Engine
 from pilotflame.handlers.language_model.engine_steps import Token
 from pilotflame.handlers.language_model.model import LanguageModel
-from pilotflame.handlers.language_model.prompt_logprobs import PromptLogprobs
+from pilotflame.handlers.sampling.prompt_logprobs import PromptLogprobs
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
 from shared_memory import copies_kb

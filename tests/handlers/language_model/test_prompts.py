@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import InputInvalid
-from pilotflame.handlers.language_model.contract import GenerationRequest
-from pilotflame.handlers.language_model.prompts import CHARS_A_TOKEN, Prompts
+from pilotflame.foreign_json import excess
+from pilotflame.handlers.language_model.contract import Delta, GenerationRequest, TokenLogprob
+from pilotflame.handlers.language_model.prompts import (
+    CHARS_A_TOKEN,
+    MOST_VALUES,
+    Prompts,
+    check_prompt_logprobs,
+)
+from pilotflame.runtime.front.generation.deltas import MOST_BYTES, VALUE_BYTES
 from tiny_tokenizer import WITHOUT_TOOLS, byte_tokenizer
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
@@ -229,3 +236,23 @@ def test_a_template_gets_texts_or_parts_as_it_reads_them(tokenizer: Counting, te
     asked = GenerationRequest.model_validate({"messages": messages})
     found = Prompts(tokenizer, len(tokenizer)).prompt(asked, MOST).text
     assert found == "".join(f"[{role}]{content}" for role, content in TURNS)
+
+
+def test_the_logprobs_of_a_prompt_are_limited_and_sent_once() -> None:
+    most = MOST_VALUES // 26
+    check_prompt_logprobs(GenerationRequest(prompt="a", prompt_logprobs=20), most)
+    check_prompt_logprobs(GenerationRequest(prompt="a", n=128), MOST_VALUES)
+    for count, n, text in ((most + 1, 1, f"a prompt of {most} tokens at most"), (2, 2, "n 1 only")):
+        with pytest.raises(InputInvalid, match=text) as caught:
+            check_prompt_logprobs(GenerationRequest(prompt="a", prompt_logprobs=20, n=n), count)
+        assert caught.value.details == {"field": "prompt_logprobs"}
+
+
+@pytest.mark.parametrize("top", [0, 1, 20])
+def test_the_largest_logprobs_of_a_prompt_stay_below_the_limits_of_answers(top: int) -> None:
+    likeliest = [(" antidisestablish", 100_000, -10.123456789)] * top
+    one = TokenLogprob(token=" antidisestablish", id=100_000, logprob=-10.123456789, top=likeliest, rank=1)
+    delta = Delta(prompt_logprobs=[one] * (MOST_VALUES // (6 + top)))
+    piece = delta.model_dump_json()
+    assert not excess(piece)
+    assert len(piece) + VALUE_BYTES * (1 + piece.count(",")) < MOST_BYTES

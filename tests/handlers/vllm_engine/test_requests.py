@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import InputInvalid, OutputInvalid
-from pilotflame.handlers.language_model.contract import GenerationRequest, Sampling
+from pilotflame.handlers.language_model.contract import GenerationRequest
+from pilotflame.handlers.sampling.sampling import Sampling
 from pilotflame.handlers.vllm_engine.requests import FIELDS, REFUSED, sampling_params
 
 VALUES: dict[str, Any] = {

@@ -125,8 +125,8 @@ class Answer {
     this.first_ms ??= performance.now();
     if (delta.reasoning) this.think(delta.reasoning);
     const room = MOST_CHARS - this.text.length;
-    this.text += (delta.text ?? "").slice(0, Math.max(0, room));
-    for (const call of delta.tool_calls ?? []) this.text += `${call.name}(${call.arguments})`;
+    const calls = (delta.tool_calls ?? []).map((call) => `${call.name} ${call.arguments}`);
+    this.text += [delta.arguments, delta.text, ...calls].join("").slice(0, Math.max(0, room));
     this.usage = delta.usage ?? this.usage;
     this.reason = delta.finish_reason ?? this.reason;
     setText(this.node, this.text);

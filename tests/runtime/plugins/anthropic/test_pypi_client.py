@@ -120,6 +120,40 @@ async def test_a_stream_of_a_text_and_calls(client: Any) -> None:
     assert (answer.stop_reason, answer.usage.input_tokens, answer.usage.output_tokens) == ("tool_use", 6, 30)
 
 
+async def test_the_arguments_of_a_call_come_in_pieces(client: Any) -> None:
+    call = {"id": "call_0", "name": "weather", "arguments": ""}
+    pieces = [{"tool_calls": [call]}, *({"arguments": one} for one in '{"city": "Köln", "n": 1.0}')]
+    more = {"arguments": " ", "tool_calls": [{**call, "id": "call_1", "arguments": '{"n"'}]}
+    whole = [*pieces, more, {"arguments": ": 2}"}, {"finish_reason": "tool_calls"}]
+    cut = [*pieces, more, {"finish_reason": "length"}]
+    for deltas, last, reason in ((whole, {"n": 2}, "tool_use"), (cut, {}, "max_tokens")):
+        async with client.messages.stream(**ASKED | scripted(*deltas)) as stream:
+            sent = [event.partial_json async for event in stream if event.type == "input_json"]
+            streamed = await stream.get_final_message()
+        answer = await client.messages.create(**ASKED | scripted(*deltas))
+        assert [(one.id, one.input) for one in answer.content] == [
+            ("call_0", {"city": "Köln", "n": 1.0}), ("call_1", last),
+        ]  # fmt: skip
+        assert [one.to_dict() for one in streamed.content] == [one.to_dict() for one in answer.content]
+        assert streamed.stop_reason == answer.stop_reason == reason
+        assert len(sent) > len(pieces)
+
+
+async def test_a_call_that_a_stop_sequence_cuts_is_not_asked_for(client: Any) -> None:
+    call = {"id": "call_0", "name": "weather", "arguments": '{"ci'}
+    cut = scripted({"tool_calls": [call]}, {"finish_reason": "stop", "stop_reason": "END"})
+    answer = await client.messages.create(**ASKED | cut)
+    assert (answer.content[0].input, answer.stop_reason) == ({}, "stop_sequence")
+
+
+@pytest.mark.parametrize(
+    "deltas", [[{"arguments": "{"}], [{"tool_calls": [{"id": "a", "name": "f", "arguments": ""}]}, {"text": "So."}, {"arguments": "{"}]]
+)  # fmt: skip
+async def test_arguments_without_a_call_are_an_error(client: Any, deltas: list[dict[str, Any]]) -> None:
+    with pytest.raises(anthropic.InternalServerError, match="arguments without a call"):
+        await client.messages.create(**ASKED | scripted(*deltas, {"finish_reason": "stop"}))
+
+
 async def test_the_result_of_a_call_goes_back(client: Any) -> None:
     asked = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
     answer = await client.messages.create(**asked)
@@ -185,6 +219,17 @@ async def test_what_is_refused_is_named(client: Any, fields: dict[str, Any], wor
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["error"]["remedy"]
     assert body["request_id"] == caught.value.request_id
+
+
+@pytest.mark.parametrize("asked", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_a_thread_is_refused_so_that_the_client_sends_all_turns(
+    client: Any, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="thread") as caught:
+        await client.messages.create(**ASKED | {"extra_body": {"thread": asked}})
+    # The tool runner of the client reads these details, and goes on without a thread.
+    details = caught.value.body["error"]["details"]
+    assert (details["error_code"], details["unsupported"]) == ("thread_unsupported_request", ["thread"])
 
 
 async def test_nulls_and_fields_without_effect_are_as_absent(client: Any) -> None:

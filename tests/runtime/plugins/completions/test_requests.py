@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import BadInput
-from pilotflame.handlers.language_model.contract import GenerationRequest, OutputFormat
+from pilotflame.handlers.language_model.contract import GenerationRequest
+from pilotflame.handlers.sampling.grammar import OutputFormat
 from pilotflame.runtime.front.http.requests import validate
 from pilotflame.runtime.plugins.completions.requests import ChatRequest, CompletionRequest, supported
 

@@ -50,6 +50,24 @@ async def test_embeddings(client: Any, served: Gateway) -> None:
     assert [model.id async for model in client.models.list()] == ["reranking", "text-embedding"]
 
 
+async def test_embeddings_of_tokens(client: Any, served: Gateway) -> None:
+    texts = await client.embeddings.create(model="text-embedding", input=TEXTS, encoding_format="float")
+    # Both words are one token each.
+    for sent in ([[9], [1]], [9]):
+        found = await client.embeddings.create(model="text-embedding", input=sent, encoding_format="float")
+        assert found.usage.prompt_tokens == len(found.data) == len(sent)
+        for one, other in zip(found.data, texts.data, strict=False):
+            assert one.embedding == pytest.approx(other.embedding, abs=1e-5)
+    # A batch may have texts and tokens of several callers.
+    mixed = await asyncio.gather(
+        *(client.embeddings.create(model="text-embedding", input=one) for one in ([9], "calm", [[9]], "calm"))
+    )
+    assert all(one.data[0].embedding == pytest.approx(mixed[0].data[0].embedding, abs=1e-5) for one in mixed)
+    for wrong, words in (([11], "11 is none of the model's 11"), ([9] * 65, "maximum context length is 64")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            await client.embeddings.create(model="text-embedding", input=wrong)
+
+
 async def test_ranks(served: Gateway) -> None:
     body = {"model": "reranking", "query": "calm", "documents": [TEXTS[0], {"text": TEXTS[1]}], "top_n": 1}
     found = (await served.client.post("/v1/rerank", json=body)).json()
@@ -68,7 +86,9 @@ async def test_ranks(served: Gateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [1, 2]}, "input"),
+        ({"input": [1, -2]}, "input"),
+        ({"input": [[1], []]}, "input"),
+        ({"input": [[1], "a"]}, "input"),
         ({"input": []}, "input"),
         ({"dimensions": 3}, "dimensions"),
         ({"model": "reranking"}, "model"),
@@ -87,6 +107,9 @@ async def test_handlers_of_ones_own(client: Any, served: Gateway) -> None:
         name="own",
     )
     assert (await client.embeddings.create(model="own", input=["a", "b"])).data[1].embedding == [1.0, 0.0]
+    with pytest.raises(openai.BadRequestError, match="texts, not tokens") as caught:
+        await client.embeddings.create(model="own", input=[[1, 2]])
+    assert caught.value.param == "input"
     with pytest.raises(openai.InternalServerError, match="returns something else"):
         await client.embeddings.create(model="own", input="odd")
     await served.deploy(

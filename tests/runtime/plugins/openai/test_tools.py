@@ -37,17 +37,30 @@ async def test_a_model_reasons_and_calls_a_tool(client: Any) -> None:
 
 
 async def test_a_stream_of_calls(client: Any) -> None:
-    said, thought, calls, reasons = "", "", [], []
+    said, thought, calls, reasons, pieces = "", "", [], [], []
     async for chunk in await client.chat.completions.create(**CALLS, stream=True):
         (choice,) = chunk.choices
         said += choice.delta.content or ""
         thought += getattr(choice.delta, "reasoning", "")
-        calls += choice.delta.tool_calls or []
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                calls.append(call)
+            else:
+                pieces.append(call.function.arguments)
+                calls[call.index].function.arguments += pieces[-1]
         reasons.append(choice.finish_reason)
     assert (said.strip(), thought) == ("I ask.", "Hm.")
     assert cities(calls) == ["Ulm", "Rom"]
     assert [call.index for call in calls] == [0, 1]
     assert reasons[-1] == "tool_calls"
+    # Each token of the model is a byte.
+    assert len(pieces) > 20
+    (choice,) = (await client.chat.completions.create(**CALLS)).choices
+    whole = choice.message
+    assert (whole.content, whole.reasoning) == (said, thought)
+    assert [call.function.arguments for call in whole.tool_calls] == [
+        call.function.arguments for call in calls
+    ]
 
 
 async def test_calls_go_back_to_the_model(client: Any) -> None:

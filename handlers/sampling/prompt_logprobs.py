@@ -6,32 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...errors import InputInvalid
-from .contract import GenerationRequest
-from .sampling import Logprobs, logprobs_of
+from .sampler import Logprobs, logprobs_of
 
 ROWS = 64
 """How many logits are turned into logprobs at a time. Each takes the memory of a vocabulary."""
-MOST_VALUES, TOKEN_VALUES = 300_000, 6
-"""The most values of a prompt's logprobs. The likeliest tokens are a value each, and the token of the prompt is TOKEN_VALUES. The JSON of a
-value has 5 marks (`foreign_json.MAX_MARKS`).
-"""
-
-
-def check_prompt_logprobs(request: GenerationRequest, tokens: int) -> None:
-    """Raise InputInvalid if the logprobs of a prompt with `tokens` tokens would be too large, or would be sent several times."""
-    if (top := request.prompt_logprobs) is None:
-        return
-    message, remedy = "", "Set n to 1."
-    if request.n > 1:
-        message = "prompt_logprobs, or echo with logprobs, goes with n 1 only."
-    elif tokens > (most := MOST_VALUES // (TOKEN_VALUES + top)):
-        message = (
-            f"prompt_logprobs {top}, or echo with logprobs {top}, takes a prompt of {most} tokens at most."
-        )
-        remedy = "Shorten the prompt, or ask for fewer of the likeliest tokens."
-    if message:
-        raise InputInvalid(message, remedy=remedy, details={"field": "prompt_logprobs"})
 
 
 class PromptLogprobs:

@@ -7,23 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from pilotflame.errors import InputInvalid
-from pilotflame.foreign_json import excess
 from pilotflame.handlers.language_model.admission import Admission
 from pilotflame.handlers.language_model.causal_model import CausalModel
-from pilotflame.handlers.language_model.contract import Delta, GenerationRequest, TokenLogprob
 from pilotflame.handlers.language_model.engine import Engine
-from pilotflame.handlers.language_model.prompt_logprobs import (
-    MOST_VALUES,
-    PromptLogprobs,
-    check_prompt_logprobs,
-)
-from pilotflame.handlers.language_model.sampling import Logprobs, Sampler
 from pilotflame.handlers.language_model.schedule import ChunkTimes
-from pilotflame.runtime.front.generation.deltas import MOST_BYTES, VALUE_BYTES
+from pilotflame.handlers.sampling.prompt_logprobs import PromptLogprobs
+from pilotflame.handlers.sampling.sampler import Logprobs, Sampler
 from tiny_causal import KINDS, tiny
 
-from .test_engine import GREEDY, prompts, tokens
+from ..language_model.test_engine import GREEDY, prompts, tokens
 
 
 async def scored(engine: Engine, ids: list[int], top: int, new: int = 3) -> PromptLogprobs:
@@ -66,23 +58,3 @@ async def test_a_prompt_that_is_read_in_parts_beside_others(
     found = await asyncio.gather(*(scored(engine, ids, 2, 40) for ids in given), *others)
     for ids, one in zip(given, found, strict=False):
         check(model, ids, one, 2)  # type: ignore[arg-type]
-
-
-def test_the_logprobs_of_a_prompt_are_limited_and_sent_once() -> None:
-    most = MOST_VALUES // 26
-    check_prompt_logprobs(GenerationRequest(prompt="a", prompt_logprobs=20), most)
-    check_prompt_logprobs(GenerationRequest(prompt="a", n=128), MOST_VALUES)
-    for count, n, text in ((most + 1, 1, f"a prompt of {most} tokens at most"), (2, 2, "n 1 only")):
-        with pytest.raises(InputInvalid, match=text) as caught:
-            check_prompt_logprobs(GenerationRequest(prompt="a", prompt_logprobs=20, n=n), count)
-        assert caught.value.details == {"field": "prompt_logprobs"}
-
-
-@pytest.mark.parametrize("top", [0, 1, 20])
-def test_the_largest_logprobs_of_a_prompt_stay_below_the_limits_of_answers(top: int) -> None:
-    likeliest = [(" antidisestablish", 100_000, -10.123456789)] * top
-    one = TokenLogprob(token=" antidisestablish", id=100_000, logprob=-10.123456789, top=likeliest, rank=1)
-    delta = Delta(prompt_logprobs=[one] * (MOST_VALUES // (6 + top)))
-    piece = delta.model_dump_json()
-    assert not excess(piece)
-    assert len(piece) + VALUE_BYTES * (1 + piece.count(",")) < MOST_BYTES

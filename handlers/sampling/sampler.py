@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...errors import OutputNotFinite
-from .contract import Sampling
 from .draws import drawn, rows_of
+from .sampling import Sampling
 
 
 class Logprobs(NamedTuple):

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
 from pilotflame.handlers.language_model import draws, sampling
-from pilotflame.handlers.language_model.contract import Sampling
-from pilotflame.handlers.language_model.sampling import Sampler, TokenLimits, choose
+from pilotflame.handlers.sampling.sampler import Sampler, TokenLimits, choose
+from pilotflame.handlers.sampling.sampling import Sampling
 from torch import Tensor
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 1.5])

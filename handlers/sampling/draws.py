@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .contract import Sampling
+from .sampling import Sampling
 
 LEAST_TEMPERATURE = 0.01
 """A lower temperature is as good as this one, and would exceed the range of the numbers."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .contract import Sampling
+from .sampling import Sampling
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

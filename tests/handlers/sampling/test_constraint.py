@@ -9,56 +9,17 @@ import llguidance
 import llguidance.hf
 import pytest
 import torch
+from constrained_text import accepted, drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import InputInvalid
-from pilotflame.handlers.language_model.chat_form import HERMES, LLAMA3, PLAIN, THINK, THOUGHT, ToolForm
-from pilotflame.handlers.language_model.constraint import Constraint, Constraints
-from pilotflame.handlers.language_model.contract import OutputFormat, Sampling, ToolFunction
-from pilotflame.handlers.language_model.grammar import call_rules, lark_of, output_rules, with_reasoning
-from pilotflame.handlers.language_model.sampling import Sampler
+from pilotflame.handlers.sampling.constraint import Constraint, Constraints
+from pilotflame.handlers.sampling.grammar import OutputFormat, lark_of, output_rules
+from pilotflame.handlers.sampling.sampler import Sampler
+from pilotflame.handlers.sampling.sampling import Sampling
 from tiny_tokenizer import WITHOUT_TOOLS, byte_tokenizer
 
-MARKS = ("<tool_call>", "</tool_call>", THINK, THOUGHT)
 PLAIN_TOKENS = byte_tokenizer(WITHOUT_TOOLS)
-MARKED_TOKENS = byte_tokenizer(WITHOUT_TOOLS, MARKS)
-WEATHER = ToolFunction(
-    name="weather",
-    parameters={
-        "type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}}, "required": ["city"], "additionalProperties": False
-    },
-)  # fmt: skip
-CLOCK = ToolFunction(name="clock")
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
-
-
-def accepted(tokenizer: Any, grammar: str, text: str) -> bool:
-    """Return whether the grammar permits the whole text."""
-    constraint = Constraints(tokenizer, [tokenizer.eos_token_id]).new(grammar)
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if not constraint.mask(torch.zeros(len(tokenizer)))[token].isfinite():
-            return False
-        constraint.accept(token)
-    return constraint.complete or bool(
-        constraint.mask(torch.zeros(len(tokenizer)))[tokenizer.eos_token_id].isfinite()
-    )
-
-
-def drawn(tokenizer: Any, grammar: str, seed: int, most: int = 400) -> str | None:
-    """Return a text that random logits make; None if it has no end."""
-    end = tokenizer.eos_token_id
-    constraint = Constraints(tokenizer, [end]).new(grammar)
-    sampler = Sampler(Sampling(seed=seed), (), [end], constraint)
-    torch.manual_seed(seed)
-    ids: list[int] = []
-    while len(ids) < most:
-        token, _ = sampler.choose(torch.randn(len(tokenizer) + 3) * 3)
-        if token == end:
-            return str(tokenizer.decode(ids))
-        ids.append(token)
-        if sampler.complete:
-            return str(tokenizer.decode(ids))
-    return None
 
 
 FORMATS = [
@@ -74,54 +35,6 @@ def test_output_formats(output: OutputFormat, good: str, bad: str) -> None:
     grammar = f"start: answer\n{output_rules(output)}"
     assert accepted(PLAIN_TOKENS, grammar, good)
     assert not accepted(PLAIN_TOKENS, grammar, bad)
-
-
-@pytest.mark.parametrize("tokenizer", [PLAIN_TOKENS, MARKED_TOKENS])
-def test_a_required_call(tokenizer: Any) -> None:
-    tokens = {mark for mark in MARKS if mark in tokenizer.get_vocab()}
-
-    def grammar(several: bool) -> str:
-        return "start: answer\n" + call_rules([WEATHER, CLOCK], HERMES, tokens, several=several, must=True)
-
-    assert accepted(tokenizer, grammar(several=True), CALL)
-    assert accepted(tokenizer, grammar(several=True), f"{CALL}\n{CALL}")
-    assert not accepted(tokenizer, grammar(several=False), f"{CALL}\n{CALL}")
-    assert not accepted(tokenizer, grammar(several=True), "text")
-    assert not accepted(tokenizer, grammar(several=True), CALL.replace("Ulm", "Bonn"))
-    assert not accepted(tokenizer, grammar(several=True), CALL.replace("weather", "clocks"))
-
-
-def test_a_call_that_is_not_required() -> None:
-    grammar = "start: answer\n" + call_rules([WEATHER], HERMES, MARKS, several=True, must=False)
-    assert accepted(MARKED_TOKENS, grammar, f"Let me see. {CALL}")
-    assert accepted(MARKED_TOKENS, grammar, "It rains.")
-    assert not accepted(MARKED_TOKENS, grammar, CALL.replace("Ulm", "Bonn"))
-    llama = "start: answer\n" + call_rules([WEATHER], LLAMA3, (), several=True, must=False)
-    call = '{"name": "weather", "parameters": {"city": "Ulm"}}'
-    assert accepted(PLAIN_TOKENS, llama, call)
-    assert accepted(PLAIN_TOKENS, llama, "It rains: {}")
-    assert not accepted(PLAIN_TOKENS, llama, call.replace("Ulm", "Bonn"))
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_reasoning_before_an_answer(begun: bool) -> None:
-    rules = output_rules(OutputFormat(choice=("yes",)))
-    grammar = with_reasoning(rules, MARKS, begun=begun)
-    thought = f"I wonder{THOUGHT}\n\nyes"
-    assert accepted(MARKED_TOKENS, grammar, thought if begun else THINK + thought)
-    assert accepted(MARKED_TOKENS, grammar, "yes") is not begun
-    assert accepted(PLAIN_TOKENS, with_reasoning(rules, (), begun=begun), "yes")
-
-
-@pytest.mark.parametrize("form", [HERMES, LLAMA3, PLAIN])
-def test_a_model_that_knows_nothing_makes_valid_calls(form: ToolForm) -> None:
-    grammar = "start: answer\n" + call_rules([WEATHER], form, MARKS, several=False, must=True)
-    for seed in range(5):
-        text = drawn(MARKED_TOKENS, grammar, seed)
-        assert text is not None
-        call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
-        assert call["name"] == "weather"
-        assert call[form.arguments]["city"] in ("Ulm", "Rom")
 
 
 SCHEMAS = st.recursive(
@@ -204,12 +117,6 @@ def test_a_limit_of_llguidance_that_shows_late_is_the_requests_fault(
 
     with pytest.raises(InputInvalid, match=f"cannot be used: .*{reason}"):
         write()
-
-
-def test_a_call_of_a_tool_without_parameters_has_no_arguments() -> None:
-    grammar = "start: answer\n" + call_rules([CLOCK], PLAIN, (), several=False, must=True)
-    assert accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {}}')
-    assert not accepted(PLAIN_TOKENS, grammar, '{"name": "clock", "arguments": {"a": 1}}')
 
 
 @pytest.mark.parametrize(
