@@ -28,12 +28,12 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
 LIMITS = {
-    "product": 56_150,
-    "infra": 8_200,
+    "product": 56_650,
+    "infra": 8_550,
     "large classes": 10,
     "settings": 125,
     "make targets": 26,
-    "words of docs": 45_000,
+    "words of docs": 45_400,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

@@ -405,7 +405,9 @@ PARSED = {
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
     "handlers.dialect_calls", "handlers.language_model.answer_form", "handlers.language_model.answer_parts", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
-    "runtime.plugins.runpod.handler", "runtime.plugins.torchserve.sdk",
+    "runtime.plugins.runpod.handler", "runtime.plugins.runpod.validator", "runtime.plugins.torchserve.sdk",
+    # What a worker tells a process of its own.
+    "handlers.vllm_engine.engine_process",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.sampling.generation_defaults",
     "handlers.language_model.prefixes", "handlers.source_file", "runtime.front.api.openapi", "runtime.plugins.predictions.prediction",
@@ -633,6 +635,7 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "real_vllm",
     "ownership",
     "replacement",
     "all_routes",

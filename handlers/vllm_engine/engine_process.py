@@ -202,7 +202,7 @@ def _run(ours: socket.socket, config: Any, parent: int) -> None:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001  this process ends
+    except Exception:  # noqa: BLE001  this process ends
         traceback.print_exc()
     finally:
         sys.stdout.flush()

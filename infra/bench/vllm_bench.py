@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import process_tree
 import psutil
@@ -40,7 +40,7 @@ TEMPLATE = HERE.parents[1] / "templates" / "vllm"
 CACHE_BYTES = 256 << 20
 MOST_TOKENS = 1024
 STREAMED = 128
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 2_000},
     "400mb": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32_000},
 }
@@ -58,7 +58,7 @@ class Stream(NamedTuple):
         return [after - before for before, after in pairwise(self.times_s)]
 
 
-def write_model(folder: Path, shape: dict[str, int]) -> None:
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
     """Write a llama in bfloat16 with heads of 64, a tokenizer of words, and a manifest."""
     config = transformers.LlamaConfig(
         **shape, num_attention_heads=shape["hidden_size"] // 64, num_key_value_heads=shape["hidden_size"] // 128,
