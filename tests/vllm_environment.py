@@ -24,12 +24,20 @@ def python_of_cache() -> Path:
     return CACHE / f"vllm-{VERSION}" / "bin" / "python"
 
 
+def exists() -> bool:
+    """Return True if `python` has made the environment."""
+    return _whole().exists()
+
+
+def _whole() -> Path:
+    return python_of_cache().parents[1] / "whole"
+
+
 def python() -> Path:
     """Return the Python of the environment, with the vLLM of PACKAGES and this tree's pilotflame."""
     found = python_of_cache()
-    folder = found.parents[1]
-    whole = folder / "whole"
-    if not whole.exists():
+    folder, whole = found.parents[1], _whole()
+    if not exists():
         _run(sys.executable, "-m", "venv", "--clear", str(folder))
         for package in PACKAGES:
             _run(str(found), "-m", "pip", "install", "--quiet", *PACKAGES[: PACKAGES.index(package) + 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -243,7 +244,12 @@ def test_a_template_takes_weights_of_each_type(
     found = getattr(state, method)(*arguments)
     right.pooler = None if template == "text-embedding" else getattr(right, "pooler", None)
     state.model = right
-    assert str(found) == str(getattr(state, method)(*arguments))
+    # Kernels may differ in the last bits where the memory is aligned otherwise.
+    shown = [
+        re.sub(r"\d+\.\d+", lambda one: f"{float(one[0]):.4f}", str(one))
+        for one in (found, getattr(state, method)(*arguments))
+    ]
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize(("template", "write", "method", "arguments"), MODELS)

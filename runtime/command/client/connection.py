@@ -83,11 +83,14 @@ class GatewayConnection:
         The first request to the default address asks for the name, without the API key: any other server may listen there.
         """
         if self._unknown:
-            self._unknown = False
             asked = self._http.build_request("GET", "/")
             asked.headers.pop("Authorization", None)
-            named = self._connected(lambda: self._http.send(asked))
+            named = self._sent(lambda: self._http.send(asked))
             check_gateway(self.url, named.status_code, named.content)
+            self._unknown = False
+        return self._sent(send)
+
+    def _sent(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         try:
             return send()
         except httpx.ConnectError:

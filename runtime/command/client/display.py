@@ -60,8 +60,9 @@ def print_json(value: Any) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return `value` as JSON without control characters."""
-    return printable_json(json.dumps(value, ensure_ascii=False, indent=indent))
+    """Return `value` as JSON without control characters. It is ASCII if the encoding of stdout lacks letters."""
+    lacks = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    return printable_json(json.dumps(value, ensure_ascii=lacks, indent=indent))
 
 
 def print_result(value: Any, text: str, *, as_json: bool) -> None:

@@ -20,11 +20,11 @@ MAX_MESSAGE_BYTES = 100_000_000
 """The client's own limit, so that the limits of brokers and topics decide. Consumers of the library receive no more, either."""
 UNKNOWN_TOPIC_S = 10.0
 """How long a topic may be unknown. It is less than REQUEST_S, so a missing topic has another error than brokers that are down."""
+MISSING = frozenset({"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC"})
 _FINAL = frozenset({
-    "MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE", "INVALID_MSG_SIZE", "INVALID_RECORD", "TOPIC_EXCEPTION", "UNKNOWN_TOPIC_OR_PART",
-    "_UNKNOWN_TOPIC",
-})  # fmt: skip
-"""The errors that each further try would raise, too."""
+    "MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE", "INVALID_MSG_SIZE", "INVALID_RECORD", "TOPIC_EXCEPTION",
+}) | MISSING  # fmt: skip
+"""The errors that each further try would raise, too. A topic of dead letters that is missing may still be made."""
 
 
 class Writer:

@@ -17,7 +17,7 @@ from ...jobs.events.message_queue import Identity, Message
 from .client import LOG, REQUEST_S, config_of, failed, failures
 from .deliveries import Deliveries
 from .settings import KafkaSource
-from .sink import TopicSink, Writer
+from .sink import MISSING, TopicSink, Writer
 from .unfinished import Record
 
 T = TypeVar("T")
@@ -225,6 +225,9 @@ class KafkaTopic:
         try:
             self._writer.write(topic, record.key, record.value, headers)
         except OutputRefused as error:
+            if error.details.get("code") in MISSING:
+                self._deliveries.again(message, self._source.backoff_s, failed=True)
+                raise BusFailed(error.message, remedy=error.remedy, details=error.details) from error
             self._finish(message)
             at = f"partition {place.partition}, offset {place.offset}"
             dropped = f"{error.message} Its place in {self._source.topic} is {at}."

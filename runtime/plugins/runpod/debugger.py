@@ -68,7 +68,9 @@ class LineTimer:
         self.checkpoints.start(self.name)
 
     def __exit__(self, *_: object) -> None:
-        self.checkpoints.stop(self.name)
+        # Another job may have ended, and cleared the steps.
+        if self.name in self.checkpoints.name_lookup:
+            self.checkpoints.stop(self.name)
 
 
 class FunctionTimer:

@@ -153,7 +153,7 @@ class RunPodJobs:
             yield job
         finally:
             self._running.pop(str(job["id"]), None)
-            if (debugger := sys.modules.get(DEBUGGER)) is not None:
+            if not self._running and (debugger := sys.modules.get(DEBUGGER)) is not None:
                 # As RunPod's worker does: the next job measures steps of the same names.
                 debugger.clear_debugger_output()
             if self._refresh:

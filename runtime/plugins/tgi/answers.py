@@ -58,7 +58,8 @@ class GeneratedText:
         ]
         if delta.finish_reason is not None:
             # InferenceClient yields the text of each token, also of the model's own end.
-            events[-1]["token"] = {**events[-1]["token"], "text": delta.text}
+            if events[-1]["token"]["special"]:
+                events[-1]["token"] = {**events[-1]["token"], "text": ""}
             events[-1]["generated_text"] = self._full_text
             if self.asked.parameters.details:
                 events[-1]["details"] = {**self._end(), "input_length": self._prompt_tokens}

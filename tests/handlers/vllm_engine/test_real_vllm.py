@@ -20,7 +20,14 @@ import pytest_asyncio
 import vllm_environment
 from live import Gateway, gateway_process, gone, short_folder
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not vllm_environment.exists(),
+        reason="run `python tests/vllm_environment.py` first, which takes minutes",
+    ),
+]
 ROOT = Path(__file__).resolve().parents[3]
 SUITES = (
     "tests/runtime/plugins/openai/test_pypi_client.py", "tests/runtime/plugins/openai/test_tools.py",

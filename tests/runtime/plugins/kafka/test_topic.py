@@ -115,18 +115,20 @@ async def test_a_message_that_fails_too_often_is_a_dead_letter(kafka: Cluster, o
     assert list(kafka.committed("poison", "poison").values()) == [2]
 
 
+@pytest.mark.parametrize("code", ["", "_UNKNOWN_TOPIC"])
 async def test_a_dead_letter_that_cannot_be_written_now_is_written_later_and_does_not_run_again(
-    kafka: Cluster, opened: Open, monkeypatch: pytest.MonkeyPatch
+    kafka: Cluster, opened: Open, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    kafka.write("stuck", ["bad", "next"], ["k"])
-    topic = opened("stuck", dead_letters="late", max_deliveries=1)
+    name, late = f"stuck{code}", f"late{code}"
+    kafka.write(name, ["bad", "next"], ["k"])
+    topic = opened(name, dead_letters=late, max_deliveries=1)
     (bad,) = await received(topic, 1)
     write, tries = Writer._write, []
 
     def fail_twice(writer: Writer, *args: Any) -> None:
         tries.append(1)
         if len(tries) <= 2:
-            raise BusFailed("The topic late: the message was not stored in time.")
+            raise BusFailed("The topic late: the message was not stored in time.", details={"code": code})
         write(writer, *args)
 
     monkeypatch.setattr(Writer, "_write", fail_twice)
@@ -138,7 +140,7 @@ async def test_a_dead_letter_that_cannot_be_written_now_is_written_later_and_doe
             with contextlib.suppress(BusFailed):
                 found += await topic.receive(1, wait=True)
     assert bodies(found) == ["next"]
-    assert (len(tries), kafka.read("late", 1)[0].value()) == (3, b"bad")
+    assert (len(tries), kafka.read(late, 1)[0].value()) == (3, b"bad")
 
 
 async def test_a_dead_letter_that_can_never_be_written_ends_by_name(
