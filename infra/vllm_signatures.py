@@ -19,7 +19,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.config.device": {"DeviceConfig": ()},
     "vllm.config.parallel": {"ParallelConfig": ()},
     "vllm.config.vllm": {"VllmConfig": ()},
-    "vllm.platforms.interface": {"Platform": ("is_cpu", "is_sleep_mode_available")},
+    "vllm.platforms.interface": {"Platform": ("get_device_capability", "is_cpu", "is_sleep_mode_available")},
     "vllm.v1.engine.core": {"EngineCoreProc": ("__init__", "run_engine_core")},
     "vllm.utils.system_utils": {"get_mp_context": ()},
     "vllm.v1.executor.abstract": {"Executor": ("get_class",)},

@@ -205,6 +205,9 @@ def _run(ours: socket.socket, config: Any, parent: int) -> None:
     except Exception:  # noqa: BLE001  this process ends
         traceback.print_exc()
     finally:
+        # If the start has failed, nothing else ends the engine's own workers.
+        for child in multiprocessing.active_children():
+            child.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -218,11 +221,20 @@ def _run_engine_core(asked: dict[str, Any], config: Any) -> None:
     os.environ.clear()
     os.environ.update(asked.pop("environ"))
     os.chdir(asked.pop("folder"))
+    forget_devices()
     # A fork reads no variables of OpenMP.
     torch.set_num_threads(asked.pop("threads"))
     config.load_config.model_loader_extra_config = asked.pop("weights")
     executor = Executor.get_class(config)
     EngineCoreProc.run_engine_core(vllm_config=config, executor_class=executor, tensor_queue=None, **asked)
+
+
+def forget_devices() -> None:
+    """Forget what vLLM keeps of the node's first GPU: the zygote knew no other, and this process may have another model of GPU."""
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    if (forget := getattr(current_platform.get_device_capability, "cache_clear", None)) is not None:
+        forget()
 
 
 def _close_sockets(but: int) -> None:

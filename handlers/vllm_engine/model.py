@@ -26,6 +26,7 @@ from .answers import typed_failures
 from .engine_process import (
     WaitingEngine,
     engine_core_in,
+    forget_devices,
     has_descriptors_of_processes,
     import_ahead,
     missing_name,
@@ -74,7 +75,9 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         # Otherwise, vLLM takes nearly all memory of the machine.
         given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    if engine_args.get("tensor_parallel_size", 1) == 1:
+    if all(
+        engine_args.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline", "prefill_context")
+    ):
         # As a class: by its name, vLLM replaces it on processors, because only a new process reads OpenMP's variables.
         given["distributed_executor_backend"] = UniProcExecutor
     given |= {"model": folder, "load_format": LOAD_FORMAT} | engine_args
@@ -116,6 +119,7 @@ class VllmModel:
             import_ahead(self._config)
         self._waiting: WaitingEngine | None = None
         self._engine: Any = None
+        self._ended = False
         self._context: Context | None = None
 
     def forked(self) -> None:
@@ -133,6 +137,10 @@ class VllmModel:
             return f"the import or the build has left {threads - 1} threads"
         if self._config.parallel_config.data_parallel_size > 1:
             return "data_parallel_size is more than 1"
+        if self._config.parallel_config.numa_bind:
+            return "numa_bind needs a new interpreter"
+        if getattr(self._config.model_config.multimodal_config, "mm_tensor_ipc", "") == "torch_shm":
+            return "mm_tensor_ipc is torch_shm"
         return "" if has_descriptors_of_processes() else "the kernel is older than 5.3"
 
     async def setup(self, context: Context) -> None:
@@ -152,10 +160,13 @@ class VllmModel:
             self._waiting.threads = threads
         # In a thread, so that the worker sees meanwhile that it must end.
         self._engine = await asyncio.to_thread(self._started)
+        if self._ended:
+            self.teardown()
 
     def _started(self) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415  vLLM is no dependency
 
+        forget_devices()
         with engine_core_in(self._waiting):
             return AsyncLLM.from_vllm_config(self._config, disable_log_stats=self._logs_no_stats)
 
@@ -194,7 +205,7 @@ class VllmModel:
 
     def teardown(self) -> None:
         """End the engine's processes. Call it in the hook `teardown`; the engine may sleep."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._ended = self._engine, None, True
         if engine is not None:
             engine.shutdown()
 

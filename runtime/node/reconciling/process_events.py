@@ -126,12 +126,14 @@ class ProcessEvents(PoolEvents):
             self._tasks.create_task(self._fail_start_later(error))
         elif worker:
             # Its lines come by another connection, which the loop may read after that of the report.
+            self.unexplained += 1
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._fail_start_of, worker, error)
         else:
             self._fail_start(error)
 
     def _fail_start_of(self, worker: str, error: PilotflameError) -> None:
+        self.unexplained -= 1
         if isinstance(error, HandlerSetupError) and (lines := self._logs.last_lines(worker, SETUP_LINES)):
             error.private["printed"] = "\n".join(lines)
         self._fail_start(error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from ....errors import PilotflameError
+from ....errors import OutputInvalid, PilotflameError
 from ....handlers.language_model.contract import Delta, TokenLogprob, TokenUsage, ToolCall
 from .errors import error_body
 from .requests import ChatRequest, CompletionRequest
@@ -191,6 +191,12 @@ class _Choice:
             self.logprobs += delta.logprobs
 
     def count(self, delta: Delta) -> None:
+        """Raise OutputInvalid for arguments without a call. The pieces of a stored job come here unchecked."""
+        if delta.arguments and not self.called:
+            raise OutputInvalid(
+                "The function yields arguments without a call.",
+                remedy="Begin the call with tool_calls of an earlier Delta.",
+            )
         self.chars += len(delta.text)
         self.called += len(delta.tool_calls)
         self.tokens += len(delta.tokens)

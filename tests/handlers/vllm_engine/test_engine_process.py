@@ -111,6 +111,11 @@ def test_a_kill_has_its_signal_as_the_code(folder: Path, tmp_path: Path) -> None
         ("engine_process.NAMES['vllm.v1.engine.core:other'] = ()", "no vllm.v1.engine.core:other"),
         ("engine_process.NAMES['vllm.v1.engine.core:load'] = ('speed',)", "no vllm.v1.engine.core:load"),
         ("model._config.parallel_config.data_parallel_size = 2", "data_parallel_size is more than 1"),
+        ("model._config.parallel_config.numa_bind = True", "numa_bind needs"),
+        (
+            "model._config.model_config.multimodal_config = SimpleNamespace(mm_tensor_ipc='torch_shm')",
+            "mm_tensor_ipc is",
+        ),
     ],
 )
 def test_where_it_cannot_be_forked_vllm_starts_it_and_the_log_says_why(
@@ -120,10 +125,11 @@ def test_where_it_cannot_be_forked_vllm_starts_it_and_the_log_says_why(
         before,
         "model.forked()",
         "core = started()",
-        "print(type(core.process).__name__, len(core.loaded))",
+        "print(type(core.process).__name__, len(core.loaded), flush=True)",
         "os._exit(0)",
     )
-    done = worker(folder, tmp_path, *steps, "sys.stdout.flush()")
+    done = worker(folder, tmp_path, *steps)
+    assert (done.stdout.split(), done.returncode) == (["SpawnProcess", "4"], 0), done.stderr
     assert "tens of seconds: " in done.stderr
     assert why in done.stderr
 

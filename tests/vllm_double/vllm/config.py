@@ -18,6 +18,7 @@ class ModelConfig:
     model: str
     max_model_len: int
     quantization: str | None = None
+    multimodal_config: Any = None
 
 
 @dataclass
@@ -25,6 +26,7 @@ class ParallelConfig:
     distributed_executor_backend: Any = None
     data_parallel_size: int = 1
     worker_cls: str = "vllm.v1.engine.core.Model"
+    numa_bind: bool = False
 
 
 @dataclass

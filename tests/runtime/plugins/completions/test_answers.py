@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import HandlerFailed
+from pilotflame.errors import HandlerFailed, OutputInvalid
 from pilotflame.handlers.language_model.contract import Delta, TokenLogprob, TokenUsage, ToolCall
 from pilotflame.runtime.plugins.completions.answers import DONE, CompletionAnswer
 from pilotflame.runtime.plugins.completions.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -188,3 +189,9 @@ def test_the_chunks_of_a_stream_are_the_whole_answer(pieces: list[str]) -> None:
     message = whole.whole()["choices"][0]["message"]
     assert message["tool_calls"] == found
     assert [call["function"]["arguments"] for call in found] == ["".join(pieces)] * 2
+
+
+def test_arguments_without_a_call_are_no_answer() -> None:
+    for keep in (CompletionAnswer("id", asked()).add, CompletionAnswer("id", asked()).piece):
+        with pytest.raises(OutputInvalid, match="arguments without a call"):
+            keep(0, Delta(arguments="{}"))
