@@ -33,7 +33,7 @@ LIMITS = {
     "large classes": 10,
     "settings": 125,
     "make targets": 26,
-    "words of docs": 45_400,
+    "words of docs": 45_450,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""
