@@ -1,7 +1,8 @@
 class Platform:
     """A device on which engines can sleep."""
 
-    def get_device_capability(self, device_id=0):
+    @classmethod
+    def get_device_capability(cls, device_id=0):
         return None
 
     def is_cpu(self) -> bool:
