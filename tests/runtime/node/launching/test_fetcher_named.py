@@ -250,8 +250,8 @@ async def test_the_fetcher_may_say_why_after_the_worker_has_said_that_weights_ar
             failed.append((progress, event))
             on_event(*held.pop())
 
-    def then_tell(revision: ProcessEvents, error: PilotflameError) -> None:
-        on_start_failed(revision, error)
+    def then_tell(revision: ProcessEvents, error: PilotflameError, worker: str = "") -> None:
+        on_start_failed(revision, error, worker)
         on_event(*failed.pop())
 
     monkeypatch.setattr(FetchProgress, "on_event", hold_back)
