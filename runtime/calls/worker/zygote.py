@@ -285,7 +285,9 @@ class Base(Zygote):
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         with leftovers.watch(self._generators):
             for name in self._preload:
-                importlib.import_module(name)
+                # If a package is missing here, the handler's own import says so, or finds it elsewhere.
+                with contextlib.suppress(ModuleNotFoundError):
+                    importlib.import_module(name)
         if "torch" in sys.modules:
             compiled_code.prepare()
         os.environ["PILOTFLAME_TORCH_THREADS"] = str(fork_safety.torch_threads())
