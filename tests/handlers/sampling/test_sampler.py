@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
-from pilotflame.handlers.language_model import draws, sampling
+from pilotflame.handlers.sampling import draws, sampler
 from pilotflame.handlers.sampling.sampler import Sampler, TokenLimits, choose
 from pilotflame.handlers.sampling.sampling import Sampling
 from torch import Tensor
@@ -201,14 +201,14 @@ def test_rows_that_fail_together_are_chosen_one_by_one(monkeypatch: pytest.Monke
         return [choose(samplers, logits, [3, 0, 2]) for _ in range(3)]
 
     wanted = made()
-    whole = getattr(sampling, failing)
+    whole = getattr(sampler, failing)
 
     def failed(scores: Tensor, *others: Any) -> Any:
         if len(scores) > 1 or not others[0] or others[0] == [asked[2]]:
             raise MemoryError("no room for the rows")
         return whole(scores, *others)
 
-    monkeypatch.setattr(sampling, failing, failed)
+    monkeypatch.setattr(sampler, failing, failed)
     for found, right in zip(made(), wanted, strict=True):
         assert found[:2] == right[:2]
         assert isinstance(found[2], MemoryError) == (failing == "drawn")
