@@ -103,18 +103,14 @@ class WaitingEngine:
         self._asking = threading.Lock()
         self._asked: dict[str, Any] = {}
 
-    def started_for(self, target: Any, name: str, kwargs: dict[str, Any]) -> WaitingEngine:
-        """Note what the engine core gets. Raise NotImplementedError if it cannot get that, because it has been forked."""
-        del target
-        if (
-            kwargs.get("vllm_config") is not self._config
-            or kwargs.get("tensor_queue") is not None
-            or kwargs.keys() - _KNOWN
-        ):
-            raise NotImplementedError
+    def takes(self, name: str, kwargs: dict[str, Any]) -> bool:
+        """Note what the engine core gets. Return False if it cannot get that any more, because it has been forked."""
+        other = kwargs.get("vllm_config") is not self._config or kwargs.get("tensor_queue") is not None
+        if self._asked or other or kwargs.keys() - _KNOWN:
+            return False
         self.name = name
         self._asked = {key: kwargs[key] for key in _SENT if key in kwargs}
-        return self
+        return True
 
     def start(self) -> None:
         """Let the process run the engine core, with this process's environment and folder."""
@@ -170,11 +166,12 @@ def engine_core_in(waiting: WaitingEngine | None) -> Iterator[None]:
         yield
         return
     made = utils.get_mp_context
-    left: list[WaitingEngine] = [waiting]
 
     def process(*, target: Any, name: str, kwargs: dict[str, Any]) -> Any:
-        with contextlib.suppress(NotImplementedError, IndexError):
-            return left.pop().started_for(target, name, kwargs)
+        if waiting.takes(name, kwargs):
+            return waiting
+        # A fork of this process, which has threads, could hang.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         return made().Process(target=target, name=name, kwargs=kwargs)
 
     utils.get_mp_context = lambda: SimpleNamespace(Process=process, Queue=lambda: made().Queue())

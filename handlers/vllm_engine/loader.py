@@ -6,18 +6,16 @@ the mapped pages are shared with the worker, and the weights are copied only to 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from typing import Any
 
 from ...errors import SnapshotMismatch
 from ...snapshot.handle import Snapshot
+from .engine_process import end_with
 
 LOAD_FORMAT = "pilotflame"
 OWNER_VARIABLE = "PILOTFLAME_VLLM_OWNER"
 """The process id of the worker that starts the engine."""
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -63,9 +61,5 @@ def _end_with_owner() -> None:
 
     A worker that is killed cannot end its engine, which would keep the memory of the GPU.
     """
-    if os.environ.get(OWNER_VARIABLE) != str(os.getppid()):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ[OWNER_VARIABLE] != str(os.getppid()):
-        # The worker has died before the call.
-        os._exit(1)
+    if os.environ.get(OWNER_VARIABLE) == str(parent := os.getppid()):
+        end_with(parent)

@@ -72,9 +72,12 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
     # The backend "guidance" compiles the same grammars as the own engine.
     given = DEFAULTS | {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
     given["enable_sleep_mode"] = current_platform.is_sleep_mode_available()
-    if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        # Otherwise, vLLM takes nearly all memory of the machine.
-        given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    if current_platform.is_cpu():
+        # On processors, vLLM 0.32 compiles again at each start. -1 is as many tokens as there is memory for.
+        given |= {"enforce_eager": True, "max_model_len": -1}
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            # Otherwise, vLLM takes nearly all memory of the machine.
+            given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     if all(
         engine_args.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline", "prefill_context")
     ):

@@ -285,8 +285,8 @@ class Base(Zygote):
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         with leftovers.watch(self._generators):
             for name in self._preload:
-                # If a package is missing here, the handler's own import says so, or finds it elsewhere.
-                with contextlib.suppress(ModuleNotFoundError):
+                # If a package cannot be imported here, the handler's own import says so, or finds it elsewhere.
+                with contextlib.suppress(ImportError, OSError):
                     importlib.import_module(name)
         if "torch" in sys.modules:
             compiled_code.prepare()

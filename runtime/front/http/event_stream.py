@@ -87,7 +87,6 @@ class EventStream:
         self._request, self._invocation = request, invocation
         self._headers, self._heartbeat = headers, heartbeat
         self._number = 0
-        self._waited = False
 
     async def send_pieces(self, stream: Stream) -> None:
         """Send all pieces until the stream ends, as many in one write as have arrived.
@@ -95,10 +94,10 @@ class EventStream:
         After each write, let the worker send as many further pieces as were written.
         """
         while pieces := await self._next(stream):
-            first = self._number + 1
+            late, first = self._late_headers(), self._number + 1
             self._number += len(pieces)
             size, make = sum(map(len, pieces)), partial(self._encode, pieces, first)
-            await self._write(self._late_headers() + await made(self._request, size, make, SLICE_BYTES))
+            await self._write(late + await made(self._request, size, make, SLICE_BYTES))
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
@@ -122,11 +121,9 @@ class EventStream:
         return b"".join(event("output", piece, number) for number, piece in enumerate(pieces, first))
 
     def _late_headers(self) -> bytes:
-        """Return the headers about the start and its time as comments, if the head was sent before the worker was ready; else b""."""
-        if not self._waited:
-            return b""
-        self._waited = False
-        return comments(invocation_headers(self._invocation))
+        """Return the headers about the start as comments before the first piece, if a heartbeat has sent the head already; else b""."""
+        sent = self.response is not None and not self._number
+        return comments(invocation_headers(self._invocation)) if sent else b""
 
     async def _next(self, stream: Stream) -> list[bytes]:
         while not stream.ready:
@@ -135,7 +132,6 @@ class EventStream:
                     return await stream.take()
             except TimeoutError:
                 if self._heartbeat:
-                    self._waited |= self.response is None
                     await self._write(self._heartbeat)
         return await stream.take()
 

@@ -135,16 +135,18 @@ def test_where_it_cannot_be_forked_vllm_starts_it_and_the_log_says_why(
 
 
 @pytest.mark.parametrize("changed", [{"unknown": 1}, {"tensor_queue": object()}, {"vllm_config": object()}])
-def test_a_call_that_the_fork_cannot_take_is_left_to_vllm(vllm: Any, changed: dict[str, Any]) -> None:
+def test_a_call_that_the_fork_cannot_take_is_left_to_vllm_without_a_fork(
+    vllm: Any, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.engine import utils
 
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     waiting = engine_process.WaitingEngine.__new__(engine_process.WaitingEngine)
-    waiting._config = config = object()
-    given = {"vllm_config": config, "handshake_address": "a", "tensor_queue": None}
+    waiting._config, waiting._asked = object(), {}
+    given = {"vllm_config": waiting._config, "handshake_address": "a", "tensor_queue": None}
     with engine_process.engine_core_in(waiting):
         made = utils.get_mp_context().Process(target=print, name="x", kwargs=given | changed)
-    assert made is not waiting
-    assert made.name == "x"
-    with engine_process.engine_core_in(waiting):
+        assert (type(made).__name__, made.name) == ("SpawnProcess", "x")
         assert utils.get_mp_context().Process(target=print, name="x", kwargs=given) is waiting
+        # It runs one engine core.
+        assert utils.get_mp_context().Process(target=print, name="y", kwargs=given) is not waiting

@@ -203,3 +203,11 @@ async def test_a_hook_forked_that_fails_is_told_at_the_deploy(deploy):
     why = r"forked\(context\) failed at handler.py, line 3: ValueError: no room"
     with pytest.raises(AssertionError, match=why):
         await deploy("def handler(event): pass\ndef forked():\n    raise ValueError('no room')\n")
+
+
+async def test_a_package_that_the_base_cannot_import_fails_the_handlers_import_by_name(deploy):
+    """Functions that import vLLM share a base that has imported it. Here it is not installed."""
+    with pytest.raises(
+        AssertionError, match=r"handler.py, line 1: ModuleNotFoundError: No module named 'vllm'"
+    ):
+        await deploy("import vllm\ndef handler(event): pass\n")
