@@ -35,6 +35,8 @@ _SKIPPED = shutil.ignore_patterns(
 _UNUSED = {"uv"}
 _UNUSED_FOLDERS = {("torch", "test"), ("torch", "include")}
 LIBRARY = "usr/local/lib/python3.11"
+# A package of each image that fails when it is imported.
+BROKEN = "broken_package"
 
 
 def require_podman() -> None:
@@ -200,6 +202,9 @@ def missing_image(tag: str) -> Iterator[bool]:
 
 def _fill_pilotflame(root: Path) -> None:
     _install(root / LIBRARY, {"pilotflame"})
+    (root / LIBRARY / "site-packages" / f"{BROKEN}.py").write_text(
+        "raise RuntimeError('no driver is here')\n"
+    )
 
 
 def _fill_python(root: Path) -> None:

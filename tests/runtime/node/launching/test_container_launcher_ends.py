@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import web
-from containers import Engine, made_image, podman, require_podman, running_engine, scripted_engine
+from containers import BROKEN, Engine, made_image, podman, require_podman, running_engine, scripted_engine
 from live import short_folder
 from pilotflame.errors import LauncherError
 from pilotflame.runtime.calls.link.worker_spec import Weights, WorkerSpec
@@ -112,12 +112,10 @@ async def test_a_cancelled_launch_lets_the_cache_go(state: Path) -> None:
 
 
 async def test_a_base_that_dies_of_an_import_says_of_which(engine: Engine, state: Path) -> None:
-    spec = WorkerSpec(
-        function="f", revision="1-x", code=code(state), image=made_image(), preload=("no_such_package",)
-    )
+    spec = WorkerSpec(function="f", revision="1-x", code=code(state), image=made_image(), preload=(BROKEN,))
     async with launching(engine.url, state, []) as launcher:
         with pytest.raises(
-            LauncherError, match=r"code 1 before (?s:.*)No module named 'no_such_package'"
+            LauncherError, match=r"code 1 before (?s:.*)broken_package(?s:.*)no driver is here"
         ) as told:
             await launcher.launch(spec, LogChannel(), lambda: None)
         assert "`pilotflame build`" in told.value.remedy

@@ -24,7 +24,7 @@ client = InferenceClient(base_url=sys.argv[1])
 flame = "A pilot flame"
 drawn = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 20}
 digits = {"type": "regex", "value": "[0-9]{3}"}
-schema = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}}, "required": ["city"]}
+schema = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rom"]}}, "required": ["city"], "additionalProperties": False}
 found = {}
 found["whole"] = client.text_generation(flame)
 found["stream"] = list(client.text_generation(flame, stream=True))
