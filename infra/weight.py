@@ -13,7 +13,6 @@ import json
 import re
 import subprocess
 import tarfile
-import tokenize
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,16 +23,13 @@ PACKAGES = ("handlers", "runtime", "snapshot")
 NO_PRODUCT = ("tests", "infra", "templates")
 PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
-NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
-}  # fmt: skip
 LIMITS = {
-    "product": 56_650,
+    "product": 56_700,
     "infra": 8_550,
     "large classes": 10,
-    "settings": 125,
+    "settings": 126,
     "make targets": 26,
-    "words of docs": 45_450,
+    "words of docs": 45_500,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""
@@ -41,20 +37,25 @@ LIMITS = {
 
 def code_lines(text: str) -> int:
     """Return the number of code lines of a module. A statement on three lines counts as three."""
-    lines = set[int]()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    lines = {
+        number
+        for number, line in enumerate(text.split("\n"), 1)
+        if (found := line.strip()) and not found.startswith("#")
+    }
+    docstrings = set[int]()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            # In a string, blank lines and lines with `#` count, too.
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if (
                 isinstance(first, ast.Expr)
                 and isinstance(first.value, ast.Constant)
                 and isinstance(first.value.value, str)
             ):
-                lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return len(lines)
+                docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines - docstrings)
 
 
 def large_classes(text: str) -> list[str]:
