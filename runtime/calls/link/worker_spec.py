@@ -133,6 +133,7 @@ class WorkerSpec(BaseModel):
     threads: int | None = None
     env: dict[str, str] = {}
     build_timeout_s: float = 600.0
+    start_timeout_s: float = 900.0
     preload: tuple[str, ...] = ()
     image: str = ""
     """The container image that the function runs in; empty if it runs in processes of the gateway's machine."""

@@ -17,9 +17,8 @@ from ..link.child import Child
 from ..link.frames import MAX_ERROR_BYTES, TIMING, Frame, FrameKind, Timing
 from .invocation import Invocation, Output
 from .sent_calls import SentCalls
+from .start_limit import StartLimit
 
-# A worker is killed if it is not READY this long after ACTIVATE.
-START_TIMEOUT_S = 900.0
 # A worker is killed if it has not exited this long after it reported a failed start, or after it ended its last
 # invocation while it drains. `teardown` runs in this time.
 EXIT_TIMEOUT_S = 30.0
@@ -78,23 +77,19 @@ class WorkerStart:
     """The start of one worker, from ACTIVATE until the worker is ready or its start has failed."""
 
     def __init__(
-        self, child: Child, activation: Activation, env: dict[str, str], *, measure: bool, weights_s: float | None
+        self, child: Child, activation: Activation, env: dict[str, str], limit: StartLimit, *, measure: bool, weights_s: float | None
     ) -> None:  # fmt: skip
         """The worker gets the environment variables `env`. If `measure` and the handler has examples, it first measures its latency curve.
 
-        `weights_s` is the time that fetched weights may still take to arrive. The start may take longer by this time.
+        `weights_s` is the time that fetched weights may still take to arrive.
         """
-        self._activation = activation
+        self._activation, self._limit = activation, limit
         self.failed = False
         """True if the worker has reported that its start failed."""
         self.device = ""
         """The device and the dtype that the worker has reported."""
         self.measured: list[Point] = []
         """The latency curve that the worker measured before it was ready."""
-        timeout_s = START_TIMEOUT_S + (weights_s or 0.0)
-        # Without this limit, a worker that hangs while it starts would count as starting for ever.
-        late = f"it was not ready after {timeout_s:.0f} s"
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, child.kill_stuck, late)
         head: dict[str, Any] = {"env": env} | ({"measure": True} if measure else {})
         if weights_s is not None:
             head["weights_s"] = weights_s
@@ -125,7 +120,7 @@ class WorkerStart:
 
     def stop_timer(self) -> None:
         """The worker is ready, or it ends: the time of the start is not limited any more."""
-        self._timer.cancel()
+        self._limit.end()
 
 
 class Parking:
@@ -165,9 +160,9 @@ class Replica:
 
     def __init__(
         self, child: Child, activation: Activation, call_events: CallEvents, worker_events: WorkerEvents,
-        env: dict[str, str], *, measure: bool, weights_s: float | None,
+        env: dict[str, str], limit: StartLimit, *, measure: bool, weights_s: float | None,
     ) -> None:  # fmt: skip
-        """`WorkerStart` describes `env`, `measure` and `weights_s`."""
+        """`limit` ends the start if it takes too long. `WorkerStart` describes `env`, `measure` and `weights_s`."""
         self.child, self.name, self.activation = child, child.name, activation
         self.state = ReplicaState.RESTORING
         self.calls, self.parking = SentCalls(child), Parking(child)
@@ -183,7 +178,7 @@ class Replica:
         self.relieved = False
         """True once the gateway has ended its running invocations to end it soon."""
         self._call_events, self._worker_events = call_events, worker_events
-        self.start = WorkerStart(child, activation, env, measure=measure, weights_s=weights_s)
+        self.start = WorkerStart(child, activation, env, limit, measure=measure, weights_s=weights_s)
         child.link.bind(self._on_frame, self._on_lost)
         # If the worker died while it was a standby, the link was closed before `_on_lost` was bound to it.
         if child.link.closed:

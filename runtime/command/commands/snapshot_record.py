@@ -24,7 +24,6 @@ from ..client.snapshots import folder_of, read_manifest_of
 
 T = TypeVar("T")
 SHOWN_TENSORS = 5
-START_TIMEOUT_S = 900.0
 REQUIREMENTS_FILE = "requirements.txt"
 # This module sets the function up and calls it. `_run_recorder` runs it with `python -m`.
 _RECORDER = f"{__name__.rpartition('.command.')[0]}.calls.worker.first_touch"
@@ -139,7 +138,7 @@ def _orders(
         env=settings.env,
     )  # fmt: skip
     request = {"spec": spec.model_dump(mode="json"), "event": event.decode("utf-8", "surrogateescape")}
-    output = _run_recorder(request, START_TIMEOUT_S + settings.timeout_s)
+    output = _run_recorder(request, settings.start_timeout_s + settings.timeout_s)
     if not output:
         raise HandlerError("The function's process ended without a result.", remedy="Its output is above.")
     result = json.loads(output)

@@ -367,6 +367,10 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     build_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds the import of the handler and its `build` may take together."
     )
+    start_timeout_s: PositiveSeconds = Field(
+        900.0,
+        description="Seconds a worker may start without printing a line or reading a byte; with progress, four times as long.",
+    )
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")

@@ -313,7 +313,7 @@ def worker_spec(
         weights=tuple(weights),
         concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings),
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
-        build_timeout_s=settings.build_timeout_s,
+        build_timeout_s=settings.build_timeout_s, start_timeout_s=settings.start_timeout_s,
         preload=heavy_imports(folder / entry.file),
         compiled=store.computed.compiled(record), prefixes=store.computed.prefixes(record),
         parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,

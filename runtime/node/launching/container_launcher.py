@@ -40,7 +40,6 @@ from .nvidia_gpus import NvidiaDriver
 from .process_launcher import SINGLE_THREADED
 from .zygote_process import ZygoteSource
 
-START_TIMEOUT_S = 300.0
 # How long a closing gateway waits for the engine to finish the start of a container.
 LAST_START_TIMEOUT_S = 5.0
 # With a read-only root, podman mounts these folders writable. Without a size, their files could fill the memory of the machine.
@@ -269,11 +268,15 @@ class ContainerLauncher:
         ended = self._tasks.create_task(self._engine.last_words(container.engine_side))
         try:
             waited: set[asyncio.Future[Any]] = {ended, dialled}
-            await asyncio.wait(waited, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                waited, timeout=container.spec.build_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if dialled.done():
                 return dialled.result()
             if not ended.done():
-                raise LauncherError(f"Container {name} did not connect within {START_TIMEOUT_S:.0f} s.")
+                raise LauncherError(
+                    f"Container {name} did not connect within {container.spec.build_timeout_s:.0f} s (build_timeout_s)."
+                )
             raise LauncherError(f"Container {name} {ended.result()}", remedy=NOT_BUILT)
         finally:
             ended.cancel()
@@ -292,7 +295,7 @@ class ContainerLauncher:
 
         base = ContainerBase(child, self._listener, remove, container)
         try:
-            await base.wait_built(START_TIMEOUT_S)
+            await base.wait_built(container.spec.build_timeout_s)
         except LauncherError as error:
             if base.alive:
                 raise

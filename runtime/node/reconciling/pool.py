@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
+
+import psutil
 
 from ....errors import ActivationFailed, PilotflameError
 from ...calls.link.child import KILLED_S, Child
 from ...calls.link.worker_spec import WorkerSpec
 from ...calls.serving.replica import CallEvents, Replica, ReplicaState, WorkerEvents
 from ...calls.serving.replicas import ReplicaList
+from ...calls.serving.start_limit import StartLimit
 from ...ground.billing.usage import RungClock, Usage
 from ...ground.settings.function_settings import Scale
 from ...ground.telemetry.logs import Log
@@ -68,7 +72,7 @@ class Pool:
         self.zygote = ZygoteSupervisor(
             spec, launcher, logs, tasks, secrets, names, self.standby, self._note_rung, events.on_zygote, stays=stays
         )  # fmt: skip
-        self._spec, self._tasks, self._secrets = spec, tasks, secrets
+        self._spec, self._tasks, self._secrets, self._logs = spec, tasks, secrets, logs.channel
         self._calls, self._events = calls, events
         self._measure = measure
         self.forking: list[GpuBooking | None] = []
@@ -183,14 +187,24 @@ class Pool:
         env, contained = dict[str, str](), bool(self._spec.image)
         if booking is not None:
             env = self._gpus.hardware.environment(self._spec.resources, booking.full, contained=contained)
+        limit = StartLimit(
+            child, self._spec.start_timeout_s, lambda: self._progress(child), later_s=weights_s or 0.0
+        )
         replica = Replica(
-            child, activation, self._calls, self._events, env, measure=self._measure, weights_s=weights_s
+            child, activation, self._calls, self._events, env, limit, measure=self._measure, weights_s=weights_s
         )  # fmt: skip
         self.replicas.add(replica)
         if booking is not None:
             booking.replica = replica
             self._gpus.bind(booking, child, self._tasks)
         self._note_rung()
+
+    def _progress(self, child: Child) -> object:
+        """Return what changes while a worker starts: the last line that it has printed, and the bytes that it has read."""
+        read = None
+        with contextlib.suppress(psutil.Error):
+            read = psutil.Process(child.pid).io_counters()
+        return self._logs.tail(1, child.name), read
 
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured the latency curve, later workers do not measure it again."""

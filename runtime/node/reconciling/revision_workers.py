@@ -20,6 +20,7 @@ from ...calls.serving.invocation import Invocation
 from ...calls.serving.latency_curve_store import LatencyCurveStore
 from ...calls.serving.replicas import ReplicaList
 from ...calls.serving.revision import Revision
+from ...calls.serving.start_limit import MOST_TIMES
 from ...ground.settings.scale_spec import ReachedLimit
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import RevisionLog
@@ -42,8 +43,6 @@ from .start_outcomes import StartOutcomes
 
 # For invocations that are about to come, workers are held for this time.
 EXPECTED_S = 10.0
-# A deploy fails if its first worker is not ready after this time.
-FIRST_START_TIMEOUT_S = 900.0
 _NUMBERS = itertools.count()
 
 
@@ -200,12 +199,12 @@ class RevisionWorkers:
         self.phase, self.rollover = Phase.PROVING, rollover
         self.look()
         self.function.account.check()
-        await self.wait_ready(1, FIRST_START_TIMEOUT_S)
+        await self.wait_ready(1, MOST_TIMES * self.spec.start_timeout_s)
         if self.replicas.starting:
             # The first worker has shown that the revision works. If another start fails, for example for lack of
             # memory, or takes too long, the revision is not the cause.
             with contextlib.suppress(TimeoutError):
-                await self.starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
+                await self.starts.reached(rollover, self.spec.start_timeout_s, settled=True)
         self.phase = Phase.PROVEN
         self.look()
 

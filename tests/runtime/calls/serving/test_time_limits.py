@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -181,7 +182,8 @@ class Revision:
         if not any(replica.state in states for replica in self.replicas):
             self.workers.append(self._make(f"w{len(self.workers)}"))
             activation = Activation(time.monotonic())
-            made = Replica(self.workers[-1], activation, self, self, {}, measure=False, weights_s=None)  # type: ignore[arg-type]
+            limit: Any = SimpleNamespace(end=lambda: None)
+            made = Replica(self.workers[-1], activation, self, self, {}, limit, measure=False, weights_s=None)  # type: ignore[arg-type]
             self.replicas.add(made)
 
     def on_ready(self, replica: Replica) -> None:

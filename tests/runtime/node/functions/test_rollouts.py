@@ -15,7 +15,6 @@ from pilotflame.errors import Forbidden
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.node.functions.deploy import Deployment
 from pilotflame.runtime.node.packaging.code import pack
-from pilotflame.runtime.node.reconciling import revision_workers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -100,9 +99,7 @@ async def test_a_restart_that_fails_leaves_the_old_workers(gateway, deploy):
     assert failure(await gateway.client.post("/v1/functions/nobody/restart"))["status"] == 404
 
 
-async def test_a_restart_needs_only_one_worker_that_is_ready_in_time(
-    deploy, gate: Gate, tmp_path, monkeypatch
-):
+async def test_a_restart_needs_only_one_worker_that_is_ready_in_time(deploy, gate: Gate, tmp_path):
     source = (
         "import gate, os, time\ndef setup(context):\n    for place in range(4):\n        try:\n"
         "            open(f\"{os.environ['PLACES']}/{place}\", 'x').close()\n"
@@ -110,13 +107,13 @@ async def test_a_restart_needs_only_one_worker_that_is_ready_in_time(
         "        except FileExistsError:\n            pass\n"
         "def handler(event):\n    gate.wait(event)\n    return os.getpid()"
     )
-    function = await deploy(source, {"env.PLACES": str(tmp_path), "scale.max": 2}, name="late", gate=gate)
+    limited = {"env.PLACES": str(tmp_path), "scale.max": 2, "start_timeout_s": 1.0}
+    function = await deploy(source, limited, name="late", gate=gate)
     for path in tmp_path.iterdir():
         path.unlink()
     calls = [asyncio.create_task(function.answer(f"{number}")) for number in range(2)]
     for _ in calls:
         await gate.next()
-    monkeypatch.setattr(revision_workers, "FIRST_START_TIMEOUT_S", 1.0)
     response = await function.client.post("/v1/functions/late/restart")
     assert response.status_code == 200, response.text
     gate.open()
