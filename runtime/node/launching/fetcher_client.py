@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from ...ground.telemetry.snapshot_metrics import SnapshotMetrics
 from ...ground.telemetry.timeline import Fetch
 from .child_output import ChildOutput
 from .process_launcher import python_path
+from .started_process import StartedProcess
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
@@ -160,7 +160,7 @@ class FetcherClient:
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._held: dict[int, FetchProgress] = {}
-        self._process: Process | None = None
+        self._process: StartedProcess | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -279,8 +279,7 @@ class FetcherClient:
         self._requests.close()
         # `_read` returns when the process has ended.
         await asyncio.wait([self._reading], timeout=STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
         await asyncio.wait([self._reading], timeout=KILLED_S)
         if not self._reading.done():
             LOG.error("the fetcher (pid %d) has not ended, although it was killed", self._process.pid)
@@ -291,18 +290,17 @@ class FetcherClient:
         async with self._starting:
             if self._closed:
                 raise LauncherError("The gateway is shutting down.")
-            if self._process is None or self._process.returncode is not None:
+            if self._process is None or not self._process.alive:
                 self._process = await self._start()
 
-    async def _start(self) -> Process:
+    async def _start(self) -> StartedProcess:
         # A socket pair instead of pipes, because asyncio may close the pipes of a process early.
         ours, theirs = socket.socketpair()
         output = ChildOutput("fetcher")
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pilotflame.runtime.node.launching.fetcher", str(self.cache),
-                orjson.dumps(self._budgets),
-                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=output.fileno(), cwd="/", start_new_session=True,
+            process = StartedProcess(
+                (sys.executable, "-m", "pilotflame.runtime.node.launching.fetcher", str(self.cache), orjson.dumps(self._budgets)),
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=output.fileno(),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path())},
             )  # fmt: skip
         except OSError as error:
@@ -329,7 +327,7 @@ class FetcherClient:
             self._requests.write(orjson.dumps(request) + b"\n")
 
     async def _read(
-        self, process: Process, events: asyncio.StreamReader, requests: asyncio.StreamWriter, output: ChildOutput
+        self, process: StartedProcess, events: asyncio.StreamReader, requests: asyncio.StreamWriter, output: ChildOutput
     ) -> None:  # fmt: skip
         # The holds of this fetcher process. `_start` replaces `self._held` when it starts another process.
         held = self._held

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
 import json
 import logging
@@ -26,6 +25,7 @@ from .confinements import Confinements
 from .gpus import ASK_WITHOUT_USE, PREFIXES
 from .launcher import NO_SECRETS
 from .listener import Listener
+from .started_process import StartedProcess
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 
 LOG = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ProcessLauncher:
         self._starting: dict[BaseKey, asyncio.Lock] = {}
         # The ids of the specs that need a base, by the base's key. The revisions keep the specs in memory.
         self._specs: dict[BaseKey, set[int]] = {}
-        self._processes: set[asyncio.subprocess.Process] = set()
+        self._processes: set[StartedProcess] = set()
         # The tasks that wait for the ends of `_processes`.
         self._reaping: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -160,10 +160,9 @@ class ProcessLauncher:
         self._closed = True
         for base in (*self._bases.values(), *self._replaced):
             base.close()
-        for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
+        for end in (StartedProcess.terminate, StartedProcess.kill):
             for process in self._processes:
-                with contextlib.suppress(ProcessLookupError):
-                    end(process)
+                end(process)
             if self._reaping:
                 await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
         # A launch may just have spawned a base, which it then kills itself.
@@ -217,7 +216,7 @@ class ProcessLauncher:
         try:
             request = {"address": str(self._listener.path), "token": token, "preload": preload}
             output = ChildOutput(name)
-            process = await _spawn_base(python, request, output)
+            process = _start(python, request, output)
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name, output))
             self._reaping.add(ended)
@@ -230,8 +229,7 @@ class ProcessLauncher:
             except BaseException as error:
                 # Kill the process here: nothing else refers to it, for example if the caller was cancelled.
                 dialled.cancel()
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                process.kill()
                 if not isinstance(error, TimeoutError):
                     raise
                 await ended
@@ -245,7 +243,7 @@ class ProcessLauncher:
             raise LauncherError("The gateway is shutting down.")
 
     async def _reap(
-        self, process: asyncio.subprocess.Process, dialled: asyncio.Future[ChildProcess], name: str, output: ChildOutput
+        self, process: StartedProcess, dialled: asyncio.Future[ChildProcess], name: str, output: ChildOutput
     ) -> None:  # fmt: skip
         code = await process.wait()
         self._processes.discard(process)
@@ -269,16 +267,15 @@ def _key(spec: WorkerSpec) -> BaseKey:
     return spec.python or sys.executable, spec.preload
 
 
-async def _spawn_base(
-    python: str, request: dict[str, Any], output: ChildOutput
-) -> asyncio.subprocess.Process:
+def _start(python: str, request: dict[str, Any], output: ChildOutput) -> StartedProcess:
+    # The request fits into the buffer of a pipe: it names packages of a fixed list.
+    stdin, writes = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
-            python, "-m", "pilotflame.zygote", "base",
-            stdin=asyncio.subprocess.PIPE, stdout=output.fileno(), stderr=output.fileno(),
-            env=environment(python), cwd="/",
-            # No signal of the gateway's terminal reaches it.
-            start_new_session=True,
+        os.write(writes, json.dumps(request).encode())
+        os.close(writes)
+        return StartedProcess(
+            (python, "-m", "pilotflame.zygote", "base"),
+            stdin=stdin, stdout=output.fileno(), stderr=output.fileno(), env=environment(python),
         )  # fmt: skip
     except OSError as error:
         output.close()
@@ -288,13 +285,8 @@ async def _spawn_base(
         # Only owners get the path.
         raise LauncherError(message, remedy=refused.remedy, details={"fault": whole.to_wire()}) from error
     finally:
+        os.close(stdin)
         output.started()
-    # uvloop raises RuntimeError if the process has ended already. Then `_reap` says why.
-    with contextlib.suppress(RuntimeError, OSError):
-        if process.stdin is not None:
-            process.stdin.write(json.dumps(request).encode())
-            process.stdin.close()
-    return process
 
 
 def environment(python: str) -> dict[str, str]:

@@ -1,0 +1,57 @@
+"""Starts a process of the gateway without a copy of the gateway's page tables.
+
+uvloop forks, which takes 5 ms of a gateway with 50 MB, and stops its threads and its event loop for that time. `subprocess` uses vfork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+class StartedProcess:
+    """A process with a session of its own, which no signal of the gateway's terminal reaches."""
+
+    def __init__(
+        self, command: Sequence[str | bytes], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str]
+    ) -> None:
+        """Start it with these descriptors. Raise OSError."""
+        self._process = subprocess.Popen(
+            command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/", start_new_session=True
+        )
+        try:
+            self._watched = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._watched, self._on_end)
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._watched)
+        os.close(self._watched)
+        self._ended.set_result(self._process.wait())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.done()
+
+    async def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code, or the number of a signal below zero."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the process has ended."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+        self._process.kill()

@@ -1,0 +1,59 @@
+"""A process of the gateway: its start, its end, and its signals."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from pilotflame.runtime.node.launching.started_process import StartedProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def started(*command: str) -> StartedProcess:
+    nothing = subprocess.DEVNULL
+    return StartedProcess(command, stdin=nothing, stdout=nothing, stderr=nothing, env={})
+
+
+async def test_its_exit_code_comes_to_all_who_wait() -> None:
+    process = started("/bin/sh", "-c", "exit 3")
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(process.wait(), process.wait()) == [3, 3]
+    assert not process.alive
+    assert await process.wait() == 3
+
+
+async def test_a_caller_who_gives_up_waiting_does_not_end_the_wait_of_others() -> None:
+    process = started("/bin/sleep", "600")
+    first, second = asyncio.create_task(process.wait()), asyncio.create_task(process.wait())
+    await asyncio.sleep(0)
+    first.cancel()
+    assert process.alive
+    process.terminate()
+    async with asyncio.timeout(60):
+        assert await second == -signal.SIGTERM
+    # The number may belong to another process now.
+    process.terminate()
+    process.kill()
+
+
+async def test_it_has_a_session_of_its_own_and_no_descriptor_of_the_gateway() -> None:
+    ours, theirs = os.pipe()
+    os.set_inheritable(theirs, True)
+    try:
+        process = started("/bin/sleep", "600")
+        assert os.getsid(process.pid) == process.pid
+        assert not Path(f"/proc/{process.pid}/fd/{theirs}").exists()
+        process.kill()
+        async with asyncio.timeout(60):
+            assert await process.wait() == -signal.SIGKILL
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+async def test_a_program_that_is_missing_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        started("/no/such/program")
