@@ -21,7 +21,6 @@ import vllm_environment
 from live import Gateway, gateway_process, gone, short_folder
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not vllm_environment.exists(),
@@ -44,6 +43,7 @@ def python() -> str:
     return str(vllm_environment.python())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_of_clients_passes(python: str, suite: str) -> None:
     done = subprocess.run(
