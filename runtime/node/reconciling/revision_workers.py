@@ -199,7 +199,7 @@ class RevisionWorkers:
         self.phase, self.rollover = Phase.PROVING, rollover
         self.look()
         self.function.account.check()
-        await self.wait_ready(1, MOST_TIMES * self.spec.start_timeout_s)
+        await self._wait_first()
         if self.replicas.starting:
             # The first worker has shown that the revision works. If another start fails, for example for lack of
             # memory, or takes too long, the revision is not the cause.
@@ -207,6 +207,16 @@ class RevisionWorkers:
                 await self.starts.reached(rollover, self.spec.start_timeout_s, settled=True)
         self.phase = Phase.PROVEN
         self.look()
+
+    async def _wait_first(self) -> None:
+        """Wait for a ready worker. A start under way has its own limit, which is longer if it makes progress."""
+        for left in reversed(range(MOST_TIMES)):
+            try:
+                await self.wait_ready(1, self.spec.start_timeout_s)
+                break
+            except ActivationTimeout:
+                if not (left and self.replicas.starting):
+                    raise
 
     def go_live(self) -> None:
         """Follow the load from now on: this revision has replaced the previous live revision."""
