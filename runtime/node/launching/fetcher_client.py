@@ -171,8 +171,7 @@ class FetcherClient:
     @property
     def pids(self) -> list[int]:
         """The pid of the fetcher, if it runs."""
-        running = self._process is not None and self._process.returncode is None
-        return [self._process.pid] if self._process is not None and running else []
+        return [self._process.pid] if self._process is not None and self._process.alive else []
 
     async def share(self) -> None:
         """Start the fetcher if this node exchanges chunks with other nodes. Raise LauncherError if it cannot serve chunks."""
