@@ -46,7 +46,7 @@ COMMANDS = {
     "explain": ("explain", "List what the gateway decided about FUNCTION, with the figures behind it."),
     "init": ("init", "Make a new function's folder from a template."),
     "invoke": ("functions", "Call a function and print its answer."),
-    "jobs": ("jobs", "List a function's jobs; show, cancel, retry or follow them."),
+    "jobs": ("jobs", "List a function's jobs; get, cancel, retry or follow them."),
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with their workers, requests and memory."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),

@@ -654,8 +654,13 @@ def test_test_shows_what_was_printed(run, tmp_path: Path, short_tmp: Path):
 def test_test_fails_as_the_function_fails(run, tmp_path: Path, short_tmp: Path):
     (tmp_path / "handler.py").write_text("def handler(event):\n    return event['absent']\n")
     one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "test_input.json")
+    (tmp_path / "test_input.json").write_text("{,")
+    one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "test_input.json is not JSON")
     (tmp_path / "test_input.json").write_text("{}")
     one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "KeyError", "line 2")
+    dies = "import os\ndef handler(event):\n    print('on fire', flush=True)\n    os._exit(3)\n"
+    (tmp_path / "handler.py").write_text(dies)
+    one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "The end of its log", "on fire")
     assert not list(short_tmp.glob("pilotflame-test-*"))
 
 

@@ -34,7 +34,7 @@ def copy_template(template: str, folder: Path) -> str:
     name = _name_of(folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            remedy = "Choose another name; nothing was changed."
+            remedy = "Go on with what is there, or choose another name; nothing was changed."
             raise CodeError(f"{folder} already exists and is not empty.", remedy=remedy)
         shutil.copytree(TEMPLATES / template, folder, ignore=_NOT_COPIED, dirs_exist_ok=True)
         _rename(folder, template, name)

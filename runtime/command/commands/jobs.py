@@ -68,7 +68,7 @@ def run_job(
 
 @click.group()
 def jobs() -> None:
-    """List a function's jobs; show, cancel, retry or follow them.
+    """List a function's jobs; get, cancel, retry or follow them.
 
     Example: pilotflame jobs list hello
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ from typing import IO
 
 import click
 
-from ....errors import GatewayError, InvocationError
+from ....errors import CodeError, GatewayError, InvocationError
 from ...ground.telemetry.logs import OWN_SOURCES
 from ..client import display, options
 from ..client.client import Client
@@ -49,6 +50,12 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     """
     file = source.folder / options.INPUT_FILE
     event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
+    try:
+        json.loads(event)
+    except ValueError as error:
+        raise CodeError(
+            f"{file} is not JSON: {error}.", remedy="Write the event to send into it, as JSON."
+        ) from None
     if not as_json:
         display.warn(options.withheld(source.folder))
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
@@ -60,7 +67,8 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
         except InvocationError as error:
             found = client.logs(deployed["name"], lines=LOG_LINES)
             lines = [line["text"] for line in found if line["level"] != "error"]
-            if lines and not error.remedy:
+            # The log ends with the temporary gateway.
+            if lines and (not error.remedy or "pilotflame logs" in error.remedy):
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
     display.warn(deployed["warnings"])

@@ -110,7 +110,10 @@ class FunctionFolder:
                 return record
         there = ", ".join(record.revision for record in found)
         missing = "no older revision" if wanted is None else f"no revision {wanted[:40]!r}"
-        raise UnknownRevision(f"{self.name!r} has {missing} (there: {there}).", remedy="Deploy it again.")
+        raise UnknownRevision(
+            f"{self.name!r} has {missing} (there: {there}).",
+            remedy="Name a revision that is there, or deploy again.",
+        )
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes on disk of each revision, the newest first, without bytes that a newer revision shares."""

@@ -120,7 +120,7 @@ def _is_failure(line: bytes) -> bool:
         return False
     # A function's own answer may also start with "error", but it does not contain the number of the input line.
     error = json.loads(line)["error"]
-    return isinstance(error, dict) and "line" in (error.get("details") or {})
+    return isinstance(error, dict) and "input_line" in (error.get("details") or {})
 
 
 def _is_json(line: bytes) -> bool:

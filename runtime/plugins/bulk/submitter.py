@@ -132,7 +132,7 @@ class Submitter:
 
 def _failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
     """Return the error object that is written in place of an answer to `line`. The error message names the line."""
-    details = {**(wire.get("details") or {}), "line": line.number, "place": line.place}
+    details = {**(wire.get("details") or {}), "input_line": line.number, "place": line.place}
     message = f"{line.place}: {wire.get('message', 'unknown error')}"
     return dumped({"error": {**wire, "message": message, "details": details}})
 

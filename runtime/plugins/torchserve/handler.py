@@ -123,7 +123,10 @@ class Service:
             raise _failed(getattr(error, "error_code", 500), str(getattr(error, "message", error))) from None
         if not isinstance(answers, list):
             fault = f"The handler returned {type(answers).__name__}, not a list."
-            raise OutputInvalid(fault, remedy="Return a list with one answer for each request.")
+            raise OutputInvalid(
+                fault,
+                remedy="Return a list with one answer for each request. For a handler of pilotflame's own form, name the function `handler`.",
+            )
         return [_answer(answer, idx, asked) for idx, answer in enumerate(answers)]
 
 

@@ -61,9 +61,9 @@ def test_answers_are_in_order_and_failed_lines_say_why(
     assert (summary["lines"], summary["failed"], summary["resumed_at"]) == (103, 4, 0)
     found = read(tmp_path / "out.jsonl")
     bad, failed = found[50]["error"], found[60]["error"]
-    assert (bad["type"], bad["details"]["line"]) == ("bad_json", 51)
+    assert (bad["type"], bad["details"]["input_line"]) == ("bad_json", 51)
     assert bad["message"].startswith("in.jsonl, line 51: ")
-    assert (failed["type"], failed["details"]["line"]) == ("handler_failed", 61)
+    assert (failed["type"], failed["details"]["input_line"]) == ("handler_failed", 61)
     assert "as asked" in failed["message"]
     for number in (70, 71):
         assert found[number]["error"]["type"] == "bad_json"

@@ -48,7 +48,7 @@ def test_cut_anywhere_it_goes_on_after_the_last_whole_line(
 
 def test_failures_before_a_crash_are_counted_and_answers_with_an_error_are_not(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    for value in ({"error": {"message": "no", "details": {"line": 1}}}, {"error": "mine"}, 1):
+    for value in ({"error": {"message": "no", "details": {"input_line": 1}}}, {"error": "mine"}, 1):
         journal.append(dumped(value))
     journal.close()
     again = opened(tmp_path)

@@ -74,7 +74,7 @@ async def test_the_error_of_one_line_names_it(serve, status: int, body: object) 
         error = json.loads(await submitter.answer(LINE))["error"]
     assert error["type"]
     assert error["message"].startswith("in.jsonl, line 7: ")
-    assert error["details"]["line"] == 7
+    assert error["details"]["input_line"] == 7
 
 
 async def test_an_error_of_all_lines_is_raised(serve) -> None:
