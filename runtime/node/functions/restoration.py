@@ -16,7 +16,7 @@ from .revisions import Revisions
 
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
-LOST = "The stored files of the live revision of {} are damaged. Roll back to another revision, or deploy it again."
+LOST = "The stored files of the live revision of {} are damaged."
 UNREAD = "The gateway still compares the weights with their signed digests. Try again later."
 """The fault of a function after a start of the gateway, until its local weights have been read."""
 

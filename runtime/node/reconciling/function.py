@@ -67,7 +67,7 @@ class Function:
     def refusal(self) -> FunctionStopped | None:
         """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""
         if self.barred:
-            remedy = "Roll back or deploy it again, with settings that the policy allows, or ask the gateway's owner."
+            remedy = "Roll back, or deploy it again. If a policy refuses it, change its settings, or ask the gateway's owner."
             return FunctionBarred(self.barred, remedy=remedy)
         if self.paused:
             remedy = f"Its owner has to resume it: pilotflame resume {self.name}"
