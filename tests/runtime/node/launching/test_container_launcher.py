@@ -219,9 +219,11 @@ async def test_a_dead_zygote_takes_its_container_along(gateway: Gateway, image: 
 
     async def named() -> bool:
         titles = {process: " ".join(process.cmdline()) for process in first.children(recursive=True)}
-        found[:] = [process for process, title in titles.items() if f"zygote {function.name}" in title]
-        found.extend(process for process, title in titles.items() if "worker" in title)
-        return len(found) == 2
+        zygotes = [process for process, title in titles.items() if f"zygote {function.name}" in title]
+        # On a busy machine, there may be two.
+        workers = [process for process, title in titles.items() if "worker" in title]
+        found[:] = [*zygotes, *workers[:1]]
+        return bool(zygotes and workers)
 
     # A process gets its title a moment after its start.
     await until(named, "a zygote and a worker")
