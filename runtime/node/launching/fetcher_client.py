@@ -297,7 +297,7 @@ class FetcherClient:
         ours, theirs = socket.socketpair()
         output = ChildOutput("fetcher")
         try:
-            process = StartedProcess(
+            process = await StartedProcess.start(
                 (sys.executable, "-m", "pilotflame.runtime.node.launching.fetcher", str(self.cache), orjson.dumps(self._budgets)),
                 stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=output.fileno(),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path())},

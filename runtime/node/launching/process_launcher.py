@@ -216,7 +216,7 @@ class ProcessLauncher:
         try:
             request = {"address": str(self._listener.path), "token": token, "preload": preload}
             output = ChildOutput(name)
-            process = _start(python, request, output)
+            process = await _start(python, request, output)
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name, output))
             self._reaping.add(ended)
@@ -267,13 +267,14 @@ def _key(spec: WorkerSpec) -> BaseKey:
     return spec.python or sys.executable, spec.preload
 
 
-def _start(python: str, request: dict[str, Any], output: ChildOutput) -> StartedProcess:
+async def _start(python: str, request: dict[str, Any], output: ChildOutput) -> StartedProcess:
     # The request fits into the buffer of a pipe: it names packages of a fixed list.
     stdin, writes = os.pipe()
+    os.set_blocking(writes, False)
     try:
         os.write(writes, json.dumps(request).encode())
         os.close(writes)
-        return StartedProcess(
+        return await StartedProcess.start(
             (python, "-m", "pilotflame.zygote", "base"),
             stdin=stdin, stdout=output.fileno(), stderr=output.fileno(), env=environment(python),
         )  # fmt: skip

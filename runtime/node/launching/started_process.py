@@ -14,13 +14,26 @@ from collections.abc import Mapping, Sequence
 class StartedProcess:
     """A process with a session of its own, which no signal of the gateway's terminal reaches."""
 
-    def __init__(
-        self, command: Sequence[str | bytes], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str]
-    ) -> None:
-        """Start it with these descriptors. Raise OSError."""
-        self._process = subprocess.Popen(
-            command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/", start_new_session=True
-        )
+    @classmethod
+    async def start(
+        cls, command: Sequence[str | bytes], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str]
+    ) -> StartedProcess:
+        """Start it with these descriptors. Raise OSError. A caller that is cancelled meanwhile gets no process: it is killed."""
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(
+                subprocess.Popen, command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/",
+                start_new_session=True,
+            )
+        )  # fmt: skip
+        try:
+            return cls(await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            # The descriptors must stay open until the process has them.
+            cls(await opening).kill()
+            raise
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
         try:
             self._watched = os.pidfd_open(self.pid)
         except OSError:

@@ -82,7 +82,7 @@ def test_an_address_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, number:
 
 async def test_an_environment_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LauncherError, match="was moved or removed while the gateway runs") as caught:
-        _start(str(tmp_path / "moved" / "bin" / "python"), {}, ChildOutput("base"))
+        await _start(str(tmp_path / "moved" / "bin" / "python"), {}, ChildOutput("base"))
     assert "Start the gateway again" in caught.value.remedy
     monkeypatch.setattr(sys, "executable", str(tmp_path / "moved" / "bin" / "python"))
     with pytest.raises(RequirementsError, match="was moved or removed") as unmet:

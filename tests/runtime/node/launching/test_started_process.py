@@ -12,13 +12,13 @@ from pilotflame.runtime.node.launching.started_process import StartedProcess
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def started(*command: str) -> StartedProcess:
+async def started(*command: str) -> StartedProcess:
     nothing = subprocess.DEVNULL
-    return StartedProcess(command, stdin=nothing, stdout=nothing, stderr=nothing, env={})
+    return await StartedProcess.start(command, stdin=nothing, stdout=nothing, stderr=nothing, env={})
 
 
 async def test_its_exit_code_comes_to_all_who_wait() -> None:
-    process = started("/bin/sh", "-c", "exit 3")
+    process = await started("/bin/sh", "-c", "exit 3")
     async with asyncio.timeout(60):
         assert await asyncio.gather(process.wait(), process.wait()) == [3, 3]
     assert not process.alive
@@ -26,7 +26,7 @@ async def test_its_exit_code_comes_to_all_who_wait() -> None:
 
 
 async def test_a_caller_who_gives_up_waiting_does_not_end_the_wait_of_others() -> None:
-    process = started("/bin/sleep", "600")
+    process = await started("/bin/sleep", "600")
     first, second = asyncio.create_task(process.wait()), asyncio.create_task(process.wait())
     await asyncio.sleep(0)
     first.cancel()
@@ -43,7 +43,7 @@ async def test_it_has_a_session_of_its_own_and_no_descriptor_of_the_gateway() ->
     ours, theirs = os.pipe()
     os.set_inheritable(theirs, True)
     try:
-        process = started("/bin/sleep", "600")
+        process = await started("/bin/sleep", "600")
         assert os.getsid(process.pid) == process.pid
         assert not Path(f"/proc/{process.pid}/fd/{theirs}").exists()
         process.kill()
@@ -56,4 +56,4 @@ async def test_it_has_a_session_of_its_own_and_no_descriptor_of_the_gateway() ->
 
 async def test_a_program_that_is_missing_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
-        started("/no/such/program")
+        await started("/no/such/program")
