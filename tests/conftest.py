@@ -93,8 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Loop(uvloop.Loop):
-    """The event loop that the gateway uses. It starts processes as asyncio's own loop does, by vfork: uvloop forks, which takes 200 ms of
-    a process with the memory of these tests.
+    """The event loop that the gateway uses. It starts processes as asyncio's own loop does, by vfork: uvloop copies the page tables, and
+    pytest's processes are large.
     """
 
     _debug = False

@@ -542,6 +542,16 @@ def test_processes_are_made_and_ended_in_one_room() -> None:
             assert not any(node.attr == "pool" for node in attributes), path
 
 
+def test_no_process_is_started_by_a_fork_of_the_gateway() -> None:
+    """uvloop starts processes by fork, which stops the event loop while the kernel copies the page tables (started_process.py)."""
+    starts = {"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec", "subprocess_shell"}
+    for path in [
+        path for room in ("runtime", "snapshot", "handlers") for path in (ROOT / room).rglob("*.py")
+    ]:
+        calls = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        assert not starts & {call.attr for call in calls if isinstance(call, ast.Attribute)}, path
+
+
 def test_weights_are_never_unpickled_anywhere() -> None:
     folders = ("handlers", "runtime", "snapshot", "templates", "infra", "tests")
     for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:

@@ -79,3 +79,24 @@ async def test_calls_and_websockets_pass(state: Path) -> None:
             ):
                 await socket.send_str("through")
                 assert await socket.receive_str() == "through!"
+
+
+async def test_a_caller_cannot_name_the_host_of_links(state: Path) -> None:
+    folder = state.with_name("nginx")
+    folder.mkdir()
+    folder.parent.chmod(0o755)
+    folder.chmod(0o777)
+    forged = {"X-Forwarded-Host": "stranger.example", "Forwarded": "host=stranger.example;proto=https"}
+    async with gateway_here(state, trusted_proxies=("127.0.0.1/32",)) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event")
+        order = {"version": function.name, "input": {}}
+        direct = await gateway.client.post("/replicate/v1/predictions", json=order, headers=forged)
+        assert "stranger.example" in direct.json()["urls"]["get"]
+        async with (
+            proxied(gateway, folder) as sock,
+            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=sock)) as client,
+        ):
+            behind = await client.post(
+                "http://127.0.0.1/replicate/v1/predictions", json=order, headers=forged
+            )
+            assert behind.json()["urls"]["get"].startswith("http://127.0.0.1/")

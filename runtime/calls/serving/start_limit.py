@@ -9,7 +9,7 @@ from ..link.child import Child
 
 # A start that makes progress may take this many times as long.
 MOST_TIMES = 4
-# Most starts are ready before the first look, which they so do not pay.
+# Most starts are ready before the first look, so that they do not pay for it.
 FIRST_LOOK_S = 1.0
 
 

@@ -49,13 +49,12 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     Example: pilotflame test hello
     """
     file = source.folder / options.INPUT_FILE
-    event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
+    remedy = "Write the event to send into it, as JSON."
+    event = options.read_event(file, remedy=remedy)
     try:
         json.loads(event)
     except ValueError as error:
-        raise CodeError(
-            f"{file} is not JSON: {error}.", remedy="Write the event to send into it, as JSON."
-        ) from None
+        raise CodeError(f"{file} is not JSON: {error}.", remedy=remedy) from None
     if not as_json:
         display.warn(options.withheld(source.folder))
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:

@@ -216,7 +216,7 @@ class ProcessLauncher:
         try:
             request = {"address": str(self._listener.path), "token": token, "preload": preload}
             output = ChildOutput(name)
-            process = await _start(python, request, output)
+            process = await _spawn_base(python, request, output)
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name, output))
             self._reaping.add(ended)
@@ -267,13 +267,13 @@ def _key(spec: WorkerSpec) -> BaseKey:
     return spec.python or sys.executable, spec.preload
 
 
-async def _start(python: str, request: dict[str, Any], output: ChildOutput) -> StartedProcess:
-    # The request fits into the buffer of a pipe: it names packages of a fixed list.
+async def _spawn_base(python: str, request: dict[str, Any], output: ChildOutput) -> StartedProcess:
     stdin, writes = os.pipe()
-    os.set_blocking(writes, False)
+    with os.fdopen(writes, "wb", buffering=0) as pipe:
+        # The request fits into the buffer of a pipe: it names packages of a fixed list.
+        os.set_blocking(writes, False)
+        pipe.write(json.dumps(request).encode())
     try:
-        os.write(writes, json.dumps(request).encode())
-        os.close(writes)
         return await StartedProcess.start(
             (python, "-m", "pilotflame.zygote", "base"),
             stdin=stdin, stdout=output.fileno(), stderr=output.fileno(), env=environment(python),

@@ -1,11 +1,12 @@
 """Starts a process of the gateway without a copy of the gateway's page tables.
 
-uvloop forks, which takes 5 ms of a gateway with 50 MB, and stops its threads and its event loop for that time. `subprocess` uses vfork.
+uvloop forks: while the kernel copies the page tables, the event loop stands still. `subprocess` uses vfork.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ class StartedProcess:
         cls, command: Sequence[str | bytes], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str]
     ) -> StartedProcess:
         """Start it with these descriptors. Raise OSError. A caller that is cancelled meanwhile gets no process: it is killed."""
+        # It waits for the exec of the program.
         opening = asyncio.ensure_future(
             asyncio.to_thread(
                 subprocess.Popen, command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/",
@@ -29,7 +31,8 @@ class StartedProcess:
             return cls(await asyncio.shield(opening))
         except asyncio.CancelledError:
             # The descriptors must stay open until the process has them.
-            cls(await opening).kill()
+            with contextlib.suppress(OSError):
+                cls(await opening).kill()
             raise
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

@@ -209,8 +209,8 @@ class RevisionWorkers:
         self.look()
 
     async def _wait_first(self) -> None:
-        """Wait for a ready worker. A start under way has its own limit, which is longer if it makes progress."""
-        for left in reversed(range(MOST_TIMES)):
+        """Wait for a ready worker, and longer while a start is under way: its own limit ends it before the last wait ends."""
+        for left in reversed(range(MOST_TIMES + 1)):
             try:
                 await self.wait_ready(1, self.spec.start_timeout_s)
                 break

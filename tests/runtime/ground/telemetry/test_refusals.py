@@ -25,7 +25,7 @@ from pilotflame.runtime.ground.telemetry.refusals import explained, explaining
 from pilotflame.runtime.node.functions.deploy import Preparation
 from pilotflame.runtime.node.functions.function_folder import FunctionFolder
 from pilotflame.runtime.node.launching.child_output import ChildOutput
-from pilotflame.runtime.node.launching.process_launcher import _start
+from pilotflame.runtime.node.launching.process_launcher import _spawn_base
 from pilotflame.runtime.node.packaging.requirements import check_requirements
 
 COMMAND = [sys.executable, "-m", "pilotflame.runtime.cli"]
@@ -82,7 +82,7 @@ def test_an_address_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, number:
 
 async def test_an_environment_that_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LauncherError, match="was moved or removed while the gateway runs") as caught:
-        await _start(str(tmp_path / "moved" / "bin" / "python"), {}, ChildOutput("base"))
+        await _spawn_base(str(tmp_path / "moved" / "bin" / "python"), {}, ChildOutput("base"))
     assert "Start the gateway again" in caught.value.remedy
     monkeypatch.setattr(sys, "executable", str(tmp_path / "moved" / "bin" / "python"))
     with pytest.raises(RequirementsError, match="was moved or removed") as unmet:

@@ -6,7 +6,9 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
+from live import until
 from pilotflame.runtime.node.launching.started_process import StartedProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,6 +56,27 @@ async def test_it_has_a_session_of_its_own_and_no_descriptor_of_the_gateway() ->
         os.close(theirs)
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_cancelled_start_leaves_no_process(turns: int) -> None:
+    before = psutil.Process().children()
+    starting = asyncio.create_task(started("/bin/sleep", "600"))
+    for _ in range(turns + 1):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+
+    async def ended() -> bool:
+        return psutil.Process().children() == before
+
+    await until(ended, "the end of the process")
+
+
 async def test_a_program_that_is_missing_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         await started("/no/such/program")
+    starting = asyncio.create_task(started("/no/such/program"))
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
