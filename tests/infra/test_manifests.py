@@ -205,7 +205,7 @@ def named_metrics() -> dict[str, set[str]]:
 # Metrics that have no samples without an event source, a remote snapshot or a fault of the gateway.
 WITHOUT_SAMPLES = {
     "pilotflame_source_messages", "pilotflame_background_failures", "pilotflame_snapshot_received_bytes",
-    "pilotflame_snapshot_cache_bytes", "pilotflame_snapshot_cache_budget_bytes",
+    "pilotflame_snapshot_cache_bytes", "pilotflame_snapshot_cache_budget_bytes", "pilotflame_function_stopped",
 }  # fmt: skip
 
 

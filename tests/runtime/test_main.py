@@ -177,6 +177,9 @@ async def test_a_drain_ends_in_time(state, gate: Gate):
             assert failure(response)["type"] == "shutting_down"
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
+    lines = (state / "logs" / "gateway.jsonl").read_text().splitlines()
+    (told,) = [text for line in lines if (text := json.loads(line)["text"]).find("drained in") >= 0]
+    assert told.endswith("running calls that did not end in time: 1")
 
 
 async def test_a_process_that_the_kernel_cannot_end_holds_up_no_shutdown(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -36,8 +37,14 @@ class _LoopThread:
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin `work`, and return its future. To cancel the future cancels the work."""
         # `close` has the same lock: the loop ends after it has begun the work, and so cancels it.
-        with self._lock:
-            return asyncio.run_coroutine_threadsafe(work, self._running())
+        try:
+            with self._lock:
+                return asyncio.run_coroutine_threadsafe(work, self._running())
+        except BaseException:
+            # After Ctrl-C, Python would warn of work that was never awaited. The loop may run it already.
+            with contextlib.suppress(ValueError):
+                work.close()
+            raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, which has a deadline. Ctrl-C cancels it."""

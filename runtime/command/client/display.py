@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,10 @@ def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
     click.echo(text if raw else printable(text), nl=nl)
 
 
+OWN = "pilotflame"
+"""The dialect of pilotflame's own handlers."""
+
+
 def say(text: str, *, raw: bool = False) -> None:
     """Print a line on stderr. `raw` is as in `echo`."""
     click.echo(text if raw else printable(text), err=True)
@@ -52,6 +56,12 @@ def function_trace(trace: str) -> str:
 def warn(texts: Sequence[str]) -> None:
     for text in texts:
         say(f"warning: {text}")
+
+
+def tell_dialect(deployed: Mapping[str, Any]) -> None:
+    """Name the dialect of a handler that is not pilotflame's own."""
+    if (dialect := deployed.get("dialect", OWN)) != OWN:
+        say(f"recognised a handler of {dialect}: {deployed['entry']}")
 
 
 def print_json(value: Any) -> None:

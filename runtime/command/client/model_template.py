@@ -16,6 +16,8 @@ from ....snapshot.sources.locate import is_remote, open_source
 from ....snapshot.sources.location import shown
 from ....snapshot.sources.source import Listing, Source
 from ...ground.settings.function_settings import SETTINGS_FILE, slug
+from ...node.launching import gpus
+from . import display
 from .function_template import README_FILE, copy_template
 
 # The templates by the ending of the class name in config.json.
@@ -60,6 +62,10 @@ def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     """
     where = model if is_remote(model) else str(Path(model).expanduser().resolve())
     template = find_template(where)
+    if template == "text-generation" and gpus.exist():
+        display.say(
+            "this machine has a GPU, on which vLLM's engine makes more tokens a second: pilotflame init NAME --template vllm"
+        )
     made = folder or _new_folder(name or slug(_last_part(where)) or template, where)
     settings = made / SETTINGS_FILE
     # A JSON string is also a valid basic string in TOML.

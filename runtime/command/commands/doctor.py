@@ -25,9 +25,10 @@ from ...front.listening.tls import examine_hosts
 from ...ground.access.keyring import KeysFile, keys_path
 from ...ground.access.private_files import load
 from ...ground.settings.gateway_settings import GatewaySettings
+from ...ground.settings.state_dir import is_disk_full
+from ...node.launching import gpus
 from ...node.launching.cgroups import CONTROLLERS, find_controllers
 from ...node.launching.container_engine import find_engine
-from ...node.launching.gpus import AMD_MODULE, NVIDIA_MODULE, find_driver
 from ..client import display, exit_codes, options
 
 MIN_FREE_BYTES = 512 << 20
@@ -128,9 +129,13 @@ def _state_dir(folder: Path) -> Check:
     except OSError as error:
         remedy = "Set PILOTFLAME_STATE_DIR to a writable folder."
         return Check("state folder", "fail", f"{folder}: {error.strerror}", remedy)
-    full = free_bytes < MIN_FREE_BYTES
-    remedy = "Free space, or set PILOTFLAME_STATE_DIR to a larger disk." if full else ""
-    return _noted("state folder", f"{folder}, {display.size(free_bytes)} free", remedy)
+    found, remedy = (
+        f"{folder}, {display.size(free_bytes)} free",
+        "Free space, or set PILOTFLAME_STATE_DIR to a larger disk.",
+    )
+    if is_disk_full(existing):
+        return Check("state folder", "fail", f"{found}: a gateway here is not ready", remedy)
+    return _noted("state folder", found, remedy if free_bytes < MIN_FREE_BYTES else "")
 
 
 def _unix_socket(folder: Path) -> Check:
@@ -241,14 +246,14 @@ def _torch() -> Check:
 
 def _gpus() -> Iterator[Check]:
     """Yield a check of the GPUs that functions with resources.gpus share. Yield nothing without a driver."""
-    driver = find_driver()
+    driver = gpus.find_driver()
     if found := driver.uses():
         used = [
             f"{one.id} ({one.name}, {one.used_bytes >> 20} of {one.memory_bytes >> 20} MiB used)"
             for one in found
         ]
         yield Check("GPUs", "ok", "; ".join(used))
-    elif NVIDIA_MODULE.exists() or AMD_MODULE.exists():
+    elif gpus.exist():
         remedy = f"pip install {driver.package}, or say which GPUs there are: PILOTFLAME_GPUS=0:81920"
         yield Check("GPUs", "note", f"{driver.library} does not tell which there are", remedy)
 

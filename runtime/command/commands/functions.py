@@ -18,8 +18,6 @@ from ..client.options import FunctionSource
 
 # If an example input is longer, the printed command has @FILE instead.
 MAX_EXAMPLE_CHARS = 200
-# The dialect of pilotflame's own handlers.
-OWN = "pilotflame"
 DEFAULT = "default"
 """The origin of a setting that has its default."""
 
@@ -68,8 +66,7 @@ def _print_deployed(found: dict[str, Any], folder: Path, *, as_json: bool) -> No
     if as_json:
         return display.print_json(found)
     display.warn(found["warnings"])
-    if (dialect := found.get("dialect", OWN)) != OWN:
-        display.say(f"recognised a handler of {dialect}: {found['entry']}")
+    display.tell_dialect(found)
     name = found["name"]
     body = _example(folder, found["input_example"])
     return display.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
@@ -312,6 +309,8 @@ def _workers(status: dict[str, Any]) -> str:
     others = [
         f"{workers[state]} {state}" for state in ("parked", "starting", "draining") if workers.get(state)
     ]
+    if failing := status.get("failing"):
+        others.append(f"{display.counted(failing['failures'], 'start')} failed")
     stopped = {"": [], "budget": ["budget used up"]}.get(status["stopped"], [status["stopped"]])
     return ", ".join([f"{workers['ready']} of {status['settings']['scale']['max']}", *others, *stopped])
 
@@ -327,8 +326,8 @@ def _rest_processes(status: dict[str, Any]) -> list[str]:
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
     batch = f", batches of up to {status['batch']}" if status["batch"] else ""
-    dialect = status.get("dialect", OWN)
-    handler = f"{status['entry']} ({dialect})" if dialect != OWN else status["settings"]["handler"]
+    dialect = status.get("dialect", display.OWN)
+    handler = f"{status['entry']} ({dialect})" if dialect != display.OWN else status["settings"]["handler"]
     last_ms = display.milliseconds(status["last_cold_start_ms"])
     return [
         ("function", status["name"]),
@@ -336,6 +335,7 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("handler", f"{handler}, {status['kind'].replace('_', ' ')}{batch}"),
         ("snapshot", display.snapshots(status) or "none"),
         ("workers", _workers(status)),
+        *([("starts fail", _failing(failing))] if (failing := status.get("failing")) else []),
         *(
             [("cold because", f"it {why}, at {display.local_time(status['cold_since'])[:19]}")]
             if (why := status.get("cold_because"))
@@ -346,6 +346,10 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         *([("budget", _budget(budget))] if (budget := status.get("budget")) else []),
         ("activations", f"{status['activations']}, the last cold start {last_ms}"),
     ]
+
+
+def _failing(failing: dict[str, Any]) -> str:
+    return f"{failing['error']} The next start: by {display.local_time(failing['next_at'])[:19]}"
 
 
 def _budget(budget: dict[str, Any]) -> str:

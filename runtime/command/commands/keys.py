@@ -17,7 +17,7 @@ from typing import Any
 import click
 import orjson
 
-from ....errors import UnknownKey
+from ....errors import Unauthorized, UnknownKey
 from ...ground.access.control_socket import find_control_socket
 from ...ground.access.keyring import Keyring
 from ...ground.access.keys import check_engine, check_first, check_issuer, parse_new_key
@@ -50,10 +50,18 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
         with Client(url, api_key=api_key) as client:
-            yield client
+            try:
+                yield client
+            except Unauthorized as error:
+                error.remedy = (
+                    "With no key at hand, run this on the gateway's machine with --state-dir FOLDER."
+                )
+                raise
         return
     settings = options.gateway_settings(state_dir=state_dir)
     wait_for_start(settings.port)
+    if state_dir is not None and not state_dir.exists():
+        display.say(f"made the state folder {state_dir}: no gateway has used it yet")
     if (control := find_control_socket(settings.state_dir)) is not None:
         with Client(control=control) as client:
             yield client

@@ -71,6 +71,8 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
     display.warn(deployed["warnings"])
+    if not as_json:
+        display.tell_dialect(deployed)
     if as_json:
         facts = display.reply_facts(answer, reply)
         return display.print_json(facts | {"warnings": deployed["warnings"], "printed": printed})

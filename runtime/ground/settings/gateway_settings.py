@@ -281,7 +281,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="How messages are printed; collector: as json, and all other logs on standard output.",
     )
     log_keep_s: PositiveSeconds = Field(14 * 86400.0, description="Seconds for which logs are kept on disk.")
-    access_log: bool = Field(False, description="Whether each request is logged.")
+    access_log: bool = Field(
+        False,
+        description="Whether each request is logged: in logs/access.jsonl, and printed if log_format is collector.",
+    )
 
     @field_validator(
         "webhook_networks",

@@ -25,7 +25,7 @@ class DecisionRecord(NamedTuple):
     """When it was made, in Unix seconds."""
     action: str
     """The action: "start", "stop", "park", "wake", "expect", "prewarm", "step_down", "step_up", "evict", "refuse",
-    "budget", "pause" or "resume".
+    "budget", "fail", "pause" or "resume".
     """
     cause: str
     """The signal or the rule that caused the decision, such as "load", "idle", "warmup" or "schedule"."""
@@ -256,6 +256,11 @@ def _budgeted(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"today's budget {_BUDGET.get(decision.cause, decision.cause)}"
 
 
+def _failed(decision: DecisionRecord, left: dict[str, float]) -> str:
+    row, delay = _count(left.pop("failures", 1), "failure"), seconds(left.pop("delay_s", 0.0))
+    return f"a worker did not start, {_reason(decision.cause)}: {row} in a row, the next start is tried within {delay}"
+
+
 def _by_owner(decision: DecisionRecord, _left: dict[str, float]) -> str:
     return f"was {decision.action}d by its owner"
 
@@ -267,5 +272,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
-    "end": _ended, "park": _parked, "wake": _woken, "pause": _by_owner, "resume": _by_owner,
+    "end": _ended, "park": _parked, "wake": _woken, "pause": _by_owner, "resume": _by_owner, "fail": _failed,
 }  # fmt: skip

@@ -28,6 +28,7 @@ from .revision_record import RevisionRecord
 from .status import (
     BudgetUse,
     DesiredWorkers,
+    FailingStarts,
     FunctionStatus,
     LastError,
     Process,
@@ -174,7 +175,8 @@ class Live:
         )
         facts, settings = record.handler, record.settings
         budget, account = self.budget(), self.function.account
-        warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
+        told = (account.describe() if account.scarce else "", self.function.barred)
+        warnings = [*self.warnings, *filter(None, told)]
         snapshots, step = snapshots_of(record), self.function.ladder.next_step
         # The URLs without their credentials.
         settings = settings.with_snapshots({name: snapshots[name] for name in settings.snapshot_urls})
@@ -182,7 +184,7 @@ class Live:
         cooled, cooled_at = self.cooled
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
-            snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
+            snapshots=snapshots, stopped=self.function.stopped, failing=self.failing(), workers=Workers(
                 ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining
             ),
             cold_because=cooled, cold_since=cooled_at,
@@ -206,6 +208,17 @@ class Live:
         if decision is None or self.workers.worker_counts().ready:
             return "", None
         return describe(decision), datetime.fromtimestamp(decision.at, UTC)
+
+    def failing(self) -> FailingStarts | None:
+        """Return the failed starts since a worker was last ready; None if there is none."""
+        breaker = self.workers.breaker
+        if breaker.error is None:
+            return None
+        next_at = time.time() + max(0.0, breaker.backoff_until_s - time.monotonic())
+        error = breaker.error.whole.message.partition("\n")[0][:MAX_ERROR_CHARS]
+        return FailingStarts(
+            failures=breaker.failures, next_at=datetime.fromtimestamp(next_at, UTC), error=error
+        )
 
     def desired(self) -> DesiredWorkers:
         """Return how many workers the revision should have now, and why."""

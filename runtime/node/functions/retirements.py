@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,12 +89,15 @@ class Retirements:
         """Refuse new requests, finish accepted requests within `drain_s`, and end all processes."""
         functions = self.functions
         functions.closing = True
-        for live in self.revisions.running:
-            live.workers.drain.limit_shutdown(functions.settings.drain_s)
+        begun_s, drains = time.monotonic(), [live.workers.drain for live in self.revisions.running]
+        for drain in drains:
+            drain.limit_shutdown(functions.settings.drain_s)
         retiring = [self.revisions.end(live) for live in functions.all()]
         # Replaced revisions may still be finishing their invocations.
         if ends := {*map(functions.tasks.create_task, retiring), *self._ending}:
             await asyncio.wait(ends)
+        took_s, cut = time.monotonic() - begun_s, sum(drain.cut for drain in drains)
+        LOG.info("drained in %.1f s; running calls that did not end in time: %d", took_s, cut)
         await self.revisions.histories.close()
 
     def _begin(self, end: Coroutine[Any, Any, None], old: Live | None) -> None:

@@ -8,13 +8,13 @@ import functools
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....errors import Forbidden, FunctionBarred, PilotflameError
 from ...ground.access.deploy_policy import Deployer
-from ...ground.settings.function_settings import FunctionSettings
+from ...ground.settings.function_settings import FROM_OVERRIDE, SETTINGS_FILE, FunctionSettings
 from ...ground.telemetry.log_files import NOT_DEPLOYED
 from ...ground.telemetry.logs import LogChannel
 from ...ground.telemetry.refusals import explaining
@@ -196,6 +196,7 @@ class Rollouts:
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress)
             live.warnings += _unreachable(record.settings, functions.settings.max_body_bytes)
+            live.warnings += _dropped(old.record if old is not None else record, record)
             functions.check_open()
             functions.hosts.check(record.settings)
         except BaseException as error:
@@ -256,6 +257,14 @@ class Rollouts:
             self.retirements.check_room(settings.name)
         progress.note_target(settings.name, old.record if old is not None else None)
         policies.check(settings, outside, deployer.key_id)
+
+
+def _dropped(old: RevisionRecord, new: RevisionRecord) -> Iterator[str]:
+    """Yield a warning if settings of the replaced revision, which its deploy had as options, are not set any more."""
+    given = {key for key, origin in old.setting_origins.items() if origin == FROM_OVERRIDE}
+    if dropped := sorted(given - new.setting_origins.keys()):
+        keys = ", ".join(dropped)
+        yield f"{keys}: set as an option of the previous deploy, and not now. Set it again, or in {SETTINGS_FILE}."
 
 
 def _unreachable(settings: FunctionSettings, most: int) -> list[str]:

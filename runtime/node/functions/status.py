@@ -98,6 +98,15 @@ class ScheduleStatus(BaseModel, frozen=True):
     next_at: datetime | None
 
 
+class FailingStarts(BaseModel, frozen=True):
+    """The starts of workers that have failed since a worker was last ready."""
+
+    failures: int
+    next_at: datetime
+    """Until then no worker starts without a call, and after many failures no worker at all."""
+    error: str
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it. Callers that do not own it get the defaults of private fields."""
 
@@ -113,6 +122,8 @@ class FunctionStatus(BaseModel, frozen=True):
     snapshots: dict[str, str] = {}
     stopped: str = ""
     """Why the function refuses calls now, as "budget"; "" if it accepts calls."""
+    failing: FailingStarts | None = None
+    """None if the latest start of a worker succeeded."""
     workers: Workers
     desired: DesiredWorkers
     standby: bool

@@ -20,6 +20,11 @@ PREFIXES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_")
 NVIDIA_MODULE, AMD_MODULE = Path("/proc/driver/nvidia"), Path("/dev/kfd")
 
 
+def exist() -> bool:
+    """Return True if the kernel of this machine has a driver of GPUs."""
+    return NVIDIA_MODULE.exists() or AMD_MODULE.exists()
+
+
 def find_driver() -> GpuDriver:
     """Return the driver of this machine's GPUs. AMD's is returned if only AMD's kernel module is loaded, or if neither
     is loaded and only AMD's library finds GPUs; else NVIDIA's.

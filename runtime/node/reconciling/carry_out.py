@@ -115,8 +115,8 @@ class CarryOut:
         busy.sort(key=lambda each: each.outstanding.load)
         one.pool.stop([*one.replicas.parked, *one.replicas.idle, *busy][:workers])
         if one.phase is not Phase.PROVEN:
-            retired = "retired" if one.phase is Phase.RETIRING else "idle"
-            cause = one.function.stopped or retired
+            retired = "retired" if one.drain.end is None else "shutdown"
+            cause = one.function.stopped or (retired if one.phase is Phase.RETIRING else "idle")
             self._note("stop", cause, seen, workers=workers, recent=seen.recent.workers)
 
     # -- a grant of the allocation
@@ -179,6 +179,7 @@ class CarryOut:
         if drain.end is not None and (busy := [each for each in one.replicas if each.outstanding.calls]):
             calls = self.end(busy, drain.end, drain.teardown_s)
             one.function.decisions.note("end", "shutdown", workers=len(busy), calls=calls)
+            drain.cut = calls
         await one.pool.close(drain.teardown_s)
 
     async def hold_adapter(self, replica: Replica, name: str) -> None:

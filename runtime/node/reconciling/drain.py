@@ -23,6 +23,8 @@ class Drain:
         self._timers: list[asyncio.TimerHandle] = []
         self.end: CallEnd | None = None
         """The errors of the invocations that have not ended in time; None if the gateway does not end."""
+        self.cut = 0
+        """The number of invocations that had begun and have not ended in time."""
 
     def limit(self, timeout_s: float) -> None:
         """End the drain after at most `timeout_s`. The drain need not have begun."""

@@ -61,7 +61,7 @@ class Function:
         A deploy may nevertheless start a worker, to prove its revision.
         """
         if self.barred:
-            return "policy"
+            return "barred"
         return "paused" if self.paused else "budget" if self.account.exhausted else ""
 
     def refusal(self) -> FunctionStopped | None:

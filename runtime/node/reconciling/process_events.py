@@ -153,11 +153,19 @@ class ProcessEvents(PoolEvents):
         self._logs.write("gateway", f"activation failed: {error.whole}\n{error.trace}".rstrip(), "error")
         self._on_activation("failed")
         self.starts.note_failure(error)
+        self._tell_failure(error)
         self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready:
             self._one.revision.dispatcher.fail_queued(error)
         self._one.node.limits.note_change()
         self._one.look()
+
+    def _tell_failure(self, error: PilotflameError) -> None:
+        """Record a failed start among the decisions. A deploy reports its own."""
+        if self._one.phase is not Phase.PROVING:
+            breaker = self.starts.breaker
+            delay_s = max(0.0, breaker.backoff_until_s - time.monotonic())
+            self._one.function.decisions.note("fail", error.code, failures=breaker.failures, delay_s=delay_s)
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
@@ -215,6 +223,7 @@ class ProcessEvents(PoolEvents):
         """Count a worker that died while it started. After too many such deaths, fail the waiting invocations."""
         self._on_activation("failed")
         error = self.starts.note_death(cause.text)
+        self._tell_failure(error)
         self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready and self.starts.give_up():
             self._one.revision.dispatcher.fail_queued(error)

@@ -9,6 +9,7 @@ from ...calls.serving.replicas import ReplicaList
 from ...calls.serving.revision import Revision
 from ...ground.telemetry.logs import RevisionLog
 from ..scaling.revision_state import Phase
+from .drain import Drain
 from .function import Function
 from .idle_ladder import LadderTarget
 from .node_parts import NodeParts
@@ -30,4 +31,5 @@ class RevisionParts(LadderTarget, Member, Protocol):
     replicas: ReplicaList
     revision: Revision
     starts: StartOutcomes
+    drain: Drain
     pool: Pool

@@ -33,25 +33,26 @@ class Breaker:
         self.failures = 0
         self.backoff_until_s = 0.0
         """Until this time, workers start only for waiting invocations."""
-        self._error: PilotflameError | None = None
+        self.error: PilotflameError | None = None
+        """The error of the latest failed start."""
 
     def fail(self, error: PilotflameError, now_s: float) -> None:
         """Count a failed start."""
         self.failures += 1
-        self._error = error
+        self.error = error
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 16))
         self.backoff_until_s = now_s + backoff_s
 
     def reset(self) -> None:
         """Forget all failures: a worker is ready, or the owner has removed the cause."""
-        self.failures, self.backoff_until_s, self._error = 0, 0.0, None
+        self.failures, self.backoff_until_s, self.error = 0, 0.0, None
 
     def open(self, now_s: float) -> bool:
         return self.failures >= MAX_FAILURES and now_s < self.backoff_until_s
 
     def refusal(self, function: str, now_s: float) -> CrashLoop:
         """Return the error of an invocation that arrives while the breaker is open."""
-        error = self._error
+        error = self.error
         wait_s = max(0.0, self.backoff_until_s - now_s)
         text = f"The last {self.failures} starts of a worker of {function} failed. The next is tried in {math.ceil(wait_s)} s."
         remedy = f"Mend the handler and redeploy it. If the cause was elsewhere: pilotflame reset {function}"

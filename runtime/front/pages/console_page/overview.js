@@ -8,7 +8,7 @@ const SPARK_PARTS = 60;
 // From the warmest down, with the number of steps in the picture.
 export const RUNGS = { ready: 5, parked: 4, zygote: 3, resident: 2, local: 1 };
 // Why a function refuses calls.
-export const STOPPED = { paused: "paused", budget: "today's budget is used up" };
+export const STOPPED = { paused: "paused", budget: "today's budget is used up", barred: "barred by damaged files or a policy" };
 const RUNG_TEXTS = {
   ready: "a worker waits with its weights",
   parked: "a worker waits, without memory of its devices",

@@ -18,6 +18,7 @@ from moto_server import moto_server
 from pilotflame.errors import CodeError, PilotflameError, SnapshotError
 from pilotflame.runtime.command.client.client import Client
 from pilotflame.runtime.command.client.model_template import find_template, write_function
+from pilotflame.runtime.node.launching import gpus
 
 Answer = Callable[[object], Any]
 Deploy = Callable[..., Answer]
@@ -71,6 +72,19 @@ def test_the_new_folder_has_the_name_given_and_is_never_the_models_own(
     assert str(tmp_path / "clf") in readme
     assert "hf://" not in readme
     assert "--snapshot" not in readme
+
+
+def test_vllm_is_proposed_on_a_machine_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = write(
+        tmp_path / "m", {"architectures": ["LlamaForCausalLM"]}, "model.safetensors", "tokenizer.json"
+    )
+    write_function(str(folder), tmp_path / "plain")
+    assert "vllm" not in capsys.readouterr().err
+    monkeypatch.setattr(gpus, "NVIDIA_MODULE", tmp_path)
+    write_function(str(folder), tmp_path / "with-gpu")
+    assert "--template vllm" in capsys.readouterr().err
 
 
 def test_a_folder_is_made_once_for_a_model_and_never_for_another(

@@ -1,6 +1,7 @@
 """`pilotflame list`: the functions, and the memory of all processes."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,21 @@ STATUS = {
 }  # fmt: skip
 
 
+FAILING = {
+    "failures": 3,
+    "error": "No licence.",
+    "next_at": datetime(2026, 1, 2, 3, 4, 5).astimezone().isoformat(),
+}
+
+
 @pytest.mark.parametrize(
     ("changed", "fact", "text"),
     [
         ({}, "workers", "1 of 4, 2 starting"),
         ({"stopped": "budget"}, "workers", "1 of 4, 2 starting, budget used up"),
         ({"stopped": "paused"}, "workers", "1 of 4, 2 starting, paused"),
+        ({"failing": FAILING}, "workers", "1 of 4, 2 starting, 3 starts failed"),
+        ({"failing": FAILING}, "starts fail", "No licence. The next start: by 2026-01-02 03:04:05"),
         ({}, "at rest", "zygote"),
         ({"standby": True, "rest_mb": 12.4}, "at rest", "zygote + standby, 12 MiB"),
         ({"zygote": False, "rest_mb": 12.4}, "at rest", "files only"),

@@ -114,7 +114,7 @@ async def test_a_policy_that_became_narrower_keeps_a_function_from_running(
         assert (error["status"], error["type"]) == (503, "function_barred")
         assert "The policy of the gateway does not allow mine" in error["message"]
         status = await function.status(memory=True)
-        assert (status["stopped"], status["zygote"], status["processes"]) == ("policy", False, [])
+        assert (status["stopped"], status["zygote"], status["processes"]) == ("barred", False, [])
         assert any("policy of the gateway" in line["text"] for line in await function.lines())
         assert failure(await upload(gateway, tmp_path))["type"] == "policy_violation"
         assert failure(await gateway.client.post("/v1/functions/mine/restart"))["type"] == "policy_violation"

@@ -152,6 +152,13 @@ async def test_the_error_of_a_start_that_fails_while_a_caller_waits(deploy: Any)
     error = failure(await warm(function, params={"wait_s": "60"}))
     assert error["type"] == "handler_setup_failed"
     assert "no licence" in error["message"]
+    failing = (await function.status())["failing"]
+    assert failing["failures"] == 1
+    assert "no licence" in failing["error"]
+    (decision,) = (await function.client.get(f"/v1/functions/{function.name}/decisions")).json()["decisions"][
+        -1:
+    ]
+    assert decision["text"].startswith("a worker did not start, handler setup failed: 1 failure in a row")
     # After too many failed starts, a caller gets the error without a wait.
     found = [failure(await function.call(1))["type"] for _ in range(6)]
     assert found[-1] == "crash_loop"

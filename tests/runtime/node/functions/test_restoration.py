@@ -99,7 +99,7 @@ async def test_a_function_whose_files_are_damaged_is_barred_and_can_be_rolled_ba
         listed = (await gateway.client.get("/v1/functions")).json()["functions"]
         assert [(one["name"], bool(one["stopped"])) for one in listed] == [("torn", True), ("whole", False)]
         metrics = (await gateway.client.get("/metrics")).text
-        assert 'pilotflame_function_stopped{function="torn",reason="policy"} 1' in metrics
+        assert 'pilotflame_function_stopped{function="torn",reason="barred"} 1' in metrics
         restarted = failure(await gateway.client.post("/v1/functions/torn/restart"))
         assert (restarted["type"], restarted["status"]) == ("function_barred", 503)
         assert (await gateway.client.post("/v1/functions/torn/rollback", json={})).status_code == 200

@@ -51,6 +51,16 @@ async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
     assert (await function.status())["revision"].startswith("r4-")
 
 
+async def test_a_deploy_tells_which_options_of_the_previous_deploy_are_gone(gateway):
+    echo = "def handler(event):\n    return event"
+    await gateway.deploy(echo, {"scale.max": 2, "timeout_s": 5}, name="optional")
+    sent = (await gateway.send(echo, {"timeout_s": 6}, name="optional")).json()
+    (told,) = [text for text in sent["warnings"] if "previous deploy" in text]
+    assert told.startswith("scale.max: set as an option of the previous deploy")
+    again = (await gateway.send(echo, {"timeout_s": 7}, name="optional")).json()
+    assert not any("previous deploy" in text for text in again["warnings"])
+
+
 async def test_invocations_on_an_old_revision_finish_there(gateway, deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, name="old", gate=gate)
     running = asyncio.create_task(function.answer("runs"))
