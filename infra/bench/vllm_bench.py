@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import statistics
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from servers import HERE, Server, free_port, running, start_pilotflame
 sys.path.append(str(HERE.parents[1] / "tests"))
 import vllm_environment
 
-TEMPLATE = HERE.parents[1] / "templates" / "vllm"
+TEMPLATES = HERE.parents[1] / "templates"
 CACHE_BYTES = 256 << 20
 MOST_TOKENS = 1024
 STREAMED = 128
@@ -88,46 +87,40 @@ def own_server(folder: Path, caches: Path, *, eager: bool) -> Iterator[Server]:
         yield server
 
 
-def asked(tokens: int, *, stream: bool = False) -> bytes:
+def asked(tokens: int, *, stream: bool = False, model: str = "m") -> bytes:
     prompt = " ".join(f"w{number}" for number in range(1, 17))
-    fields = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    fields = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return json.dumps({**fields, "stream": stream}).encode()
 
 
 class Ours:
-    """A gateway in vLLM's environment with the template as the function `m`."""
+    """A function of a gateway in vLLM's environment: `m` from the template vllm, or `own` from text-generation."""
 
-    def __init__(self, server: Server, folder: Path, *, eager: bool) -> None:
-        self.server = server
+    def __init__(self, server: Server, name: str = "m") -> None:
+        self.server, self.name = server, name
+
+    def deploy(self, folder: Path, *, eager: bool) -> None:
+        template = TEMPLATES / ("vllm" if self.name == "m" else "text-generation")
         with tempfile.TemporaryDirectory(prefix="pf-vllm-") as made:
             function = Path(made)
-            shutil.copy(TEMPLATE / "handler.py", function)
             arguments = (
                 f"max_model_len={MOST_TOKENS}, kv_cache_memory_bytes={CACHE_BYTES}, enforce_eager={eager}"
             )
-            handler = function / "handler.py"
-            handler.write_text(
-                handler.read_text().replace(
-                    "adapters=context.adapters", f"adapters=context.adapters, {arguments}"
-                )
-            )
-            settings = tomllib.loads((TEMPLATE / "pilotflame.toml").read_text())
+            text = (template / "handler.py").read_text()
+            if self.name == "m":
+                text = text.replace("adapters=context.adapters", f"adapters=context.adapters, {arguments}")
+            (function / "handler.py").write_text(text)
+            settings = tomllib.loads((template / "pilotflame.toml").read_text())
             kept = {key: settings[key] for key in ("idempotent", "timeout_s", "concurrency")}
-            with closing(Control(server.url)) as control:
-                control.deploy(
-                    str(function),
-                    name="m",
-                    snapshot=str(folder),
-                    build_timeout_s=600,
-                    **kept,
-                    **{"scale.max": 2},
-                )
+            kept |= {"snapshot": str(folder), "build_timeout_s": 600, "scale.max": 2}
+            with closing(Control(self.server.url)) as control:
+                control.deploy(str(function), name=self.name, **kept)
 
     def processes(self, kind: str) -> list[psutil.Process]:
         return [
             one
             for one in process_tree.tree(self.server.pid)
-            if f"pilotflame: {kind} m" in " ".join(one.cmdline())
+            if f"pilotflame: {kind} {self.name}" in " ".join(one.cmdline())
         ]
 
     def to_zero(self, *, standby: bool) -> None:
@@ -135,7 +128,7 @@ class Ours:
         with closing(Control(self.server.url)) as control:
             for worker in self.processes("worker"):
                 worker.terminate()
-            control.wait_for("m", workers=0, standby=standby or None)
+            control.wait_for(self.name, workers=0, standby=standby or None)
         if not standby:
             for one in self.processes("standby"):
                 one.kill()
@@ -144,7 +137,9 @@ class Ours:
         """Return the seconds to the first token, and the milliseconds of each phase."""
         began_s = time.perf_counter()
         request = urllib.request.Request(
-            f"{self.server.url}/v1/completions", asked(1), {"Content-Type": "application/json"}
+            f"{self.server.url}/v1/completions",
+            asked(1, model=self.name),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=START_S) as answer:
             answer.read()
@@ -158,7 +153,9 @@ class Ours:
 @contextmanager
 def ours(folder: Path, *, eager: bool, state: Path | None = None) -> Iterator[Ours]:
     with start_pilotflame(python=vllm_environment.python_of_cache(), state=state) as server:
-        yield Ours(server, folder, eager=eager)
+        function = Ours(server)
+        function.deploy(folder, eager=eager)
+        yield function
 
 
 def starts(report: Report, name: str, folder: Path, pairs: int, *, eager: bool) -> float:
@@ -195,17 +192,17 @@ def local_s(folder: Path) -> float:
         with ours(folder, eager=True, state=Path(state)):
             pass
         with start_pilotflame(python=vllm_environment.python_of_cache(), state=Path(state)) as server:
-            again = Ours.__new__(Ours)
-            again.server = server
-            return again.first_s()[0]
+            return Ours(server).first_s()[0]
 
 
-def streams(url: str, callers: int) -> list[Stream]:
+def streams(url: str, callers: int, model: str = "m") -> list[Stream]:
     """Let callers stream one answer each, all at once."""
 
     def one(_: int) -> Stream:
         request = urllib.request.Request(
-            f"{url}/v1/completions", asked(STREAMED, stream=True), {"Content-Type": "application/json"}
+            f"{url}/v1/completions",
+            asked(STREAMED, stream=True, model=model),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=START_S) as answer:
             return Stream([time.perf_counter() for line in answer if line.startswith(b"data: {")])
@@ -229,23 +226,28 @@ def warm(report: Report, folder: Path, rounds: int) -> None:
         own_server(folder, Path(caches), eager=True) as other,
     ):
         other.pause()
+        own = Ours(function.server, "own")
+        own.deploy(folder, eager=True)
+        own.to_zero(standby=True)
+        report.add("own_standby_s", own.first_s()[0], "s, the first token of the own engine")
+        sides = ((function.server, "m"), (other, "m"), (function.server, "own"))
+        function.server.pause()
         for callers in (1, 4, 16):
-            sides: tuple[list[list[Stream]], list[list[Stream]]] = ([], [])
+            found: list[list[list[Stream]]] = [[] for _ in sides]
             # The first round warms up.
             for _ in range(rounds + 1):
-                for server, found in zip((function.server, other), sides, strict=True):
+                for (server, model), kept in zip(sides, found, strict=True):
                     server.resume()
-                    found.append(streams(server.url, callers))
+                    kept.append(streams(server.url, callers, model))
                     server.pause()
-            mine, theirs = (found[1:] for found in sides)
-            ratio = statistics.median(rate(one) / rate(two) for one, two in zip(mine, theirs, strict=True))
-            each = [statistics.median(map(rate, side)) for side in (mine, theirs)]
-            report.add(
-                f"vllm_tokens_ratio_{callers}",
-                ratio,
-                f"x; {each[0]:.1f} and {each[1]:.1f} tokens/s",
-                ">= 0.95",
-            )
+            mine, theirs, owns = (one[1:] for one in found)
+            for name, measured, target in (("vllm", mine, ">= 0.95"), ("own", owns, "")):
+                ratio = statistics.median(
+                    rate(one) / rate(two) for one, two in zip(measured, theirs, strict=True)
+                )
+                each = [statistics.median(map(rate, side)) for side in (measured, theirs)]
+                text = f"x; {each[0]:.1f} and {each[1]:.1f} tokens/s"
+                report.add(f"{name}_tokens_ratio_{callers}", ratio, text, target)
             worst.append(
                 statistics.median(late_s(one) / late_s(two) for one, two in zip(mine, theirs, strict=True))
             )
