@@ -41,6 +41,16 @@ NAMES = {
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
 }  # fmt: skip
 """The private names of vLLM, as MODULE:NAME, and parameters that they must have."""
+# Modules that the engine's process would import at its start.
+_AHEAD = (
+    "vllm.v1.core.sched.scheduler", "vllm.model_executor.layers.quantization.online.base",
+    "vllm.distributed.elastic_ep.elastic_execute", "vllm.v1.pool.flash_maxsim",
+)  # fmt: skip
+_AHEAD_ON_CPU = (
+    "vllm.v1.attention.backends.cpu_attn", "vllm.triton_utils.dispatcher", "vllm.utils.cpu_triton_utils",
+)  # fmt: skip
+# The method of a platform that replaces kernels of Triton.
+_OVERRIDES = "register_triton_kernel_overrides"
 _SENT = ("local_client", "handshake_address", "log_stats", "dp_rank", "local_dp_rank")
 _KNOWN = {*_SENT, "vllm_config", "executor_class", "tensor_queue"}
 _PR_SET_PDEATHSIG = 1
@@ -60,11 +70,23 @@ def missing_name() -> str | None:
 
 
 def import_ahead(config: Any) -> None:
-    """Import what the engine's process needs beside vLLM itself: the classes of its worker and of the model."""
+    """Import what the engine's process needs beside vLLM itself, such as the classes of its worker and of the model.
+
+    An import after the fork would take time at each start, and memory in each worker.
+    """
     from vllm.model_executor.model_loader.utils import get_model_architecture  # noqa: PLC0415
 
     importlib.import_module(str(config.parallel_config.worker_cls).rpartition(".")[0])
     get_model_architecture(config.model_config)
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    for module in (*_AHEAD, *(_AHEAD_ON_CPU if config.device_config.device_type == "cpu" else ())):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    # vLLM reads the names of all modules for it, and so takes a copy of their memory. Once is enough.
+    if (register := getattr(current_platform, _OVERRIDES, None)) is not None:
+        register()
+        setattr(current_platform, _OVERRIDES, lambda: None)
 
 
 def has_descriptors_of_processes() -> bool:

@@ -62,6 +62,16 @@ def test_the_engine_runs_in_the_fork_with_what_the_worker_has_learned(folder: Pa
     assert done.stdout.splitlines() == ["True 4 EngineCore True", "later", "0 False"], done.stderr
 
 
+def test_kernels_are_replaced_once_a_revision_and_not_in_each_engine(folder: Path, tmp_path: Path) -> None:
+    """vLLM reads the names of all modules for that, which copies their memory in each fork."""
+    steps = (
+        "from vllm.platforms import current_platform as platform",
+        "platform.register_triton_kernel_overrides()",
+        "print(type(platform).overridden)",
+    )
+    assert worker(folder, tmp_path, *steps).stdout.split() == ["1"]
+
+
 @pytest.mark.parametrize("starts", [False, True])
 def test_the_engine_ends_when_its_worker_is_killed(folder: Path, tmp_path: Path, starts: bool) -> None:
     steps = (
