@@ -24,12 +24,12 @@ NO_PRODUCT = ("tests", "infra", "templates")
 PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
 LIMITS = {
-    "product": 56_820,
+    "product": 57_150,
     "infra": 8_550,
     "large classes": 10,
     "settings": 126,
     "make targets": 26,
-    "words of docs": 45_600,
+    "words of docs": 45_700,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

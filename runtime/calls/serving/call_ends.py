@@ -103,16 +103,25 @@ def _all_taken(reached: ReachedLimit) -> tuple[str, str]:
 
 
 def deadline_exceeded(
-    waited_s: float, reached: ReachedLimit | None = None, *, allowed_s: float | None = None
+    waited_s: float,
+    reached: ReachedLimit | None = None,
+    *,
+    allowed_s: float | None = None,
+    queued: bool = False,
 ) -> DeadlineExceeded:
     """Return the error of a late invocation. `reached` is the limit of workers, if it made the invocation wait.
 
-    `allowed_s` is the function's time limit, if the caller has set a shorter time limit.
+    `allowed_s` is the function's time limit, if the caller has set a shorter time limit. `queued` is True if no worker has had
+    room for the invocation.
     """
     if reached is not None:
         text, remedy = _all_taken(reached)
         message = f"The invocation waited {waited_s:.1f} s for a worker. {text}"
         return DeadlineExceeded(message, remedy=remedy, details={reached.name: reached.most})
+    if queued:
+        message = f"The invocation waited {waited_s:.1f} s in the queue, and no worker had room for it."
+        remedy = "Raise scale.max or concurrency in pilotflame.toml, or send fewer calls at the same time."
+        return DeadlineExceeded(message, remedy=remedy)
     if allowed_s is not None:
         message = f"The invocation did not end within the caller's own time limit ({waited_s:.1f} s)."
         remedy = (

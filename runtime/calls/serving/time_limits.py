@@ -48,7 +48,8 @@ class TimeLimits:
             self._check_at_worker(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:
             self.given_up += cold
-            self._fail(invocation, self._late(invocation, waited_s, self.reached))
+            queued = not invocation.worker and bool(self._replicas.ready)
+            self._fail(invocation, self._late(invocation, waited_s, self.reached, queued=queued))
         elif cold and now_s >= invocation.hold_until_s - EARLY_S:
             self.given_up += 1
             self._fail(invocation, activation_timeout(self._function, waited_s, self.reached))
@@ -59,12 +60,17 @@ class TimeLimits:
             self.deadlines.set(invocation, until_s, now_s)
 
     def _late(
-        self, invocation: Invocation, waited_s: float, reached: ReachedLimit | None = None
+        self,
+        invocation: Invocation,
+        waited_s: float,
+        reached: ReachedLimit | None = None,
+        *,
+        queued: bool = False,
     ) -> DeadlineExceeded:
         """Return the error of an invocation whose deadline has passed. `reached` is the limit that made it wait."""
         allowed_s = self.settings.timeout_s
         by_caller = not invocation.patient and invocation.timeout_s < allowed_s
-        return deadline_exceeded(waited_s, reached, allowed_s=allowed_s if by_caller else None)
+        return deadline_exceeded(waited_s, reached, allowed_s=allowed_s if by_caller else None, queued=queued)
 
     def _check_at_worker(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
         most_s, started_s = self.settings.execution_timeout_s, replica.outstanding.started_s(invocation)

@@ -25,7 +25,7 @@ import click
 from ...._version import __version__
 from ....errors import GatewayError
 from ....snapshot.publish import publish
-from ...ground.settings.state_dir import create_private
+from ...ground.settings.state_dir import check_user, create_private
 from ...node.functions import shared_weights
 from ..client import display, options
 
@@ -88,6 +88,7 @@ def restore(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
     if state.exists() and (not state.is_dir() or any(state.iterdir())):
         remedy = "Choose another with --state-dir, or move this one away."
         raise GatewayError(f"{state} already exists and is not empty.", remedy=remedy)
+    check_user(state)
     aside = state.with_name(f".{state.name}.{secrets.token_hex(4)}")
     with _reported(file), display.spinner(f"restoring {state}"):
         try:

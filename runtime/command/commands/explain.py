@@ -42,7 +42,14 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
     else:
         for decision in found:
             display.echo(f"{_moment(decision['at'])}  {decision['text']}")
-        desired = client.get("v1", "functions", name)["desired"]
+        status = client.get("v1", "functions", name)
+        desired, failing, stopped = status["desired"], status.get("failing"), status["stopped"]
+        if failing:
+            display.say(
+                f"now: the last {display.counted(failing['failures'], 'start')} failed: {failing['error']}"
+            )
+        if stopped:
+            display.say(f"now: it refuses calls: {stopped}")
         because = "; ".join(map(_in_words, desired["because"])) or "nothing wants one"
         display.say(f"now: {display.counted(desired['held'], 'worker')} ({because})")
         if not found:

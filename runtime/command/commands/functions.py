@@ -338,7 +338,7 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         *([("starts fail", _failing(failing))] if (failing := status.get("failing")) else []),
         *(
             [("cold because", f"it {why}, at {display.local_time(status['cold_since'])[:19]}")]
-            if (why := status.get("cold_because"))
+            if (why := status.get("cold_because")) and not status.get("failing")
             else []
         ),
         ("at rest", _at_rest(status)),
@@ -349,7 +349,7 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _failing(failing: dict[str, Any]) -> str:
-    return f"{failing['error']} The next start: by {display.local_time(failing['next_at'])[:19]}"
+    return f"{failing['error'].rstrip('.')}. The next start: by {display.local_time(failing['next_at'])[:19]}"
 
 
 def _budget(budget: dict[str, Any]) -> str:

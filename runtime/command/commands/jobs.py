@@ -66,7 +66,20 @@ def run_job(
     return _print_ended(job, output=not as_json)
 
 
-@click.group()
+class _Jobs(click.Group):
+    """Says how to list jobs if the name of a function is taken for a command."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise click.UsageError(
+                f"No such command {args[0]!r}. To list its jobs: pilotflame jobs list {args[0]}", ctx
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Jobs)
 def jobs() -> None:
     """List a function's jobs; get, cancel, retry or follow them.
 

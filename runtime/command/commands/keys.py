@@ -17,12 +17,12 @@ from typing import Any
 import click
 import orjson
 
-from ....errors import Unauthorized, UnknownKey
+from ....errors import GatewayError, Unauthorized, UnknownKey
 from ...ground.access.control_socket import find_control_socket
 from ...ground.access.keyring import Keyring
 from ...ground.access.keys import check_engine, check_first, check_issuer, parse_new_key
 from ...ground.settings.gateway_settings import GatewaySettings
-from ...ground.settings.state_dir import locked_state_dir
+from ...ground.settings.state_dir import check_user, locked_state_dir
 from ...ground.telemetry.log_files import AUDIT, LogFiles, LogLine
 from ...node.launching.container_engine import find_engine
 from ..client import display, options
@@ -48,7 +48,11 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
     gateway of the state folder: yield a client of its control socket if it runs, or else its keyring.
     """
     source = click.get_current_context().get_parameter_source("url")
-    if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
+    kinds = click.core.ParameterSource
+    named = source is kinds.COMMANDLINE or (
+        source is kinds.ENVIRONMENT and options.STATE_VARIABLE not in os.environ
+    )
+    if state_dir is None and (api_key or named):
         with Client(url, api_key=api_key) as client:
             try:
                 yield client
@@ -60,12 +64,17 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
         return
     settings = options.gateway_settings(state_dir=state_dir)
     wait_for_start(settings.port)
-    if state_dir is not None and not state_dir.exists():
-        display.say(f"made the state folder {state_dir}: no gateway has used it yet")
     if (control := find_control_socket(settings.state_dir)) is not None:
         with Client(control=control) as client:
             yield client
     else:
+        check_user(settings.state_dir)
+        if state_dir is not None and not state_dir.exists():
+            if click.get_current_context().info_name != "create":
+                raise GatewayError(
+                    f"{state_dir} does not exist.", remedy="Name the state folder of a gateway."
+                )
+            display.say(f"made the state folder {state_dir}: no gateway has used it yet")
         with locked_state_dir(settings.state_dir) as state:
             keyring = Keyring(state)
             keyring.load()

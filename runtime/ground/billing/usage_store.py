@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....errors import GatewayError
-from ..settings.state_dir import create_private
+from ..settings.state_dir import create_private, store_fault
 from .usage import DAY_S, FIGURES, HOUR_S, Footprint, Usage, figures
 
 LOG = logging.getLogger(__name__)
@@ -232,9 +232,9 @@ class UsageStore:
         try:
             yield
         except sqlite3.Error as error:
+            fault, remedy = store_fault(self._path, error)
             raise GatewayError(
-                f"The store of usage, {self._path}, cannot be used: {error}.",
-                remedy="Check the disk and the state folder's permissions; a damaged file can be moved away.",
+                f"The store of usage, {self._path}, cannot be used: {fault}.", remedy=remedy
             ) from error
 
 

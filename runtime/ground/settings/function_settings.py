@@ -177,7 +177,13 @@ def _handler_problem(handler: str) -> str | None:
     path = PurePosixPath(file)
     plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
     if not plain or path.suffix != ".py":
-        return f'handler is {handler!r}; allowed: a .py file in the folder, as "handler.py"'
+        file, _, name = handler.rpartition(".")
+        as_ours = (
+            f", here {file.replace('.', '/')}.py:{name}"
+            if name.isidentifier() and file.replace(".", "").isidentifier()
+            else ""
+        )
+        return f'handler is {handler!r}; allowed: a .py file in the folder, as "handler.py"{as_ours}'
     if handler.endswith(":") or (callable_name and not callable_name.isidentifier()):
         return f'handler is {handler!r}; after the colon there must be a Python name, as "handler.py:predict"'
     return None

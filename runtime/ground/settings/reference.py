@@ -16,7 +16,7 @@ from ....errors import SettingsError
 from ....handlers.recognise import installed_dialects
 from .function_settings import SETTINGS_FILE, FunctionSettings
 from .gateway_settings import GatewaySettings
-from .validation import ENV_PREFIX, keys, unknown_key
+from .validation import ENV_PREFIX, LISTED, keys, unknown_key
 
 _MIB = 1 << 20
 _TYPES = {"integer": "whole number", "boolean": "true or false", "object": "table of texts", "string": "text"}
@@ -76,7 +76,8 @@ def find_settings(name: str) -> list[SettingFacts]:
         return named
     tables = [one.name.partition(".")[0] for one in found]
     known = [text for one in found for text in (one.name, one.variable) if text] + tables
-    raise SettingsError(unknown_key(name, known), remedy="List them: pilotflame settings.")
+    told = unknown_key(name, dict.fromkeys(known)).partition(LISTED)[0]
+    raise SettingsError(told, remedy="List them: pilotflame settings.")
 
 
 def markdown() -> str:

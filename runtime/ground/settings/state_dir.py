@@ -57,6 +57,24 @@ def _make_private(path: Path) -> None:
             LOG.warning(text, path)
 
 
+def check_user(path: Path) -> None:
+    """Raise GatewayError if root would make files in the state folder of a gateway that runs as another user."""
+    known = (path / "lock", path, *path.absolute().parents)
+    owner = next(place.stat().st_uid for place in known if place.exists())
+    if owner and os.geteuid() == 0:
+        message = f"{path} belongs to the user {owner}, whose gateway could not read the files of root."
+        remedy = f"Run this as that user: setpriv --reuid {owner} --clear-groups COMMAND. A command for keys may also wait until the gateway runs."
+        raise GatewayError(message, remedy=remedy)
+
+
+def store_fault(path: Path, error: Exception) -> tuple[str, str]:
+    """Return why the database at `path` cannot be used, and what to do."""
+    with contextlib.suppress(OSError):
+        if is_disk_full(path.parent):
+            return f"{error}: its disk is full", "Make room on the disk."
+    return str(error), "Check the disk and the state folder's permissions; a damaged file can be moved away."
+
+
 def create_private(path: Path) -> None:
     """Create a file that only this user can read, if it does not exist. Call it before SQLite opens the file.
 

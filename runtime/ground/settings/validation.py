@@ -27,7 +27,7 @@ MAX_TOML_BYTES = 64 << 10
 MOST_PROBLEMS = 20
 """No more problems are described. 64 KiB may have 13,000, and each may list all settings."""
 MAX_KEY_CHARS = 80
-_LISTED = "; there are "
+LISTED = "; there are "
 ENV_PREFIX = "PILOTFLAME_"
 """The first part of the name of every environment variable that is a setting."""
 YEAR_S = 365 * 24 * 3600
@@ -178,7 +178,7 @@ def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject:
         if not problems:
             return settings
     # Only the first problems list all settings.
-    rest = (problem.partition(_LISTED)[0] for problem in problems[3:MOST_PROBLEMS])
+    rest = (problem.partition(LISTED)[0] for problem in problems[3:MOST_PROBLEMS])
     problems = [*problems[:3], *rest]
     sentences = (text if text.endswith(("?", ".")) else f"{text}." for text in dict.fromkeys(problems))
     message = f"{subject} are invalid: {' '.join(sentences)}"
@@ -210,7 +210,12 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     last = key.rpartition(".")[2]
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, names, n=1)
     near = near or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
-    hint = f"; did you mean {near[0]}?" if near else f"{_LISTED}{', '.join(names)}."
+    tables = {name.partition(".")[0] for name in names if "." in name}
+    if key in tables:
+        within = [name for name in names if name.startswith(f"{key}.")]
+        return f"{key} is a table; set one of {', '.join(within)}."
+    near = difflib.get_close_matches(key, tables, n=1, cutoff=0.75) or near
+    hint = f"; did you mean {near[0]}?" if near else f"{LISTED}{', '.join(names)}."
     return f"{key} is not a setting{hint}"
 
 

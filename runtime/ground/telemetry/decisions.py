@@ -15,7 +15,7 @@ MAX_DECISIONS = 1000
 # How many decisions stay in memory when they are stored. A decision takes up to a kilobyte, and a gateway may have
 # thousands of functions.
 KEPT = 10
-_COOLING = ("stop", "end", "park", "step_down", "evict", "pause")
+_COOLING = ("lose", "stop", "end", "park", "step_down", "evict", "pause")
 
 
 class DecisionRecord(NamedTuple):
@@ -25,7 +25,7 @@ class DecisionRecord(NamedTuple):
     """When it was made, in Unix seconds."""
     action: str
     """The action: "start", "stop", "park", "wake", "expect", "prewarm", "step_down", "step_up", "evict", "refuse",
-    "budget", "fail", "pause" or "resume".
+    "budget", "fail", "lose", "pause" or "resume".
     """
     cause: str
     """The signal or the rule that caused the decision, such as "load", "idle", "warmup" or "schedule"."""
@@ -104,7 +104,7 @@ NUMBERED_RUNGS = tuple(_RUNGS)
 
 def seconds(value: float) -> str:
     """Return a time as text: 12.3 ms, 4.2 s, 0:12:30."""
-    if abs(value) < 1:
+    if abs(value) < 0.9995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.1f} s" if abs(value) < 600 else str(timedelta(seconds=round(value)))
 
@@ -261,6 +261,10 @@ def _failed(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"a worker did not start, {_reason(decision.cause)}: {row} in a row, the next start is tried within {delay}"
 
 
+def _lost(decision: DecisionRecord, left: dict[str, float]) -> str:
+    return f"lost a worker with {_count(left.pop('calls', 0), 'running call')}, which ended with {decision.cause}"
+
+
 def _by_owner(decision: DecisionRecord, _left: dict[str, float]) -> str:
     return f"was {decision.action}d by its owner"
 
@@ -272,5 +276,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
-    "end": _ended, "park": _parked, "wake": _woken, "pause": _by_owner, "resume": _by_owner, "fail": _failed,
+    "end": _ended, "park": _parked, "wake": _woken, "pause": _by_owner, "resume": _by_owner, "fail": _failed, "lose": _lost,
 }  # fmt: skip

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -29,6 +30,8 @@ KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
 FOLLOWER_LINES = 1_000
+# Python prints an empty line and the names of extension modules after the frames of a crash.
+MOST_AFTER_FRAMES = 3
 _NO_FACTS: Mapping[str, str | float] = MappingProxyType({})
 # The smallest difference between the times of a log's lines. So a line's time identifies the line.
 TICK_S = 1e-6
@@ -158,11 +161,24 @@ class RevisionLog:
 
     def last_words(self, source: str, count: int, requests: Collection[str]) -> str:
         """Return the last lines of one source, joined into one line, without lines of other calls than `requests`."""
-        return " | ".join(self.last_lines(source, count, requests))
+        return " | ".join(_without_outer_frames(self.last_lines(source, KEPT_LINES, requests), count))
 
     def last_lines(self, source: str, count: int, requests: Collection[str] = ()) -> list[str]:
         lines = self.channel.tail(KEPT_LINES, source)
         return [line.text for line in lines if not line.request_id or line.request_id in requests][-count:]
+
+
+def _without_outer_frames(lines: list[str], count: int) -> list[str]:
+    """Return the last `count` lines. If they are Python's report of a crash, return the cause and the innermost frames."""
+    begin = next((n for n in reversed(range(len(lines))) if lines[n].startswith("Current thread 0x")), None)
+    if begin is None:
+        return lines[-count:]
+    frames = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines[begin + 1 :])]
+    # If the process has printed more since, it did not end with the report.
+    if len(lines) > begin + len(frames) + 1 + MOST_AFTER_FRAMES:
+        return lines[-count:]
+    cause = [line for line in lines[:begin] if line.startswith("Fatal Python error")][-1:]
+    return [*cause, *frames][:count]
 
 
 class Capture:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ....errors import JobStoreFailed
-from ...ground.settings.state_dir import create_private
+from ...ground.settings.state_dir import create_private, store_fault
 
 T = TypeVar("T")
 Change = Callable[[sqlite3.Connection], T]
@@ -88,9 +88,9 @@ class Database:
                 self._upgrade(writer)
                 opened.callback((reader := self._connect_reader()).close)
             except sqlite3.Error as error:
+                fault, remedy = store_fault(self.path, error)
                 raise JobStoreFailed(
-                    f"The store of jobs, {self.path}, cannot be used: {error}.",
-                    remedy="Check the disk and the state folder's permissions; a damaged file can be moved away.",
+                    f"The store of jobs, {self.path}, cannot be used: {fault}.", remedy=remedy
                 ) from error
             # From here on, each thread closes its own connection, so the ExitStack must not.
             opened.pop_all()

@@ -65,7 +65,9 @@ class FunctionFolder:
             if any(self._record_file(revision).exists() for revision in self.ids()):
                 self._report(f"function {self.name} has no live revision: its first deploy was not finished")
         except GatewayError as error:
-            self._report(f"function {self.name} is skipped: {error.message}")
+            self._report(
+                f"the live revision of {self.name}, in {self.live_file.parent}, cannot be read: {error.message}"
+            )
         return None
 
     def lost(self) -> LostRevision | None:

@@ -205,8 +205,13 @@ class Live:
     def cooled(self) -> tuple[str, datetime | None]:
         """Without a ready worker: the decision after which the function held less, and its time."""
         decision = self.function.decisions.cooled
-        if decision is None or self.workers.worker_counts().ready:
+        if self.workers.worker_counts().ready:
             return "", None
+        if decision is None:
+            since = time.time() - (time.monotonic() - self.since_s)
+            return "has had no call since its deploy or the start of the gateway", datetime.fromtimestamp(
+                since, UTC
+            )
         return describe(decision), datetime.fromtimestamp(decision.at, UTC)
 
     def failing(self) -> FailingStarts | None:

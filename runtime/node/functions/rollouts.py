@@ -87,7 +87,10 @@ class Rollouts:
                 place = functools.partial(functions.store.place, staged, fields)
                 record = await self.revisions.threads.run(place, undo=functions.store.withdraw)
                 withdraw = functools.partial(functions.store.withdraw, record)
-                return await self._replace(record, check=request.check, withdraw=withdraw, progress=progress)
+                old = functions.find(name)
+                live = await self._replace(record, check=request.check, withdraw=withdraw, progress=progress)
+                live.warnings += _dropped(old.record if old is not None else record, record)
+                return live
 
     async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
@@ -122,6 +125,8 @@ class Rollouts:
         async with self.functions.lock(name):
             live = self.functions.get(name).record
             record = await self.revisions.threads.run(functools.partial(choose, live))
+            if await self.revisions.threads.run(functools.partial(self.functions.store.is_changed, record)):
+                raise _damaged(record)
             return await self._replace(record, check=True)
 
     async def stored(self, name: str) -> list[RevisionFacts]:
@@ -182,8 +187,7 @@ class Rollouts:
         If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
         """
         if record.lost:
-            remedy = f"Roll back, or deploy it again. See `pilotflame revisions {record.function}`."
-            raise FunctionBarred(f"The files of {record.revision} are damaged.", remedy=remedy)
+            raise _damaged(record)
         functions, progress = self.functions, progress or DeployProgress()
         old, logs = functions.find(record.function), functions.logs.of_function(record.function)
         live: Live | None = None
@@ -196,7 +200,6 @@ class Rollouts:
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress)
             live.warnings += _unreachable(record.settings, functions.settings.max_body_bytes)
-            live.warnings += _dropped(old.record if old is not None else record, record)
             functions.check_open()
             functions.hosts.check(record.settings)
         except BaseException as error:
@@ -257,6 +260,13 @@ class Rollouts:
             self.retirements.check_room(settings.name)
         progress.note_target(settings.name, old.record if old is not None else None)
         policies.check(settings, outside, deployer.key_id)
+
+
+def _damaged(record: RevisionRecord) -> FunctionBarred:
+    remedy = (
+        f"Roll back to another revision, or deploy it again. See `pilotflame revisions {record.function}`."
+    )
+    return FunctionBarred(f"The files of {record.revision} are damaged.", remedy=remedy)
 
 
 def _dropped(old: RevisionRecord, new: RevisionRecord) -> Iterator[str]:

@@ -18,6 +18,9 @@ from ..scaling.upstream import Delays
 from .idle_ladder import IdleLadder
 from .prewarms import Prewarms
 
+STOPPED_S = 60.0
+"""Retry-After while a person has to act."""
+
 
 @dataclass(slots=True)
 class Function:
@@ -67,11 +70,13 @@ class Function:
     def refusal(self) -> FunctionStopped | None:
         """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""
         if self.barred:
-            remedy = "Roll back, or deploy it again. If a policy refuses it, change its settings, or ask the gateway's owner."
-            return FunctionBarred(self.barred, remedy=remedy)
+            remedy = "Deploy it again, or roll back. If a policy refuses it, change its settings, or ask the gateway's owner."
+            return FunctionBarred(self.barred, remedy=remedy, details={"retry_after_s": STOPPED_S})
         if self.paused:
             remedy = f"Its owner has to resume it: pilotflame resume {self.name}"
-            return FunctionPaused(f"{self.name} is paused.", remedy=remedy)
+            return FunctionPaused(
+                f"{self.name} is paused.", remedy=remedy, details={"retry_after_s": STOPPED_S}
+            )
         return self.account.refusal() if self.account.exhausted else None
 
     # -- what happened

@@ -202,6 +202,8 @@ class ProcessEvents(PoolEvents):
         text = cause.text or (await self._cause(replica)).text
         end = describe_end(replica, text, started, self._logs, retiring=self._one.phase is Phase.RETIRING)
         self.starts.unexpected_ends += end.unexpected
+        if end.unexpected and was_ready:
+            self._one.function.decisions.note("lose", text, calls=len(started))
         self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
         await replica.child.wait_gone(STOP_TIMEOUT_S)
         self._one.pool.note_gone()
@@ -222,7 +224,7 @@ class ProcessEvents(PoolEvents):
     def _note_death(self, cause: EndCause) -> None:
         """Count a worker that died while it started. After too many such deaths, fail the waiting invocations."""
         self._on_activation("failed")
-        error = self.starts.note_death(cause.text)
+        error = self.starts.note_death(self._one.spec.function, cause.text)
         self._tell_failure(error)
         self.starts.note_workers(self._one.replicas)
         if not self._one.replicas.ready and self.starts.give_up():

@@ -125,11 +125,13 @@ class StartOutcomes:
             if not waiter.settled and not waiter.done.done():
                 waiter.done.set_exception(error)
 
-    def note_death(self, cause: str) -> ActivationFailed:
+    def note_death(self, function: str, cause: str) -> ActivationFailed:
         """Count a worker that died while it started, without a report. Return the error of this start."""
         self._deaths += 1
-        message = f"A worker died while starting, of {cause}; that is {self._deaths} in a row."
-        error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
+        remedy = f"See `pilotflame logs {function}`."
+        if cause.startswith("signal 9 "):
+            remedy += " The system may have been out of memory."
+        error = ActivationFailed(f"A worker died while starting, of {cause}.", remedy=remedy)
         self.note_failure(error)
         return error
 

@@ -30,6 +30,9 @@ ABOUT = "torchserve"
 """The key of `context.extra` with the gateway's facts about a request: content_type, query and headers."""
 CONFIG = "model-config.yaml"
 MULTIPART = "multipart/form-data"
+NOT_OURS = """{0} was taken for a handler of TorchServe, which is called once without data. For AWS Lambda, set
+handler = "lambda:{0}" in pilotflame.toml. For pilotflame, name the function handler.
+"""
 
 
 def resolve_torchserve(root: Path, entry: Entry, function: str = "") -> Handler:
@@ -74,7 +77,7 @@ class Service:
 
     def __init__(self, module: ModuleType, entry: Entry, root: Path, function: str) -> None:
         self._target: Any = getattr(module, entry.name, None)
-        self._root, self._function = root, function
+        self._root, self._function, self._label = root, function, entry.label
         if not callable(self._target) or (self._is_class and not hasattr(self._target, "handle")):
             remedy = "Define a class with initialize(context) and handle(data, context), or a function handle(data, context)."
             raise HandlerSignatureError(
@@ -97,7 +100,11 @@ class Service:
         )
         if not self._is_class:
             # TorchServe also calls a function once without data, so that it can load its model.
-            self._target(None, shared)
+            try:
+                self._target(None, shared)
+            except Exception:
+                sys.stderr.write(NOT_OURS.format(self._label))
+                raise
             return self._target, shared
         instance = self._target()
         if hasattr(instance, "initialize"):

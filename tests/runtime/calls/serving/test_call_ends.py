@@ -92,6 +92,8 @@ def test_a_late_call_learns_whose_limit_it_was() -> None:
         True,
         True,
     )
+    queued = deadline_exceeded(5.0, allowed_s=60.0, queued=True)
+    assert ("5.0 s in the queue" in queued.message, "scale.max" in queued.remedy) == (True, True)
     assert "hold time (5.0 s)" in activation_timeout("f", 5.0).message
     assert "execution_timeout_s, which is 7 s" in execution_timeout(7.0).message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,10 @@ Run = Callable[..., Any]
 def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short_tmp: Path):
     """Made in the files, used and revoked through the gateway, seen in the files again."""
     home = ("--state-dir", short_tmp / "keys-home")
-    assert run("keys", "list", *home).stderr.endswith("no keys: pilotflame keys create NAME\n")
+    missing = run("keys", "list", *home)
+    assert (missing.returncode, "does not exist" in missing.stderr) == (1, True)
+    (short_tmp / "keys-home").mkdir()
+    assert run("keys", "list", *home).stderr == "no keys: pilotflame keys create NAME\n"
     made = run("keys", "create", "laptop", "--scope", "admin", "--expires", "30d", *home)
     admin = made.stdout.strip()
     assert made.stdout.startswith("pf_")
@@ -86,6 +90,16 @@ def test_a_key_that_could_not_be_printed_is_in_the_audit_log(short_tmp: Path):
     (line,) = (home / "logs/audit.jsonl").read_text().splitlines()
     (key,) = json.loads((home / "access/keys.json").read_text())["keys"]
     assert f'did="Create an API key" id="{key["id"]}"' in json.loads(line)["text"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_root_makes_no_files_that_another_users_gateway_could_not_read(run: Run, short_tmp: Path):
+    home = short_tmp / "of-another"
+    home.mkdir()
+    os.chown(home, 12345, 12345)
+    refused = run("keys", "create", "a", "--scope", "admin", "--state-dir", home / "state")
+    assert (refused.returncode, "--reuid 12345" in refused.stderr) == (1, True)
+    assert list(home.iterdir()) == []
 
 
 def test_the_first_key_warns_of_what_closes(run: Run, short_tmp: Path):

@@ -110,6 +110,8 @@ def test_settings_are_frozen() -> None:
         ("idle_timeout_s = 5", "idle_timeout_s is not a setting; did you mean scale.idle_timeout_s?"),
         ("timout_s = 5", "timout_s is not a setting; did you mean timeout_s?"),
         ("max_workers = 5", "max_workers is not a setting"),
+        ("[budgett]\nmoney_per_day = 1", "did you mean budget?"),
+        ("handler = 'shop.main.handle'", "here shop/main.py:handle"),
         ("qqq = 5", "qqq is not a setting; there are name, handler"),
         ("cors.max_age_s = 60", "cors.max_age_s no longer exists; remove it. A fixed value has replaced it."),
         ('scale.max = "8"', "scale.max is '8'; it should be a valid integer."),

@@ -109,6 +109,21 @@ def test_lines_have_rising_times_and_a_limited_length() -> None:
     assert times == sorted(set(times))
 
 
+def test_the_last_words_of_a_crash_are_its_cause_and_the_innermost_frame() -> None:
+    channel = LogChannel()
+    report = (
+        "about to abort", "Fatal Python error: Aborted", "", "Current thread 0x00007f (most recent call first):",
+        '  File "handler.py", line 4 in setup', '  File "zygote.py", line 9 in main', "", "Extension modules: a (total: 1)",
+    )  # fmt: skip
+    for text in report:
+        channel.write("w1", text)
+    log = channel.of("r1")
+    assert log.last_words("w1", 2, []) == 'Fatal Python error: Aborted | File "handler.py", line 4 in setup'
+    for number in range(4):
+        channel.write("w1", f"went on {number}")
+    assert log.last_words("w1", 2, []) == "went on 2 | went on 3"
+
+
 def test_the_last_words_are_those_of_a_worker_and_of_its_calls() -> None:
     log = LogChannel().of("r1")
     for source, request_id in (("w1", "q1"), ("w2", "q2"), ("w1", "q3"), ("w1", ""), ("w1", "q2")):
