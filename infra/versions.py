@@ -64,7 +64,7 @@ TESTS = {
     "opentelemetry-exporter-otlp-proto-http": "runtime/plugins/opentelemetry/test_observer.py",
     "opentelemetry-proto": "runtime/plugins/opentelemetry/test_logs.py",
     "opentelemetry-sdk": "runtime/plugins/opentelemetry",
-    "orjson": "runtime/jobs/stored/test_store.py handlers/test_codec.py",
+    "orjson": "runtime/jobs/sqlite/test_store.py handlers/test_codec.py",
     "packaging": "runtime/node/packaging/test_requirements.py",
     "pathspec": "runtime/node/packaging/test_code.py",
     "peft": "handlers/language_model/test_adapters.py",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, QueueFull, UnknownJob
 from pilotflame.runtime.jobs.stored.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
-from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.jobs.stored.job_store import JobStore
 
 KEEP_S = 100.0
 """How long a tested store keeps jobs that have ended."""

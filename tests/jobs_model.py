@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from job_store_tests import KEEP_S
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
 from pilotflame.runtime.ground.access.keys import ALL
+from pilotflame.runtime.jobs.sqlite.transitions import UNSENT_S
 from pilotflame.runtime.jobs.stored.job import JobCounts, JobOutcome, JobState, NewJob
-from pilotflame.runtime.jobs.stored.transitions import UNSENT_S
 
 QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
 

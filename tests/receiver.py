@@ -11,9 +11,9 @@ from typing import Any
 
 from aiohttp import web
 from live import LIMIT_S
-from pilotflame.runtime.jobs.stored.database import Change, Database, T
+from pilotflame.runtime.jobs.sqlite.database import Change, Database, T
+from pilotflame.runtime.jobs.sqlite.outbox import newest
 from pilotflame.runtime.jobs.stored.job import Job, JobState, Webhook
-from pilotflame.runtime.jobs.stored.outbox import newest
 from pilotflame.runtime.jobs.webhooks.delivery import Delivery
 
 Response = int | Callable[[web.Request], Awaitable[web.StreamResponse]]

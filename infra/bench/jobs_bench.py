@@ -20,10 +20,10 @@ import uvloop
 from control import gateway
 from load import Request, Tally, load_apart
 from percentiles import median, percentile
-from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState, NewJob, new_job_id
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
 from report import Report, parser
 from servers import Server
 
@@ -79,16 +79,16 @@ def _load(server: Server, path: str, seconds: float) -> Tally:
 
 
 @asynccontextmanager
-async def opened(path: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[JobStore]:
+async def opened(path: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[SqliteJobStore]:
     database = Database(path, SCRIPTS)
     database.open()
     try:
-        yield JobStore(database, keep_s=KEEP_S, clock=clock)
+        yield SqliteJobStore(database, keep_s=KEEP_S, clock=clock)
     finally:
         await asyncio.to_thread(database.close)
 
 
-async def run_job(store: JobStore, number: int) -> None:
+async def run_job(store: SqliteJobStore, number: int) -> None:
     """Submit a job, start it and finish it."""
     body = b'{"prompt":"%d %s"}' % (number, b"x" * 200)
     job, _ = await store.submit(NewJob(FUNCTION, body, 600.0, 86400.0))
@@ -142,7 +142,7 @@ def some_ids(path: Path, count: int) -> list[str]:
         return [connection.execute(query, (number,)).fetchone()[0] for number in numbers]
 
 
-async def status_p99_us(store: JobStore, ids: Sequence[str]) -> float:
+async def status_p99_us(store: SqliteJobStore, ids: Sequence[str]) -> float:
     latencies: list[float] = []
     for job_id in ids:
         started_ns = time.perf_counter_ns()

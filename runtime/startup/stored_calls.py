@@ -16,7 +16,11 @@ from ..ground.settings.gateway_settings import GatewaySettings
 from ..jobs.alerting.alerts import FunctionAlerts
 from ..jobs.events.message_queue import Identity
 from ..jobs.events.sources import Sources
+from ..jobs.sqlite.database import Database
+from ..jobs.sqlite.schema import SCRIPTS
+from ..jobs.sqlite.store import DATABASE_FILE, SqliteJobStore
 from ..jobs.stored.jobs import Jobs
+from ..jobs.stored.steady_clock import SteadyClock
 from ..jobs.webhooks.signing import load_key
 from ..node.functions.prewarming import Prewarming
 from ..node.functions.registry import Functions
@@ -76,7 +80,9 @@ async def _open_jobs(
     """Open the jobs. If the previous gateway crashed, log what was restored."""
     key = await asyncio.to_thread(load_key, state.folder, functions.signed_as)
     bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
-    jobs = Jobs(state.folder, key, functions.get, functions.tasks, settings, state.disk.wrote, bodies)
+    clock, database = SteadyClock(), Database(state.folder / DATABASE_FILE, SCRIPTS, state.disk.wrote)
+    store = SqliteJobStore(database, keep_s=settings.keep_result_s, clock=clock, bodies=bodies)
+    jobs = Jobs(store, clock, key, functions.get, functions.tasks, settings)
     again, failed = await jobs.start()
     stack.push_async_callback(jobs.close)
     if state.previous:

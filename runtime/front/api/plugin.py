@@ -17,7 +17,7 @@ from ....handlers.codec import JSON_TYPE
 from ....handlers.contract import NOTHING
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Metrics, Reading
-from ...jobs.stored.outbox import WebhookBodies
+from ...jobs.stored.webhook_body import WebhookBodies
 from ...node.functions.status import FunctionStatus
 from ..http.audit import Audit
 from ..http.call_group import CallGroup

@@ -18,7 +18,7 @@ from ...ground.settings.alerts import Alerts
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import LogChannel
 from ..stored.alert import Alert
-from ..stored.store import JobStore
+from ..stored.job_store import JobStore
 from .conditions import CONDITIONS, Condition, CountedCall
 
 FAILED = 500

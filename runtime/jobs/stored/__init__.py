@@ -1,7 +1,6 @@
-"""This package stores jobs, runs them and reports their events to webhooks.
+"""This package runs stored jobs and reports their events to webhooks.
 
-A job is an invocation that is stored in SQLite before its id is returned. Start reading at `jobs.py`.
-Every change of a job's state goes through `transaction.py`, which explains why no job is lost. Webhook
-deliveries are rows of the same database and are written in the same transactions.
+A job is an invocation that is stored before its id is returned. Start reading at `jobs.py`. `job_store.py` says what a store
+does; the room `sqlite` has one.
 This package must not depend on HTTP routes.
 """

@@ -28,7 +28,7 @@ from ...calls.serving.invocation import LAST, Invocation, Output
 from ...calls.serving.live_function import LiveFunction
 from ...ground.telemetry.logs import Capture
 from .job import Job, JobOutcome, JobState, NewJob
-from .store import JobStore
+from .job_store import JobStore
 
 P = ParamSpec("P")
 T = TypeVar("T")

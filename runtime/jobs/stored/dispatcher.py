@@ -28,7 +28,7 @@ from ...calls.serving.live_function import LiveFunction
 from ...ground.telemetry.background import BackgroundTasks
 from .attempt import STORE_RETRY_S, JobAttempt
 from .job import Job, NewJob, new_job_id
-from .store import JobStore
+from .job_store import JobStore
 
 MIN_PREFETCH = 8
 """The number of submitted jobs that may wait for a worker. If all workers together run more jobs at a time, that larger

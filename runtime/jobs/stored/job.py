@@ -53,6 +53,17 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
 """The states that may follow each state. A retry or a failed attempt returns a job to the queue."""
 
 
+COUNTERS = {
+    JobState.IN_QUEUE: "in_queue",
+    JobState.IN_PROGRESS: "in_progress",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "failed",
+    JobState.CANCELLED: "cancelled",
+}
+"""The field of `JobCounts` for each state."""
+
+
 @dataclass(frozen=True, slots=True)
 class Webhook:
     """A URL to which events of a job are sent, and the names of these events."""
@@ -124,7 +135,7 @@ class Job:
     max_attempts: int
     created_s: float
     attempts: int = 0
-    """How many attempts have started. While one runs, this number is its fence; see transaction.py."""
+    """How many attempts have started. While one runs, this number is its fence; see job_store.py."""
     retries: int = 0
     """How many times a caller has requested a retry."""
     started_s: float = 0.0

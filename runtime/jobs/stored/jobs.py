@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 from ....errors import GatewayError, JobStoreFailed, UnknownFunction
 from ...calls.serving.live_function import LiveFunction
@@ -20,17 +18,13 @@ from ...ground.telemetry.metrics import Numbers, Reading
 from ..webhooks.http_post import AddressPolicy
 from ..webhooks.sender import MAX_SLEEP_S, WebhookSender, wait
 from ..webhooks.signing import SigningKey
-from .database import Database
 from .dispatcher import JobDispatcher
 from .job import Job, NewJob
-from .outbox import WebhookBodies
-from .schema import SCRIPTS
+from .job_changes import JobChanges
+from .job_store import JobStore
 from .steady_clock import SteadyClock
-from .store import JobStore
 from .stored_bytes import StoredBytes
-from .transaction import Transaction
 
-DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits until attempts are stored, and how long it then waits for webhook requests."""
 EXPIRY_RETRY_S = 5.0
@@ -86,30 +80,24 @@ class Jobs:
     """All jobs of a gateway. Every id and state that its methods return is durably on disk."""
 
     def __init__(
-        self, state: Path, key: SigningKey, live: Callable[[str], LiveFunction], tasks: BackgroundTasks,
-        settings: GatewaySettings, on_written: Callable[[bool], None], bodies: WebhookBodies,
+        self, store: JobStore, clock: SteadyClock, key: SigningKey, live: Callable[[str], LiveFunction],
+        tasks: BackgroundTasks, settings: GatewaySettings,
     ) -> None:  # fmt: skip
-        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see
-        `Database`. `bodies` makes the bodies of webhooks whose form is not pilotflame's own.
-        """
-        self._database = Database(state / DATABASE_FILE, SCRIPTS, on_written)
+        """`clock` is the clock of the store. `key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
         self._tasks, self._live = tasks, live
         self.addresses = AddressPolicy.parse(settings.webhook_networks)
         """The addresses to which webhooks may be sent."""
-        keep_s = settings.keep_result_s
-        self._clock = SteadyClock()
-        self.store = JobStore(
-            self._database, keep_s=keep_s, on_commit=self._on_commit, clock=self._clock, bodies=bodies
-        )
-        self._expiry = Expiry(self.store, keep_s, self._clock)
+        self.store = store
+        store.on_commit = self._on_commit
+        self._expiry = Expiry(store, settings.keep_result_s, clock)
         self._stored = StoredBytes(0)
         self._dispatcher = JobDispatcher(
-            self.store, live, tasks, full=lambda owner: self._stored.refusal(owner, 0) is not None
+            store, live, tasks, full=lambda owner: self._stored.refusal(owner, 0) is not None
         )
-        self._most_stored, self._state = settings.max_stored_bytes, state
+        self._most_stored = settings.max_stored_bytes
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self.key = key
-        self._sender = WebhookSender(self.store, key, self.addresses, on_attempt=self._attempted)
+        self._sender = WebhookSender(store, key, self.addresses, on_attempt=self._attempted)
         self._webhook_attempts: Counter[tuple[str, ...]] = Counter()
 
     # -- startup and shutdown
@@ -119,10 +107,10 @@ class Jobs:
 
         Return how many of the jobs that were running are queued again, and how many of them have failed.
         """
-        await asyncio.to_thread(self._database.open)
+        await self.store.open()
         self._stored.load(await self.store.stored_bytes())
         if (most_bytes := self._most_stored) is None:
-            most_bytes = await asyncio.to_thread(self._default_most)
+            most_bytes = self._stored.of_all + await self.store.free_bytes() // 2
         self._stored.most = self.store.most_stored_bytes = most_bytes
         self._sender.start(self._tasks)
         recovered = await self.store.recover()
@@ -130,10 +118,6 @@ class Jobs:
             self._dispatcher.wake(function)
         self._expiry.start(self._tasks)
         return recovered
-
-    def _default_most(self) -> int:
-        """Return the stored bytes, and half of the space that is free on the disk."""
-        return self._stored.of_all + shutil.disk_usage(self._state).free // 2
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""
@@ -145,13 +129,12 @@ class Jobs:
         await self._dispatcher.join(CLOSE_TIMEOUT_S)
         self._expiry.close()
         await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
-        await asyncio.to_thread(self._database.close)
-        await asyncio.to_thread(self.store.close)
+        await self.store.close()
 
     # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """Queue a job. Return what `transitions.submit` returns, and raise its errors. Also raise WebhookRefused if its
+        """Queue a job. Return what `JobStore.submit` returns, and raise its errors. Also raise WebhookRefused if its
         webhook is not allowed.
         """
         if new.webhook is not None:
@@ -283,16 +266,16 @@ class Jobs:
 
     # -- after each transaction
 
-    def _on_commit(self, transaction: Transaction) -> None:
-        for function in sorted(transaction.queued):
+    def _on_commit(self, changes: JobChanges) -> None:
+        for function in sorted(changes.queued):
             self._dispatcher.wake(function)
-        if transaction.queued or transaction.changed:
+        if changes.queued or changes.changed:
             self._expiry.expect_ended()
-        for function, job_id in transaction.cancelled:
+        for function, job_id in changes.cancelled:
             self._dispatcher.cancel(function, job_id)
-        for job_id in transaction.changed:
+        for job_id in changes.changed:
             for news in self._watchers.get(job_id, ()):
                 news.set()
-        if transaction.notified:
+        if changes.notified:
             self._sender.wake()
-        self._stored.add(transaction.stored)
+        self._stored.add(changes.stored)

@@ -14,14 +14,17 @@ import hashlib
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeGuard
 
-from ....errors import JobStoreFailed
+from ....errors import JobBodyMissing, JobStoreFailed
 from ....snapshot.publish import publish
+from .job import Job, JobOutcome, NewJob
 
 LOG = logging.getLogger(__name__)
 MOST_INLINE_BYTES = 256 << 10
@@ -65,6 +68,32 @@ class LargeBodies:
     async def read(self, name: str) -> bytes | None:
         """Return a body, or None if its file was deleted. Raise JobStoreFailed if it cannot be read."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, name)
+
+    async def store_input(self, new: NewJob) -> NewJob:
+        """Return the new job with the file of its input, if that is large. Raise JobStoreFailed."""
+        return replace(new, large_input=await self.write(new.input)) if is_large(new.input) else new
+
+    async def store_output(self, outcome: JobOutcome) -> JobOutcome:
+        """Return the outcome with the file of its output, if that is large. Raise JobStoreFailed."""
+        if not is_large(outcome.output):
+            return outcome
+        return replace(outcome, large_output=await self.write(outcome.output))
+
+    async def read_bodies(self, job: Job, most: int = sys.maxsize) -> Job:
+        """Return the job with its large bodies of at most `most` bytes. Raise JobBodyMissing or JobStoreFailed."""
+        if 0 < size_of(job.large_input) <= most:
+            job = replace(job, input=await self._read_of(job, job.large_input), large_input="")
+        if 0 < size_of(job.large_output) <= most:
+            job = replace(job, output=await self._read_of(job, job.large_output), large_output="")
+        return job
+
+    async def _read_of(self, job: Job, name: str) -> bytes:
+        if (body := await self.read(name)) is None:
+            raise JobBodyMissing(
+                f"The file {name} of job {job.id} is missing from the state folder.",
+                remedy="Submit the job again.",
+            )
+        return body
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files in the background."""

@@ -30,7 +30,7 @@ from ...front.http.responses import dumped, json_response
 from ...front.http.routes import Parameter, Route, header
 from ...ground.access.keys import Scope
 from ...jobs.stored.job import Job, JobState
-from ...jobs.stored.outbox import WebhookBodies
+from ...jobs.stored.webhook_body import WebhookBodies
 from ...node.functions.live import Live
 from ...node.functions.status import FunctionStatus
 from ..predictions.cog_version import COG_VERSION

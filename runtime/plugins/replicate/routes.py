@@ -19,7 +19,7 @@ from ...front.http.responses import json_response
 from ...front.http.routes import Route, header
 from ...ground.access.keys import Scope
 from ...jobs.stored.job import Job
-from ...jobs.stored.outbox import WebhookBodies
+from ...jobs.stored.webhook_body import WebhookBodies
 from ..predictions.prediction import FORM, prediction_of, webhook_body
 from ..predictions.requests import (
     Prediction,

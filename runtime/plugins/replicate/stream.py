@@ -17,8 +17,8 @@ from aiohttp import web
 from ...front.api.job_events import JobEncoder, send_job
 from ...front.http.event_stream import EVENTS
 from ...front.http.routes import Parameter, Route
-from ...jobs.stored import queries
 from ...jobs.stored.job import Job, JobState
+from ...jobs.stored.job_store import unknown_job
 from ...jobs.stored.jobs import Jobs
 from ..predictions.prediction import prediction_of
 from .problem import ERRORS
@@ -56,7 +56,7 @@ class StreamApi:
         job = await self._jobs.store.glance_any(job_id)
         sent = request.query.get(SIGNATURE.name, "")
         if not hmac.compare_digest(sent.encode(errors="replace"), self._signature(job).encode()):
-            raise queries.unknown(job_id)
+            raise unknown_job(job_id)
         return await send_job(request, self._jobs, job, _encoder())
 
     def _signature(self, job: Job) -> str:

@@ -22,7 +22,7 @@ from ...front.generation.deltas import delta_of
 from ...front.generation.models import generator, takes
 from ...front.http.requests import in_turn, plain, validate
 from ...jobs.stored.job import Job
-from ...jobs.stored.store import JobStore
+from ...jobs.stored.job_store import JobStore
 from ...node.functions.live import Live
 from ..completions.answers import CompletionAnswer
 from ..completions.requests import REMEDY, ChatRequest, CompletionRequest, StreamOptions, supported

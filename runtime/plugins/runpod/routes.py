@@ -44,7 +44,7 @@ from ...front.http.responses import ErrorFields, Handler, Timestamp, json_respon
 from ...front.http.routes import Number, Route, header
 from ...ground.access.keys import Scope
 from ...jobs.stored.job import Job, JobState
-from ...jobs.stored.outbox import WebhookBodies
+from ...jobs.stored.webhook_body import WebhookBodies
 from ...node.functions.live import Live
 from . import openai_jobs
 from .openai_jobs import OpenAiOutput

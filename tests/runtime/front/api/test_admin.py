@@ -14,7 +14,7 @@ import httpx
 import pytest
 from live import TRUSTED, Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.ground.settings import state_dir
-from pilotflame.runtime.jobs.stored.jobs import DATABASE_FILE
+from pilotflame.runtime.jobs.sqlite.store import DATABASE_FILE
 from pilotflame.runtime.node.packaging.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,7 @@ from pilotflame.errors import JobStoreFailed, RevisionRetired
 from pilotflame.runtime.calls.serving.invocation import Invocation
 from pilotflame.runtime.jobs.stored import attempt
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
-from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.jobs.stored.job_store import JobStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,12 +16,12 @@ from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.ground.telemetry.logs import LogChannel
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored import dispatcher as dispatcher_module
-from pilotflame.runtime.jobs.stored.database import Database
 from pilotflame.runtime.jobs.stored.dispatcher import JobDispatcher
 from pilotflame.runtime.jobs.stored.job import Job, JobOutcome, JobState, NewJob
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
 
 JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
 
@@ -47,7 +47,7 @@ class Echo:
         invocation.end(None)
 
 
-class SlowStore(JobStore):
+class SlowStore(SqliteJobStore):
     """Awaits `meanwhile` after a read of the due jobs, before it returns them."""
 
     meanwhile: Any = None
@@ -72,7 +72,7 @@ async def database(tmp_path: Path) -> Any:
     await asyncio.to_thread(database.close)
 
 
-async def final(store: JobStore, job: Job) -> Job:
+async def final(store: SqliteJobStore, job: Job) -> Job:
     async with asyncio.timeout(LIMIT_S):
         while not (found := await store.get(job.function, job.id)).state.final:
             await asyncio.sleep(0.001)
@@ -80,7 +80,7 @@ async def final(store: JobStore, job: Job) -> Job:
 
 
 def dispatcher_of(
-    store: JobStore, revision: Echo, tasks: BackgroundTasks, full: Collection[str] = ()
+    store: SqliteJobStore, revision: Echo, tasks: BackgroundTasks, full: Collection[str] = ()
 ) -> JobDispatcher:
     """A dispatcher of the jobs of one revision. The owners in `full` have no room for results."""
     live: Any = SimpleNamespace(revision=revision, logs=LogChannel())

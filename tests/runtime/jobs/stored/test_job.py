@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.jobs.stored.job import (
+    COUNTERS,
     MAX_QUEUED_BYTES,
     TRANSITIONS,
     JobCounts,
@@ -19,7 +20,6 @@ from pilotflame.runtime.jobs.stored.job import (
     new_job_id,
     tombstone_key,
 )
-from pilotflame.runtime.jobs.stored.transaction import COUNTERS
 from receiver import job
 
 

@@ -13,11 +13,11 @@ from aiohttp import web
 from job_store_tests import Clock, new_job
 from live import gateway_here, until
 from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
-from pilotflame.runtime.jobs.stored import store as stored
-from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.sqlite import store as stored
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
 from pilotflame.runtime.jobs.stored.large_bodies import MOST_INLINE_BYTES, LargeBodies, same_body, size_of
-from pilotflame.runtime.jobs.stored.store import JobStore
 from pilotflame.runtime.jobs.webhooks import sender
 from pilotflame.runtime.jobs.webhooks.delivery import MAX_MESSAGE_BYTES
 from receiver import receiving
@@ -85,7 +85,7 @@ async def test_the_body_of_a_caller_who_leaves_is_deleted(bodies: LargeBodies, t
     assert not (tmp_path / "bodies").exists() or not files(tmp_path / "bodies")
 
 
-async def test_a_start_deletes_the_files_that_no_row_names(store: JobStore, tmp_path: Path) -> None:
+async def test_a_start_deletes_the_files_that_no_row_names(store: SqliteJobStore, tmp_path: Path) -> None:
     job, _ = await store.submit(new_job(body=BODY))
     (kept,) = files(tmp_path / "jobs.bodies")
     (tmp_path / "jobs.bodies" / "5-0-0").write_bytes(b"stray")
@@ -94,7 +94,7 @@ async def test_a_start_deletes_the_files_that_no_row_names(store: JobStore, tmp_
     assert (await store.get("tone", job.id)).input == BODY
 
 
-async def test_a_change_that_stores_nothing_leaves_no_file(store: JobStore, tmp_path: Path) -> None:
+async def test_a_change_that_stores_nothing_leaves_no_file(store: SqliteJobStore, tmp_path: Path) -> None:
     first, _ = await store.submit(new_job(body=BODY, idempotency="k"))
     again, earlier = await store.submit(new_job(body=BODY, idempotency="k"))
     assert (again.id, again.input, earlier) == (first.id, BODY, True)
@@ -102,11 +102,11 @@ async def test_a_change_that_stores_nothing_leaves_no_file(store: JobStore, tmp_
         with pytest.raises(IdempotencyConflict):
             await store.submit(new_job(body=other, idempotency="k"))
     assert not await store.finish(first.id, 7, RESULT)
-    await asyncio.to_thread(store.close)
+    await store.close()
     assert len(files(tmp_path / "jobs.bodies")) == 1
 
 
-async def test_a_missing_file_ends_a_queued_job_and_is_named(store: JobStore, tmp_path: Path) -> None:
+async def test_a_missing_file_ends_a_queued_job_and_is_named(store: SqliteJobStore, tmp_path: Path) -> None:
     job, _ = await store.submit(new_job(body=BODY))
     (name,) = files(tmp_path / "jobs.bodies")
     (tmp_path / "jobs.bodies" / name).unlink()
@@ -118,7 +118,7 @@ async def test_a_missing_file_ends_a_queued_job_and_is_named(store: JobStore, tm
 
 
 async def test_an_attempt_that_is_repeated_drops_its_result(
-    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path, clock: Clock
+    open_store: Callable[..., tuple[SqliteJobStore, Database]], tmp_path: Path, clock: Clock
 ) -> None:
     store, _ = open_store()
     job, _ = await store.submit(new_job(max_attempts=1))
@@ -126,9 +126,9 @@ async def test_an_attempt_that_is_repeated_drops_its_result(
     assert await store.finish(job.id, 1, JobOutcome(JobState.FAILED, BODY))
     assert (await store.get("tone", job.id)).output == BODY
     await store.retry("tone", job.id)
-    await asyncio.to_thread(store.close)
-    assert not files(tmp_path / "jobs.bodies")
     assert (await store.stored_bytes())["*"] == 2
+    await store.close()
+    assert not files(tmp_path / "jobs.bodies")
 
 
 async def test_a_webhook_carries_a_large_result_also_after_the_results_end(

@@ -14,11 +14,12 @@ from job_store_tests import DONE, FAILED, KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownFunction
 from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
-from pilotflame.runtime.jobs.stored import jobs as jobs_module
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobState, Webhook
 from pilotflame.runtime.jobs.stored.jobs import Expiry, Jobs
 from pilotflame.runtime.jobs.stored.steady_clock import NOTICED_S, SteadyClock
-from pilotflame.runtime.jobs.stored.store import JobStore
 from pilotflame.runtime.jobs.webhooks.delivery import DeliveryAttempt, RetrySchedule
 from pilotflame.runtime.jobs.webhooks.signing import SigningKey
 
@@ -64,7 +65,7 @@ def test_a_clock_that_is_slewed_is_not_followed(machine: Machine) -> None:
 
 
 @pytest_asyncio.fixture
-async def expiry(store: JobStore, clock: SteadyClock) -> AsyncIterator[Expiry]:
+async def expiry(store: SqliteJobStore, clock: SteadyClock) -> AsyncIterator[Expiry]:
     """The expiry of the store, which follows the clock when it is woken."""
     async with BackgroundTasks() as tasks:
         found = Expiry(store, KEEP_S, clock)
@@ -82,7 +83,7 @@ async def followed(expiry: Expiry, machine: Machine) -> None:
 
 @SETS
 async def test_a_delayed_job_starts_after_its_delay(
-    store: JobStore, expiry: Expiry, machine: Machine, by_s: float
+    store: SqliteJobStore, expiry: Expiry, machine: Machine, by_s: float
 ) -> None:
     job, _ = await store.submit(new_job())
     fence = await store.take(job.id)
@@ -100,7 +101,7 @@ async def test_a_delayed_job_starts_after_its_delay(
 
 @SETS
 async def test_a_job_expires_after_its_ttl_and_a_result_after_its_retention(
-    store: JobStore, expiry: Expiry, machine: Machine, by_s: float
+    store: SqliteJobStore, expiry: Expiry, machine: Machine, by_s: float
 ) -> None:
     ended, _ = await store.submit(new_job())
     fence = await store.take(ended.id)
@@ -123,7 +124,7 @@ async def test_a_job_expires_after_its_ttl_and_a_result_after_its_retention(
 
 @SETS
 async def test_a_webhook_is_repeated_after_its_pause(
-    store: JobStore, expiry: Expiry, machine: Machine, by_s: float
+    store: SqliteJobStore, expiry: Expiry, machine: Machine, by_s: float
 ) -> None:
     await store.submit(new_job(webhook=Webhook("http://127.0.0.1/x", ("completed",))))
     (job,) = await store.due("tone", 1, machine.clock())
@@ -145,7 +146,7 @@ async def test_a_webhook_is_repeated_after_its_pause(
 
 @SETS
 async def test_jobs_that_come_while_the_stored_times_are_moved_have_the_new_time(
-    store: JobStore, expiry: Expiry, machine: Machine, by_s: float
+    store: SqliteJobStore, expiry: Expiry, machine: Machine, by_s: float
 ) -> None:
     database, begun, gate = store._database, threading.Event(), threading.Event()
 
@@ -174,17 +175,16 @@ async def test_jobs_that_come_while_the_stored_times_are_moved_have_the_new_time
         assert (await store.get("tone", one.result()[0].id)).created_s == pytest.approx(machine.wall())
 
 
-async def test_a_restart_moves_no_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine
-) -> None:
+async def test_a_restart_moves_no_wait(tmp_path: Path, machine: Machine) -> None:
     def live(_name: str) -> Any:
         raise UnknownFunction("It is not deployed.")
 
     found: set[float | None] = set()
     for _ in range(3):
-        monkeypatch.setattr(jobs_module, "SteadyClock", lambda: SteadyClock(machine.wall, machine.since_boot))
+        clock = SteadyClock(machine.wall, machine.since_boot)
+        store = SqliteJobStore(Database(tmp_path / "jobs.db", SCRIPTS), keep_s=KEEP_S, clock=clock)
         async with BackgroundTasks() as tasks:
-            jobs = Jobs(tmp_path, SigningKey(b"k" * 32), live, tasks, GatewaySettings(), lambda _: None, {})
+            jobs = Jobs(store, clock, SigningKey(b"k" * 32), live, tasks, GatewaySettings())
             await jobs.start()
             if not await jobs.store.functions_waiting():
                 job, _ = await jobs.store.submit(new_job())

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_process, gone, until
 from pilotflame.errors import JobStoreFailed
-from pilotflame.runtime.jobs.stored.jobs import DATABASE_FILE, Jobs
+from pilotflame.runtime.jobs.sqlite.store import DATABASE_FILE
+from pilotflame.runtime.jobs.stored.jobs import Jobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

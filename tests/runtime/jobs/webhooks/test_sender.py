@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 from pilotflame.errors import JobStoreFailed
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
-from pilotflame.runtime.jobs.stored import outbox
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.jobs.sqlite import outbox
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.webhooks import sender
 from pilotflame.runtime.jobs.webhooks.delivery import Delivery, RetrySchedule
 from pilotflame.runtime.jobs.webhooks.http_post import AddressPolicy
@@ -46,7 +46,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Watched]:
 async def sending(database: Watched, *, close_s: float = 20.0) -> AsyncIterator[WebhookSender]:
     policy = AddressPolicy.parse(["127.0.0.1"])
     async with BackgroundTasks() as tasks:
-        sender = WebhookSender(JobStore(database, keep_s=60.0), KEY, policy, AT_ONCE)
+        sender = WebhookSender(SqliteJobStore(database, keep_s=60.0), KEY, policy, AT_ONCE)
         sender.start(tasks)
         yield sender
         await sender.close(deadline_s=close_s)
@@ -171,7 +171,7 @@ async def test_the_messages_of_owners_that_are_made_when_they_are_sent_share_a_r
     database: Watched,
 ) -> None:
     entered, let_go = list[str](), asyncio.Event()
-    found = WebhookSender(JobStore(database, keep_s=60.0), KEY, AddressPolicy.parse([]))
+    found = WebhookSender(SqliteJobStore(database, keep_s=60.0), KEY, AddressPolicy.parse([]))
 
     async def send(owner: str) -> None:
         async with found._roomy(owner):

@@ -6,12 +6,7 @@ Group commit: the writer thread takes all queued changes as one group, runs each
 SQLite transaction, and commits once, with synchronous=FULL. A caller gets its result after that commit. So
 every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
 
-Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence. The attempt
-passes the fence with every change that it requests. `running_row` returns None if the fence is out of date. So an
-attempt that reports after its job was requeued changes nothing.
-
-The start of an attempt is stored when the attempt has been sent to a worker, so that no start waits for the disk. If the gateway
-dies in the milliseconds between, the job runs again, and the first run does not count as an attempt.
+Fence (see job_store.py): `running_row` returns None if the fence of an attempt is out of date.
 
 Counters: a function's rows of `counters` hold the number of jobs in each state, over all owners and for each owner.
 They are updated in the transaction that changes the state, so they are exact even after a crash.
@@ -21,7 +16,6 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,8 +24,10 @@ import orjson
 
 from ....errors import JobConflict, JobExpired, UnknownJob
 from ...ground.access.keys import ALL
+from ..stored.job import COUNTERS, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from ..stored.job_changes import JobChanges
+from ..stored.webhook_body import WebhookBodies
 from . import outbox
-from .job import TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
 from .schema import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
@@ -45,15 +41,6 @@ from .schema import (
     webhook_of,
 )
 
-COUNTERS = {
-    JobState.IN_QUEUE: "in_queue",
-    JobState.IN_PROGRESS: "in_progress",
-    JobState.COMPLETED: "completed",
-    JobState.FAILED: "failed",
-    JobState.TIMED_OUT: "failed",
-    JobState.CANCELLED: "cancelled",
-}
-"""The column of `counters` for each state."""
 _COUNT_NEW = """
 INSERT INTO counters (function, owner, in_queue, queued_bytes) VALUES (?, ?, 1, ?) ON CONFLICT (function, owner)
 DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes"""
@@ -66,25 +53,16 @@ _COUNT_ENDED = {
 
 @dataclass(slots=True)
 class Transaction:
-    """The changes of one caller within a group's SQLite transaction, and the notifications that follow the commit."""
+    """One caller's part of a group's SQLite transaction."""
 
     connection: sqlite3.Connection
     now_s: float
     keep_s: float
     """How long the jobs that end in this transaction are kept."""
-    bodies: outbox.WebhookBodies = field(default_factory=dict)
+    bodies: WebhookBodies = field(default_factory=dict)
     """By `Webhook.form`, the functions that make the bodies of webhooks, for all forms except ""."""
     most_stored_bytes: int = sys.maxsize
-    queued: set[str] = field(default_factory=set)
-    """The functions to whose queue a job was added or returned."""
-    cancelled: list[tuple[str, str]] = field(default_factory=list)
-    """(function, job id) of the cancelled jobs, whose attempts must be stopped."""
-    changed: list[str] = field(default_factory=list)
-    """The ids of the jobs whose state, progress or pieces changed."""
-    notified: bool = False
-    """True if webhook deliveries may be due."""
-    stored: Counter[str] = field(default_factory=Counter)
-    """The added bytes of inputs and results, by owner. `ALL` has the sum."""
+    changes: JobChanges = field(default_factory=JobChanges)
     unused_bodies: set[str] = field(default_factory=set)
     """The names of large bodies to which no row refers after this transaction: their files are deleted."""
 
@@ -103,14 +81,11 @@ class Transaction:
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
         self.count_bytes(new.owner, len(new.input))
-        self.queued.add(new.function)
+        self.changes.queued.add(new.function)
         return job
 
     def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-        """Insert a job without webhook whose first attempt has ended, and its result. Return the job.
-
-        `job` has the attempt's worker and times. The rows are the same as after `add`, `move` and `end`.
-        """
+        """Run `AttemptStore.record`. The rows are the same as after `add`, `move` and `end`."""
         expires_s, error = self.now_s + self.keep_s, outcome.error
         ended = replace(
             job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=error,
@@ -144,14 +119,14 @@ class Transaction:
             self.unused_bodies.update(large_bodies(self.connection, row["number"], "results"))
             self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
-            self.queued.add(row["function"])
+            self.changes.queued.add(row["function"])
 
     def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
         """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
         error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
         self.move(row, outcome.state, error=error)
         if outcome.state is JobState.CANCELLED:
-            self.cancelled.append((row["function"], row["id"]))
+            self.changes.cancelled.append((row["function"], row["id"]))
         self._insert_result(row["number"], outcome)
         self.count_bytes(row["owner"], outcome.size_bytes)
         self.notify(row, "completed")
@@ -169,14 +144,14 @@ class Transaction:
             select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
             job = read_job(self.connection, row["number"], select)
             outbox.add(self.connection, replace(job, logs=logs or job.logs), event, self.now_s, self.bodies)
-            self.notified = True
+            self.changes.notified = True
 
     def count_bytes(self, owner: str, added: int) -> None:
         """Count bytes of inputs and results that were stored for an owner, or deleted."""
         if not added:
             return
         for one in (ALL, owner) if owner else (ALL,):
-            self.stored[one] += added
+            self.changes.stored[one] += added
             self.connection.execute(
                 "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes",
                 (one, added),
@@ -197,7 +172,7 @@ class Transaction:
         assignments = ", ".join(f"{name} = ?" for name in fields)
         update = f"UPDATE jobs SET {assignments} WHERE number = ?"  # noqa: S608
         self.connection.execute(update, (*fields.values(), row["number"]))
-        self.changed.append(row["id"])
+        self.changes.changed.append(row["id"])
 
     def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
         if to is JobState.IN_QUEUE:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import UnknownDelivery
-from pilotflame.runtime.jobs.stored import outbox
+from pilotflame.runtime.jobs.sqlite import outbox
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.job import JobState, Webhook
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
 from pilotflame.runtime.jobs.webhooks.delivery import (
     Delivery,
     DeliveryAttempt,

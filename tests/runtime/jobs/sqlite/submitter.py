@@ -5,14 +5,14 @@ import os
 import sys
 from pathlib import Path
 
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored import large_bodies
-from pilotflame.runtime.jobs.stored.database import Database
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState, NewJob
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
 
 
-async def submit(store: JobStore, caller: int) -> None:
+async def submit(store: SqliteJobStore, caller: int) -> None:
     number = 0
     while True:
         number += 1
@@ -34,7 +34,7 @@ async def main() -> None:
     large_bodies.MOST_INLINE_BYTES = 3
     database = Database(Path(sys.argv[1]), SCRIPTS)
     database.open()
-    store = JobStore(database, keep_s=3600.0)
+    store = SqliteJobStore(database, keep_s=3600.0)
     await store.recover()
     async with asyncio.TaskGroup() as tasks:
         for caller in range(8):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from job_store_tests import KEEP_S, Clock
-from pilotflame.runtime.jobs.stored.database import Database
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 
 
 @pytest.fixture
@@ -21,13 +21,15 @@ def clock() -> Clock:
 
 
 @pytest_asyncio.fixture
-async def open_store(tmp_path: Path, clock: Clock) -> AsyncIterator[Callable[..., tuple[JobStore, Database]]]:
+async def open_store(
+    tmp_path: Path, clock: Clock
+) -> AsyncIterator[Callable[..., tuple[SqliteJobStore, Database]]]:
     databases: list[Database] = []
 
-    def open_one(**more: Any) -> tuple[JobStore, Database]:
+    def open_one(**more: Any) -> tuple[SqliteJobStore, Database]:
         databases.append(Database(tmp_path / "jobs.db", SCRIPTS))
         databases[-1].open()
-        return JobStore(databases[-1], keep_s=KEEP_S, clock=clock, **more), databases[-1]
+        return SqliteJobStore(databases[-1], keep_s=KEEP_S, clock=clock, **more), databases[-1]
 
     yield open_one
     for database in databases:
@@ -35,5 +37,5 @@ async def open_store(tmp_path: Path, clock: Clock) -> AsyncIterator[Callable[...
 
 
 @pytest.fixture
-def store(open_store: Callable[..., tuple[JobStore, Database]]) -> JobStore:
+def store(open_store: Callable[..., tuple[SqliteJobStore, Database]]) -> SqliteJobStore:
     return open_store()[0]

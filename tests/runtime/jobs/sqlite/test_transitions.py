@@ -24,12 +24,13 @@ from pilotflame.errors import (
     UnknownJob,
 )
 from pilotflame.runtime.ground.access.keys import ALL
-from pilotflame.runtime.jobs.stored import large_bodies, schema, transitions
-from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.sqlite import schema, transitions
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
+from pilotflame.runtime.jobs.stored import large_bodies
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
-from pilotflame.runtime.jobs.stored.transaction import Transaction
+from pilotflame.runtime.jobs.stored.job_changes import JobChanges
 
 FUNCTIONS = ("tone", "echo")
 OWNERS = ("", "key-1", "key-2")
@@ -54,14 +55,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.database = Database(self.folder / "jobs.db", SCRIPTS)
-        self.database.open()
-        self.store = JobStore(
-            self.database, keep_s=KEEP_S, on_commit=self.on_commit, clock=lambda: self.model.now_s
-        )
+        self.store = SqliteJobStore(self.database, keep_s=KEEP_S, clock=lambda: self.model.now_s)
+        self.store.on_commit = self.on_commit
+        self.run(self.store.open())
 
-    def on_commit(self, transaction: Transaction) -> None:
-        self.queued += sorted(transaction.queued)
-        self.cancelled += transaction.cancelled
+    def on_commit(self, changes: JobChanges) -> None:
+        self.queued += sorted(changes.queued)
+        self.cancelled += changes.cancelled
 
     def teardown(self) -> None:
         named = set(self.run(self.database.read(schema.large_bodies)))
@@ -72,8 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def close(self) -> None:
-        self.database.close()
-        self.store.close()
+        self.run(self.store.close())
 
     def run(self, asked: Coroutine[None, None, Any]) -> Any:
         return self.runner.run(asked)
@@ -334,7 +333,7 @@ TestStoreWithFiles = FilesMachine.TestCase
 
 @pytest.mark.parametrize(("step_s", "handled"), [(0.0, [5]), (1.0, [1, 1, 1, 1, 1])])
 async def test_a_transaction_expires_more_jobs_until_its_time_is_up(
-    store: JobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, step_s: float, handled: list[int]
+    store: SqliteJobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, step_s: float, handled: list[int]
 ) -> None:
     for _ in range(5):
         await store.submit(new_job(ttl_s=1.0))

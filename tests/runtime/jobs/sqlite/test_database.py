@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from pilotflame.errors import JobConflict, JobStoreFailed
-from pilotflame.runtime.jobs.stored.database import MAX_GROUP, Database
+from pilotflame.runtime.jobs.sqlite.database import MAX_GROUP, Database
 
 SCRIPTS = ("CREATE TABLE rows (number INTEGER PRIMARY KEY, body BLOB UNIQUE)",)
 

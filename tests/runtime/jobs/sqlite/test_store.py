@@ -28,11 +28,12 @@ from pilotflame.errors import (
     JobStoreFailed,
     QueueFull,
 )
-from pilotflame.runtime.jobs.stored import large_bodies, outbox, transitions
-from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.sqlite import outbox, transitions
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
+from pilotflame.runtime.jobs.stored import large_bodies
 from pilotflame.runtime.jobs.stored.job import JobCounts, JobState, Webhook
-from pilotflame.runtime.jobs.stored.schema import SCRIPTS
-from pilotflame.runtime.jobs.stored.store import JobStore
 
 
 class TestJobStore(JobStoreTests):
@@ -47,7 +48,7 @@ class TestJobStoreWithFiles(JobStoreTests):
         monkeypatch.setattr(large_bodies, "MOST_INLINE_BYTES", 1)
 
 
-async def test_an_owner_leaves_places_in_the_queue_for_others(store: JobStore) -> None:
+async def test_an_owner_leaves_places_in_the_queue_for_others(store: SqliteJobStore) -> None:
     """An owner may queue 9 times as many jobs, and as many bytes, as there is room for then."""
     for _ in range(90):
         await store.submit(new_job(owner="greedy", max_queued=100))
@@ -64,7 +65,7 @@ async def test_an_owner_leaves_places_in_the_queue_for_others(store: JobStore) -
 
 @pytest.mark.parametrize("webhook", [None, HOOK, Webhook(HOOK.url, ("logs",))])
 async def test_the_writer_reads_no_needless_bodies(
-    open_store: Callable[..., tuple[JobStore, Database]],
+    open_store: Callable[..., tuple[SqliteJobStore, Database]],
     webhook: Webhook | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,10 +93,11 @@ async def test_the_writer_reads_no_needless_bodies(
 
 
 async def test_a_cancelled_submit_still_wakes_the_dispatcher(
-    open_store: Callable[..., tuple[JobStore, Database]],
+    open_store: Callable[..., tuple[SqliteJobStore, Database]],
 ) -> None:
     woken = asyncio.Event()
-    store, _ = open_store(on_commit=lambda _: woken.set())
+    store, _ = open_store()
+    store.on_commit = lambda _: woken.set()
     asked = asyncio.ensure_future(store.submit(new_job()))
     await asyncio.sleep(0)
     asked.cancel()
@@ -104,14 +106,15 @@ async def test_a_cancelled_submit_still_wakes_the_dispatcher(
 
 
 async def test_a_failure_of_the_outbox_undoes_the_transition(
-    open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
+    open_store: Callable[..., tuple[SqliteJobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise JobConflict("no")
 
     monkeypatch.setattr(outbox, "add", fail)
     notified: list[bool] = []
-    store, _ = open_store(on_commit=lambda transaction: notified.append(transaction.notified))
+    store, _ = open_store()
+    store.on_commit = lambda changes: notified.append(changes.notified)
     job, _ = await store.submit(new_job(webhook=Webhook(HOOK.url, ("completed",))))
     await store.take(job.id)
     with pytest.raises(JobConflict):
@@ -122,9 +125,9 @@ async def test_a_failure_of_the_outbox_undoes_the_transition(
 
 
 async def test_a_purge_runs_in_slices_and_leaves_later_jobs(
-    open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
+    open_store: Callable[..., tuple[SqliteJobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pilotflame.runtime.jobs.stored.transitions.PURGE_SLICE", 10)
+    monkeypatch.setattr("pilotflame.runtime.jobs.sqlite.transitions.PURGE_SLICE", 10)
     store, _ = open_store()
     await asyncio.gather(*(store.submit(new_job()) for _ in range(95)))
     purging = asyncio.ensure_future(store.purge("tone"))
@@ -134,7 +137,7 @@ async def test_a_purge_runs_in_slices_and_leaves_later_jobs(
 
 
 async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
-    store: JobStore, monkeypatch: pytest.MonkeyPatch
+    store: SqliteJobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, _ = await store.submit(new_job())
     await store.take(old.id)
@@ -154,7 +157,7 @@ async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
 # -- expiry
 
 
-async def expire_all(store: JobStore, clock: Clock) -> None:
+async def expire_all(store: SqliteJobStore, clock: Clock) -> None:
     """Let two retention times pass and expire what is due."""
     clock.now_s += 2 * KEEP_S
     while await store.next_expiry(clock.now_s) <= clock.now_s:
@@ -162,7 +165,7 @@ async def expire_all(store: JobStore, clock: Clock) -> None:
 
 
 async def test_expired_jobs_leave_nothing_and_the_file_shrinks(
-    open_store: Callable[..., tuple[JobStore, Database]],
+    open_store: Callable[..., tuple[SqliteJobStore, Database]],
     clock: Clock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +194,7 @@ async def test_expired_jobs_leave_nothing_and_the_file_shrinks(
 
 
 async def test_a_pending_delivery_outlives_its_job(
-    open_store: Callable[..., tuple[JobStore, Database]], clock: Clock
+    open_store: Callable[..., tuple[SqliteJobStore, Database]], clock: Clock
 ) -> None:
     store, database = open_store()
     job, _ = await store.submit(new_job(webhook=Webhook(HOOK.url)))
@@ -203,7 +206,9 @@ async def test_a_pending_delivery_outlives_its_job(
     assert await database.read(deliveries) == []
 
 
-async def test_tombstones_are_bounded(store: JobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tombstones_are_bounded(
+    store: SqliteJobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transitions, "MAX_TOMBSTONES", 5)
     ids = [(await run_once(store, (await store.submit(new_job()))[0])).id for _ in range(8)]
     clock.now_s += KEEP_S + 1
@@ -214,7 +219,7 @@ async def test_tombstones_are_bounded(store: JobStore, clock: Clock, monkeypatch
 
 
 async def test_an_expiry_slice_ends_when_it_took_long(
-    store: JobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: SqliteJobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asyncio.gather(*(store.submit(new_job()) for _ in range(3)))
     monkeypatch.setattr(transitions, "EXPIRY_SLICE_S", -1.0)
@@ -226,7 +231,7 @@ async def test_an_expiry_slice_ends_when_it_took_long(
 
 
 async def test_a_full_disk_refuses_a_job_and_accepts_it_later(
-    open_store: Callable[..., tuple[JobStore, Database]],
+    open_store: Callable[..., tuple[SqliteJobStore, Database]],
 ) -> None:
     store, database = open_store()
     job, _ = await store.submit(new_job())
@@ -261,7 +266,7 @@ def test_acknowledged_jobs_survive_a_kill(tmp_path: Path) -> None:
 async def check_acknowledged(path: Path, acknowledged: dict[str, list[str]]) -> None:
     database = Database(path, SCRIPTS)
     database.open()
-    store = JobStore(database, keep_s=3600.0)
+    store = SqliteJobStore(database, keep_s=3600.0)
     await store.recover()
     assert acknowledged
     for job_id, (state, body) in acknowledged.items():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from job_store_tests import KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownJob
-from pilotflame.runtime.jobs.stored import queries
+from pilotflame.runtime.jobs.sqlite import queries
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import Job, JobCounts, JobState
-from pilotflame.runtime.jobs.stored.store import JobStore
 
 BOTH = ("tone", "echo")
 
 
-async def test_a_job_is_found_by_callers_of_its_function(store: JobStore) -> None:
+async def test_a_job_is_found_by_callers_of_its_function(store: SqliteJobStore) -> None:
     job, _ = await store.submit(new_job(wanted_id="mine"))
     assert await store.find("mine", BOTH.__contains__, BOTH) == job
     # A job of a deleted function.
@@ -23,7 +23,7 @@ async def test_a_job_is_found_by_callers_of_its_function(store: JobStore) -> Non
 
 
 async def test_an_expired_job_is_reported_to_callers_who_might_have_seen_it(
-    store: JobStore, clock: Clock
+    store: SqliteJobStore, clock: Clock
 ) -> None:
     await store.submit(new_job(wanted_id="mine", ttl_s=1.0))
     clock.now_s += 2.0
@@ -36,7 +36,9 @@ async def test_an_expired_job_is_reported_to_callers_who_might_have_seen_it(
         await store.find("mine", ("echo",).__contains__, ("echo",))
 
 
-async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pieces_are_read_by_their_size_too(
+    store: SqliteJobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queries, "PIECES_BYTES", 25)
     job, _ = await store.submit(new_job())
     await store.take(job.id)
@@ -50,7 +52,7 @@ async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: p
     assert len(await store.pieces(job.id, 0, 2)) == 2
 
 
-async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
+async def test_extra_is_stored(store: SqliteJobStore, clock: Clock) -> None:
     extra = {"event": {"id": "1", "source": "straße", "n": 2, "yes": True}}
     job, _ = await store.submit(new_job(extra=extra))
     assert job.extra == extra
@@ -61,7 +63,7 @@ async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
     assert (await store.get("tone", plain.id)).extra is None is plain.extra
 
 
-async def test_jobs_are_listed_from_the_newest_on_in_pages(store: JobStore) -> None:
+async def test_jobs_are_listed_from_the_newest_on_in_pages(store: SqliteJobStore) -> None:
     for number in range(6):
         function, owner = BOTH[number % 2], "ab"[number // 3]
         await store.submit(new_job(function, wanted_id=f"{number}", owner=owner))
@@ -86,7 +88,7 @@ async def test_jobs_are_listed_from_the_newest_on_in_pages(store: JobStore) -> N
             await store.latest(functions, 4, before, owner)
 
 
-async def test_counts_and_waiting_functions(store: JobStore, clock: Clock) -> None:
+async def test_counts_and_waiting_functions(store: SqliteJobStore, clock: Clock) -> None:
     assert await store.functions_waiting() == []
     await store.submit(new_job("tone", owner="a", wanted_id="now"))
     await store.take("now")

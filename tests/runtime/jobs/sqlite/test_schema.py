@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from job_store_tests import new_job
 from jobs_model import QUEUED
-from pilotflame.runtime.jobs.stored.database import Database
+from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobState
-from pilotflame.runtime.jobs.stored.store import JobStore
 
 
 @pytest.mark.parametrize("states", [(), (QUEUED,)])
 async def test_an_owners_few_jobs_are_found_by_an_index(
-    open_store: Callable[..., tuple[JobStore, Database]], states: tuple[JobState, ...]
+    open_store: Callable[..., tuple[SqliteJobStore, Database]], states: tuple[JobState, ...]
 ) -> None:
     store, database = open_store()
     await store.submit(new_job(owner="key-1"))
@@ -47,7 +47,9 @@ def _plan(connection: sqlite3.Connection, statement: str) -> str:
 @pytest.mark.parametrize(
     "call", ["get", "due", "next_due", "newest", "counts", "next_expiry", "take", "recover"]
 )
-async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_scans_a_table(
+    store: SqliteJobStore, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checks SQLite's query plan of each statement of a call."""
     plans: list[str] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from .job import SHARED_FIELDS, Job, JobState, NewJob, Webhook, idempotency_digest
+from ..stored.job import SHARED_FIELDS, Job, JobState, NewJob, Webhook, idempotency_digest
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -210,7 +210,6 @@ def large_bodies(connection: sqlite3.Connection, number: int | None = None, *tab
 
 
 def stored_bytes(connection: sqlite3.Connection, *owners: str) -> dict[str, int]:
-    """Return the bytes of inputs and results of each owner, by default of all owners. `ALL` has the sum."""
     where = f"WHERE owner IN ({', '.join('?' * len(owners))})" if owners else ""
     rows = connection.execute(f"SELECT owner, bytes FROM stored {where}", owners)  # noqa: S608
     return {row["owner"]: row["bytes"] for row in rows}

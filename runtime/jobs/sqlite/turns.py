@@ -10,8 +10,8 @@ from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from itertools import chain, islice, takewhile
 
-from .job import Job
-from .large_bodies import size_of
+from ..stored.job import Job
+from ..stored.large_bodies import size_of
 from .schema import SELECT_WHOLE, read_job
 
 # The conditions of the index `jobs_ready`. A list of all owners would need a read of all jobs, so `_owners` asks for one
@@ -34,12 +34,6 @@ def due(
     after: str = "",
     most_bytes: float = math.inf,
 ) -> list[Job]:
-    """Return up to `limit` queued jobs that may start, ordered by priority. Within a priority, the owners take turns.
-
-    The first turn belongs to the next owner after `after`, by id. The jobs of one owner are in the order of their arrival.
-    Jobs whose ttl has passed, and jobs with an id in `known`, are left out. Their inputs are not read. The list ends with
-    the job whose input makes the size of all inputs reach `most_bytes`.
-    """
     known, found, size_bytes = frozenset(known), list[Job](), 0
     with closing(_Turns(connection, function, now_s, known, limit).numbers(after)) as numbers:
         for number in islice(numbers, limit):

@@ -11,24 +11,21 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import islice
 from types import MappingProxyType
-from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import orjson
 
 from ....errors import UnknownDelivery
-from ....fair_queue import FairQueue
 from ...ground.access.keys import ALL
+from ..stored.alert import Alert
+from ..stored.delivery_shares import DeliveryShares, DueDelivery, shared
+from ..stored.job import Job
+from ..stored.webhook_body import WebhookBodies, message
 from ..webhooks.delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
-from .alert import Alert
-from .job import Job
 from .schema import webhook_of
 
 SUPERSEDED = ("output", "logs")
@@ -51,19 +48,6 @@ MAX_OWNERS = 64
 """The number of owners that `due` examines. It also examines the owners of so many deliveries that are due earliest."""
 
 
-@dataclass(eq=False, slots=True)
-class _Due:
-    """A delivery that may be sent, as the fair queue wants it."""
-
-    tenant: str
-    deadline_s: float
-    rowid: int
-    host: str
-    priority: int = 1
-
-
-WebhookBodies: TypeAlias = Mapping[str, Callable[[Job, Sequence[bytes]], bytes]]
-"""By `Webhook.form`: a function that makes a body from the job and, while it streams, the first pieces of its output."""
 _COLUMNS = ", ".join(
     field.name for field in dataclasses.fields(Delivery) if field.name not in ("body", "trace")
 )
@@ -152,21 +136,6 @@ def _pieces(connection: sqlite3.Connection, job: Job) -> list[bytes]:
     return [] if job.state.final else [body for (body,) in connection.execute(query, (job.id, MAX_PIECES))]
 
 
-def message(job: Job, event: str, now_s: float) -> bytes:
-    """Return the body of an event as Standard Webhooks defines it, with the job's status as `data`.
-
-    The status is repeated at the top level, where `error` is only a text, for receivers written for RunPod. If the output is
-    too large for a message, `output_url` is the path of the job.
-    """
-    link = {"output_url": f"/v1/functions/{job.function}/jobs/{job.id}"} if job.large_output else {}
-    data = job.status(now_s) | link
-    if job.logs and event in ("logs", "completed"):
-        data["logs"] = job.logs
-    top = data | {"error": str(job.error.get("message", ""))} if job.error is not None else data
-    timestamp = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return orjson.dumps({"type": f"job.{event}", "timestamp": timestamp, "data": data} | top)
-
-
 def due(
     connection: sqlite3.Connection,
     now_s: float,
@@ -182,7 +151,7 @@ def due(
     free, in all and at the host. So whatever the receivers of an owner do, those of another owner need not wait for them.
     """
     subjects = {one.subject for one in sending}
-    shares = _Shares(most, most_per_host, sending)
+    shares = DeliveryShares(most, most_per_host, sending)
     # A busy host may be listed with nothing to send now.
     most_hosts = MAX_HOSTS + len(sending)
     found = [
@@ -192,7 +161,7 @@ def due(
         if shares.takes(owner, host)
         for candidate in islice(_due_at(connection, owner, host, now_s, subjects), most_per_host)
     ]
-    deliveries = [_read(connection, "rowid = ?", rowid) for rowid in _shared(found, shares, sending)]
+    deliveries = [_read(connection, "rowid = ?", rowid) for rowid in shared(found, shares, sending)]
     (next_s,) = connection.execute(_NEXT, (now_s,)).fetchone()
     return [one for one in deliveries if one is not None], next_s
 
@@ -229,10 +198,6 @@ def record(
 def redeliver(
     connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float, owner: str = ALL
 ) -> Delivery:
-    """Make a delivery pending again, with the same id and a new count of attempts, and return it.
-
-    Raises UnknownDelivery if the owner has no delivery with this id.
-    """
     changed = connection.execute(
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? "
         "WHERE id = ? AND function = ? AND ? IN (owner, ?)",
@@ -255,10 +220,6 @@ def newest(
     limit: int = 100,
     owner: str = ALL,
 ) -> list[Delivery]:
-    """Return up to `limit` deliveries of the owner's jobs and functions in these states (default: all), newest first.
-
-    With `subject`, return only the deliveries of this subject. The bodies are left out.
-    """
     states = states or tuple(DeliveryState)
     marks = ", ".join("?" * len(states))
     where, values = f"function = ? AND state IN ({marks})", [function, *states]
@@ -274,7 +235,6 @@ def newest(
 
 
 def pending(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return how many deliveries of each function must still be sent, now or later."""
     query = "SELECT function, count(*) FROM deliveries WHERE state = 'PENDING' GROUP BY function"
     return dict(connection.execute(query).fetchall())
 
@@ -325,49 +285,14 @@ def _owners(connection: sqlite3.Connection, now_s: float) -> set[str]:
 
 def _due_at(
     connection: sqlite3.Connection, owner: str, host: str, now_s: float, busy: Collection[str]
-) -> Iterator[_Due]:
+) -> Iterator[DueDelivery]:
     """Yield the due deliveries of an owner to a host, one per subject not in `busy`."""
     subjects = set(busy)
     with closing(connection.execute(_DUE, (owner, host, now_s))) as rows:
         for row in rows:
             if row["subject"] not in subjects:
                 subjects.add(row["subject"])
-                yield _Due(owner, row["next_s"], row["rowid"], host)
-
-
-class _Shares:
-    """The requests that may run at a time: in all, which the host "" stands for, and at each host."""
-
-    def __init__(self, most: int, most_per_host: int, sending: Collection[Delivery]) -> None:
-        self._most, self._most_per_host = most, most_per_host
-        self._used = Counter[str]()
-        self._of_owner = Counter[tuple[str, str]]()
-        for one in sending:
-            self.take(one.owner, one.host)
-
-    def takes(self, owner: str, host: str) -> bool:
-        """Return True if the owner has fewer requests than are free."""
-        free = self._most - self._used[""], self._most_per_host - self._used[host]
-        return self._of_owner[owner, ""] < free[0] and self._of_owner[owner, host] < free[1]
-
-    def take(self, owner: str, host: str) -> None:
-        self._used.update(("", host))
-        self._of_owner.update(((owner, ""), (owner, host)))
-
-
-def _shared(found: list[_Due], shares: _Shares, sending: Collection[Delivery]) -> Iterator[int]:
-    """Yield the row numbers of the deliveries that get a place, in the order in which they are to be sent."""
-    queue: FairQueue[_Due] = FairQueue()
-    for candidate in sorted(found, key=lambda one: (one.deadline_s, one.rowid)):
-        queue.add(candidate)
-    for running in sending:
-        queue.charge(running.owner, 1, 1.0)
-    while (one := queue.pop()) is not None:
-        if shares.takes(one.tenant, one.host):
-            shares.take(one.tenant, one.host)
-            yield one.rowid
-        else:
-            queue.charge(one.tenant, one.priority, -1.0)
+                yield DueDelivery(owner, row["next_s"], row["rowid"], host)
 
 
 def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:

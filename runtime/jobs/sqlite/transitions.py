@@ -1,4 +1,7 @@
-"""Changes jobs, from submit to deletion. `JobStore` runs each public function here in one Transaction."""
+"""Changes jobs, from submit to deletion. `job_store.py` says what each public function does.
+
+`SqliteJobStore` runs each of them in one Transaction.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from collections.abc import Collection, Sequence
 
 import orjson
 
-from ....errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
-from ...ground.access.fair_share import share_used
+from ....errors import DeadlineExceeded, JobConflict, WorkerDied
 from ...ground.access.keys import ALL
+from ..stored.admission import check_room, check_same
+from ..stored.alert import Alert
+from ..stored.job import Job, JobCounts, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
+from ..stored.stored_bytes import StoredBytes
 from ..webhooks.delivery import JOB, Delivery
 from . import outbox, queries
-from .alert import Alert
-from .job import Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
-from .large_bodies import same_body
 from .schema import (
     SELECT_WHOLE,
     find_row,
@@ -28,7 +31,6 @@ from .schema import (
     size_of_result,
     stored_bytes,
 )
-from .stored_bytes import StoredBytes
 from .transaction import Transaction, row_of
 
 PURGE_SLICE = 500
@@ -54,15 +56,6 @@ VACUUM_PAGES = 256
 
 
 def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
-    """Queue a new job and return (job, False).
-
-    If a job with the same idempotency key exists, return (that job, True) and queue nothing.
-
-    :raises IdempotencyConflict: if the job with the same key has another input.
-    :raises JobConflict: if another job has the wanted id.
-    :raises QueueFull: if the job would exceed the limits `max_queued` or `max_queued_bytes` of `new`, or the limit of
-        stored bytes.
-    """
     if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
         return earlier, True
     if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
@@ -72,70 +65,32 @@ def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
 
 
 def admit(transaction: Transaction, new: NewJob) -> Job:
-    """Store a new job that already waits in its revision's queue. This raises the same errors as `submit`."""
     job, _ = submit(transaction, new)
     # The job is in the revision's queue already, so the dispatcher need not be notified.
-    transaction.queued.clear()
+    transaction.changes.queued.clear()
     return job
 
 
 def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
+    """Return the job that was submitted with the same idempotency key, or None. Raise IdempotencyConflict."""
     digest = idempotency_digest(new.function, new.owner, new.idempotency)
     row = transaction.connection.execute(SELECT_WHOLE + "WHERE idempotency = ?", (digest,)).fetchone()
     if row is None:
         return None
-    job = job_of(row)
-    same = same_body(job.large_input, new.large_input) and (new.large_input or job.input == new.input)
-    if not same or job.content_type != new.content_type:
-        raise IdempotencyConflict(
-            f"Job {job.id} was submitted with the same idempotency key and another input.",
-            remedy="Use a new key for a new input.",
-        )
+    check_same(job := job_of(row), new)
     return job
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull if the queue or the store has no room for this owner. The error does not tell what other callers
-    have queued.
-    """
+    """Raise QueueFull if the queue or the store has no room for this owner."""
     stored = StoredBytes(transaction.most_stored_bytes)
     stored.load(stored_bytes(transaction.connection, ALL, new.owner))
-    if (refusal := stored.refusal(new.owner, len(new.input))) is not None:
-        raise refusal
-    all_jobs, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
-    if new.max_queued is not None and all_jobs.in_queue >= new.max_queued:
-        raise QueueFull(
-            f"The queue of {new.function!r} has as many jobs as max_jobs allows, which is {new.max_queued}.",
-            remedy="Try again later, or raise max_jobs or scale.max in pilotflame.toml.",
-        )
-    # An empty queue accepts an input of any size.
-    if most_bytes is not None and all_jobs.in_queue and all_jobs.queued_bytes + len(new.input) > most_bytes:
-        raise QueueFull(
-            f"The queue of {new.function!r} has no room for {len(new.input)} bytes; the limit is {most_bytes}.",
-            remedy="Try again later, or raise scale.max in pilotflame.toml.",
-        )
-    if not new.owner:
-        return
-    own = queries.counts(transaction.connection, new.function, new.owner)
-    if new.max_queued is not None and share_used(own.in_queue, new.max_queued - all_jobs.in_queue):
-        raise _share_used(new, f"{own.in_queue} jobs", "max_jobs or scale.max")
-    if (
-        most_bytes is not None
-        and own.in_queue
-        and share_used(own.queued_bytes, most_bytes - all_jobs.queued_bytes)
-    ):
-        raise _share_used(new, f"{own.queued_bytes} bytes", "scale.max")
-
-
-def _share_used(new: NewJob, held: str, settings: str) -> QueueFull:
-    message = (
-        f"The queue of {new.function!r} has your {held}. The rest of its room is kept for other callers."
-    )
-    return QueueFull(message, remedy=f"Try again later, or raise {settings} in pilotflame.toml.")
+    all_jobs = queries.counts(transaction.connection, new.function)
+    own = queries.counts(transaction.connection, new.function, new.owner) if new.owner else JobCounts()
+    check_room(new, stored, all_jobs, own)
 
 
 def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
-    """Start an attempt on `worker` and return its fence. Return None if the job is not in the queue."""
     row = find_row(transaction.connection, job_id)
     if row is None or row["state"] != JobState.IN_QUEUE:
         return None
@@ -145,7 +100,6 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
 
 
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
-    """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt."""
     if not outcome.state.final:
         raise JobConflict(f"A job cannot end as {outcome.state}.")
     row = transaction.running_row(job_id, fence)
@@ -157,12 +111,6 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
 def requeue(
     transaction: Transaction, job_id: str, fence: int, failure: JobOutcome, delay_s: float, *, counted: bool
 ) -> bool:
-    """End the attempt `fence` and queue the job again, to start after `delay_s`.
-
-    If this was the last attempt that the job may have, end the job with `failure` instead. With `counted=False`, the
-    job may have one attempt more. This is for a failure that the job did not cause. Return False if this is no longer
-    the job's running attempt.
-    """
     row = transaction.running_row(job_id, fence)
     if row is None:
         return False
@@ -177,10 +125,6 @@ def requeue(
 
 
 def recover(transaction: Transaction) -> tuple[int, int]:
-    """Queue the jobs again that were running when the gateway died, and end the jobs whose last attempt was running.
-
-    Return how many are queued again, and how many have FAILED.
-    """
     running, again = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'"), 0
     for row in running:
         if row["attempts"] < row["max_attempts"]:
@@ -205,11 +149,6 @@ def give_up(transaction: Transaction, job_id: str, outcome: JobOutcome) -> None:
 def add_pieces(
     transaction: Transaction, job_id: str, fence: int, first_number: int, pieces: Sequence[bytes]
 ) -> bool:
-    """Store pieces of a streamed output. Pieces are numbered from 1, and `pieces[0]` has `first_number`.
-
-    Pieces that are already stored are skipped. Return False if `fence` is no longer the job's running
-    attempt. Raises JobConflict if there would be a gap between the stored pieces and `first_number`.
-    """
     row = transaction.running_row(job_id, fence)
     if row is None:
         return False
@@ -225,7 +164,6 @@ def add_pieces(
 
 
 def set_progress(transaction: Transaction, job_id: str, fence: int, progress: bytes) -> bool:
-    """Store a progress report. Return False if `fence` is no longer the job's running attempt."""
     row = transaction.running_row(job_id, fence)
     if row is not None:
         transaction.touch(row, progress=progress)
@@ -233,7 +171,6 @@ def set_progress(transaction: Transaction, job_id: str, fence: int, progress: by
 
 
 def tell_logs(transaction: Transaction, job_id: str, fence: int, logs: str) -> bool:
-    """Add the webhook delivery of "logs". Return False if `fence` is no longer the job's running attempt."""
     row = transaction.running_row(job_id, fence)
     if row is not None:
         transaction.notify(row, "logs", logs)
@@ -241,7 +178,6 @@ def tell_logs(transaction: Transaction, job_id: str, fence: int, logs: str) -> b
 
 
 def cancel(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
-    """End a job as CANCELLED unless it is already final, and return it. Raise JobExpired or UnknownJob."""
     row = row_of(transaction.connection, function, job_id, owner)
     if not JobState(row["state"]).final:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
@@ -249,10 +185,6 @@ def cancel(transaction: Transaction, function: str, job_id: str, owner: str = AL
 
 
 def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
-    """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
-
-    Raises JobConflict if the job is in another state or its function was deleted, JobExpired or UnknownJob.
-    """
     row = row_of(transaction.connection, function, job_id, owner)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
         raise JobConflict(
@@ -289,14 +221,13 @@ def purge(transaction: Transaction, function: str, last: int, *, owner: str, run
 
 def redeliver(transaction: Transaction, function: str, delivery_id: str, owner: str = ALL) -> Delivery:
     """Send a webhook delivery again, whatever its state is. See `outbox.redeliver`."""
-    transaction.notified = True
+    transaction.changes.notified = True
     return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s, owner)
 
 
 def alert(transaction: Transaction, alert: Alert) -> None:
-    """Add the delivery of an alert, and store whether its condition has begun."""
     outbox.add_alert(transaction.connection, alert, transaction.now_s)
-    transaction.notified = True
+    transaction.changes.notified = True
     if alert.begun:
         values = (alert.function, alert.condition, transaction.now_s)
         transaction.connection.execute("INSERT OR REPLACE INTO alerts VALUES (?, ?, ?)", values)
@@ -305,18 +236,15 @@ def alert(transaction: Transaction, alert: Alert) -> None:
 
 
 def drop_alerts(transaction: Transaction, function: str, conditions: Collection[str]) -> None:
-    """Delete the stored facts that conditions of a function have begun."""
     for condition in conditions:
         drop = "DELETE FROM alerts WHERE function = ? AND condition = ?"
         transaction.connection.execute(drop, (function, condition))
 
 
 def expire(transaction: Transaction, limit: int = 200) -> int:
-    """Time out queued jobs whose ttl has passed, and delete final jobs whose retention has passed.
+    """Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
 
-    Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
-    One call handles at most `limit` jobs and `limit` tombstones, and returns how many it handled. Call it
-    again as long as `next_expiry` returns a time that has passed.
+    One call handles at most `limit` jobs and `limit` tombstones.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
     where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0
@@ -341,13 +269,11 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
 
 
 def shift(connection: sqlite3.Connection, by_s: float) -> None:
-    """Move the ends of all waits by the seconds by which the clock was set, and the times from which unfinished jobs wait."""
     for change in _SHIFTS:
         connection.execute(change, (by_s,))
 
 
 def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
-    """Return the time at which `expire` has something to do, or infinity if nothing will expire."""
     if _excess_pages(connection):
         return now_s
     first = connection.execute("SELECT until_s FROM jobs WHERE until_s IS NOT NULL ORDER BY until_s LIMIT 1")

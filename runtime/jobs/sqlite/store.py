@@ -1,4 +1,4 @@
-"""Stores jobs. Transitions run in the database's writer thread, queries in its reader thread.
+"""The store of one gateway: SQLite. Transitions run in the database's writer thread, queries in its reader thread.
 
 Large inputs and outputs are files. They are written before the transition that refers to them, and read after the query.
 """
@@ -6,23 +6,28 @@ Large inputs and outputs are files. They are written before the transition that 
 from __future__ import annotations
 
 import asyncio
+import math
+import shutil
 import sqlite3
 import sys
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import replace
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ....errors import JobBodyMissing, UnknownJob
 from ...ground.access.keys import ALL
+from ..stored.job import Job, JobOutcome, JobState, NewJob
+from ..stored.job_changes import JobChanges
+from ..stored.large_bodies import LargeBodies
+from ..stored.webhook_body import WebhookBodies
 from ..webhooks.delivery import MAX_BODY_BYTES, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from . import outbox, queries, schema, transitions, turns
 from .database import Database
-from .job import Job, JobOutcome, JobState, NewJob
-from .large_bodies import LargeBodies, is_large, size_of
 from .transaction import Transaction
+
+DATABASE_FILE = "jobs.sqlite3"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,11 +35,11 @@ T = TypeVar("T")
 
 def _transition(
     change: Callable[Concatenate[Transaction, P], T],
-) -> Callable[Concatenate[JobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of JobStore that runs `change` and returns its result after the commit."""
+) -> Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, T]]:
+    """Return a method of SqliteJobStore that runs `change` and returns its result after the commit."""
 
     @wraps(change)
-    async def method(self: JobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def method(self: SqliteJobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._commit(lambda transaction: change(transaction, *args, **kwargs))
 
     return method
@@ -42,61 +47,52 @@ def _transition(
 
 def _query(
     query: Callable[Concatenate[sqlite3.Connection, P], T],
-) -> Callable[Concatenate[JobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of JobStore that runs `query` in the reader thread and returns its result."""
+) -> Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, T]]:
+    """Return a method of SqliteJobStore that runs `query` in the reader thread and returns its result."""
 
     @wraps(query)
-    async def method(self: JobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def method(self: SqliteJobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._database.read(lambda connection: query(connection, *args, **kwargs))
 
     return method
 
 
 def _whole(
-    method: Callable[Concatenate[JobStore, P], Coroutine[Any, Any, Job]],
-) -> Callable[Concatenate[JobStore, P], Coroutine[Any, Any, Job]]:
+    method: Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, Job]],
+) -> Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, Job]]:
     """Return a method that also reads the large bodies of the job that `method` returns."""
 
     @wraps(method)
-    async def whole(self: JobStore, /, *args: P.args, **kwargs: P.kwargs) -> Job:
+    async def whole(self: SqliteJobStore, /, *args: P.args, **kwargs: P.kwargs) -> Job:
         try:
-            return await self._read_bodies(await method(self, *args, **kwargs))
+            return await self._large.read_bodies(await method(self, *args, **kwargs))
         except JobBodyMissing:
             # The job may have been deleted since. Then `method` raises the error for that.
-            return await self._read_bodies(await method(self, *args, **kwargs))
+            return await self._large.read_bodies(await method(self, *args, **kwargs))
 
     return whole
 
 
-class JobStore:
-    """The stored jobs of all functions.
-
-    Most methods run a function of `transitions`, `queries` or `outbox`. Each takes the arguments of its function except
-    the first. With an `owner`, a method treats jobs of other owners as if they did not exist. All methods raise
-    JobStoreFailed if the database cannot be read or written.
-    """
+class SqliteJobStore:
+    """A `JobStore`. Most methods run a function of `transitions`, `queries` or `outbox`, and take its arguments but the first."""
 
     def __init__(
         self,
         database: Database,
         *,
         keep_s: float,
-        on_commit: Callable[[Transaction], object] = lambda _: None,
         clock: Callable[[], float] = time.time,
-        bodies: outbox.WebhookBodies = MappingProxyType({}),
+        bodies: WebhookBodies = MappingProxyType({}),
     ) -> None:
         """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
         pilotflame's own.
-
-        After each transition, the event loop calls `on_commit`, even if the caller of the transition was cancelled.
         """
         self._database = database
         self._large = LargeBodies(database.path.with_suffix(".bodies"))
         self._keep_s = keep_s
         self._bodies = bodies
-        self._on_commit = on_commit
+        self.on_commit: Callable[[JobChanges], object] = lambda _: None
         self.most_stored_bytes = sys.maxsize
-        """The limit of `StoredBytes`, which `submit` keeps."""
         self.clock = clock
 
     _recover = _transition(transitions.recover)
@@ -136,19 +132,24 @@ class JobStore:
     begun_alerts = _query(queries.begun_alerts)
     stored_bytes = _query(schema.stored_bytes)
 
+    async def open(self) -> None:
+        await asyncio.to_thread(self._database.open)
+
+    async def close(self) -> None:
+        """Also wait until large bodies are written and deleted."""
+        await asyncio.to_thread(self._database.close)
+        await asyncio.to_thread(self._large.close)
+
+    async def free_bytes(self) -> int:
+        """Return the space that is free on the disk."""
+        return (await asyncio.to_thread(shutil.disk_usage, self._database.path.parent)).free
+
     async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
-        """Run `transitions.shift`. `follow`, which lets the clock follow, is called before any other write."""
+        """Run `transitions.shift`. No other write runs between it and `follow`."""
         await self._database.write(lambda connection: transitions.shift(connection, by_s), at_commit=follow)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
-        """Cancel an owner's queued jobs. Return their number.
-
-        With `running`, which is for a deleted function, also cancel the running jobs, and forbid the retry of ended jobs. They
-        count, too.
-
-        Jobs that are submitted after the start of the purge are not cancelled. The purge uses several
-        transactions, so that other writers can run between them.
-        """
+        """Use several transactions, so that other writers can run between them."""
         # A deletion includes the jobs whose commit waits.
         find = self._database.write if running else self._database.read
         last, cancelled = await find(queries.last_number), 0
@@ -157,60 +158,53 @@ class JobStore:
         return cancelled
 
     async def recover(self) -> tuple[int, int]:
-        """Run `transitions.recover`. Before it, delete the large bodies that a crash has left."""
+        """Before `transitions.recover`, delete the large bodies that a crash has left."""
         names = await self._database.read(schema.large_bodies)
         await asyncio.to_thread(self._large.keep, names)
         return await self._recover()
 
-    def close(self) -> None:
-        """Wait until large bodies are written and deleted. Blocks. Close the database first."""
-        self._large.close()
-
     # -- with large bodies
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """Run `transitions.submit`."""
-        new = await self._with_file(new)
+        new = await self._large.store_input(new)
         job, earlier = await self._commit(
             lambda transaction: transitions.submit(transaction, new), {new.large_input}
         )
-        return await self._read_bodies(job), earlier
+        return await self._large.read_bodies(job), earlier
 
     async def admit(self, new: NewJob) -> Job:
-        """Run `transitions.admit`."""
-        new = await self._with_file(new)
+        new = await self._large.store_input(new)
         return await self._commit(lambda transaction: transitions.admit(transaction, new), {new.large_input})
 
     async def start(self, new: NewJob, worker: str) -> int | None:
-        """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
-        new = await self._with_file(new)
+        new = await self._large.store_input(new)
         return await self._commit(
             lambda transaction: transitions.take(transaction, transaction.add(new).id, worker),
             {new.large_input},
         )
 
     async def record(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-        """Run `Transaction.add_ended`."""
-        new, outcome = await self._with_file(new), await self._outcome_with_file(outcome)
+        new, outcome = await self._large.store_input(new), await self._large.store_output(outcome)
         return await self._commit(
             lambda transaction: transaction.add_ended(new, job, outcome),
             {new.large_input, outcome.large_output},
         )
 
     async def finish(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
-        """Run `transitions.finish`."""
-        outcome = await self._outcome_with_file(outcome)
+        outcome = await self._large.store_output(outcome)
         return await self._commit(
             lambda transaction: transitions.finish(transaction, job_id, fence, outcome),
             {outcome.large_output},
         )
 
-    async def due(self, *args: Any) -> list[Job]:
-        """Run `turns.due`, and read the inputs. A job whose input is missing has FAILED."""
+    async def due(
+        self, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
+        most_bytes: float = math.inf,
+    ) -> list[Job]:  # fmt: skip
         found: list[Job] = []
-        for job in await self._due(*args):
+        for job in await self._due(function, limit, now_s, known, after, most_bytes):
             try:
-                found.append(await self._read_bodies(job))
+                found.append(await self._large.read_bodies(job))
             except JobBodyMissing as error:
                 outcome = JobOutcome(JobState.FAILED, error=error.to_wire())
                 await self._give_up(job.id, outcome)
@@ -219,7 +213,6 @@ class JobStore:
     async def due_deliveries(
         self, *, most: int, most_per_host: int, sending: Collection[Delivery]
     ) -> tuple[list[Delivery], float | None]:
-        """Run `outbox.due`."""
         return await self._due_deliveries(
             self.clock(), most=most, most_per_host=most_per_host, sending=sending
         )
@@ -227,43 +220,17 @@ class JobStore:
     async def record_attempt(
         self, delivery: Delivery, attempt: DeliveryAttempt, schedule: RetrySchedule
     ) -> DeliveryState | None:
-        """Run `outbox.record`."""
         return await self._database.write(
             lambda connection: outbox.record(connection, delivery.id, attempt, schedule, self.clock())
         )
 
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
-        """Return the body of a delivery that is made when it is sent, or None if its job is missing."""
         try:
             job = await self._found(delivery.job_id, lambda _function: True, ())
-            job = await self._read_bodies(job, MAX_BODY_BYTES)
+            job = await self._large.read_bodies(job, MAX_BODY_BYTES)
         except (UnknownJob, JobBodyMissing):
             return None
         return await self._delivery_body(job, delivery.event, delivery.created_s, self._bodies)
-
-    async def _with_file(self, new: NewJob) -> NewJob:
-        return replace(new, large_input=await self._large.write(new.input)) if is_large(new.input) else new
-
-    async def _outcome_with_file(self, outcome: JobOutcome) -> JobOutcome:
-        if not is_large(outcome.output):
-            return outcome
-        return replace(outcome, large_output=await self._large.write(outcome.output))
-
-    async def _read_bodies(self, job: Job, most: int = sys.maxsize) -> Job:
-        """Return the job with its large bodies, but for those of more than `most` bytes."""
-        if 0 < size_of(job.large_input) <= most:
-            job = replace(job, input=await self._read(job, job.large_input), large_input="")
-        if 0 < size_of(job.large_output) <= most:
-            job = replace(job, output=await self._read(job, job.large_output), large_output="")
-        return job
-
-    async def _read(self, job: Job, name: str) -> bytes:
-        if (body := await self._large.read(name)) is None:
-            raise JobBodyMissing(
-                f"The file {name} of job {job.id} is missing from the state folder.",
-                remedy="Submit the job again.",
-            )
-        return body
 
     async def _commit(self, change: Callable[[Transaction], T], files: Collection[str] = ()) -> T:
         """Run `change` in a transaction. Delete those of these files to which no row refers after it."""
@@ -283,7 +250,7 @@ class JobStore:
 
         def committed(done: tuple[Transaction, T]) -> None:
             self._large.delete(done[0].unused_bodies)
-            self._on_commit(done[0])
+            self.on_commit(done[0].changes)
 
         try:
             _, result = await self._database.write(run, committed)

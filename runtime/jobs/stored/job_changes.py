@@ -1,0 +1,22 @@
+"""Defines the changes of a commit of the store, which the parts of the gateway follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class JobChanges:
+    """The changes of one commit."""
+
+    queued: set[str] = field(default_factory=set)
+    """The functions to whose queue a job was added or returned."""
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
+    """(function, job id) of the cancelled jobs, whose attempts must be stopped."""
+    changed: list[str] = field(default_factory=list)
+    """The ids of the jobs whose state, progress or pieces changed."""
+    notified: bool = False
+    """True if webhook deliveries may be due."""
+    stored: Counter[str] = field(default_factory=Counter)
+    """The added bytes of inputs and results, by owner. `ALL` has the sum."""
