@@ -29,7 +29,9 @@ from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_
 pytest_plugins = ["fast_first"]
 
 # pytest then shows the values in a failed assertion.
-pytest.register_assert_rewrite("device_tests", "job_store_tests", "launcher_tests", "source_tests")
+pytest.register_assert_rewrite(
+    "device_tests", "job_store_machine", "job_store_tests", "launcher_tests", "source_tests"
+)
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 # No example has a deadline of its own: on a machine with other load, any example may take long.

@@ -1,14 +1,27 @@
-"""Tests of a store of jobs: what is stored, who gets a job, which reports count, limits, and the end of a job."""
+"""The contract of a store of jobs: what is stored, who gets a job, which reports and repeats count, limits, and the end of a job.
+
+`job_store_machine.py` has the same for any sequence of calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 import pytest
+import pytest_asyncio
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, QueueFull, UnknownJob
-from pilotflame.runtime.jobs.stored.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
+from pilotflame.runtime.jobs.stored.job import (
+    Job,
+    JobCounts,
+    JobOutcome,
+    JobState,
+    NewJob,
+    Webhook,
+    new_job_id,
+)
 from pilotflame.runtime.jobs.stored.job_store import JobStore
 
 KEEP_S = 100.0
@@ -16,6 +29,7 @@ KEEP_S = 100.0
 HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
 DONE = JobOutcome(JobState.COMPLETED, output=b'"done"')
 FAILED = JobOutcome(JobState.FAILED)
+MakeStore: TypeAlias = Callable[[], Awaitable[JobStore]]
 
 
 class Clock:
@@ -42,10 +56,16 @@ async def run_once(store: JobStore, job: Job) -> Job:
 
 
 class JobStoreTests:
-    """Tests of a store with the methods of `JobStore`, which is also the store of results.
+    """Tests of a `JobStore`.
 
-    Needs the fixtures `clock`, a Clock, and `store`: an empty store on this clock that keeps jobs for KEEP_S.
+    Needs the fixtures `clock`, a Clock, and `make_store`, which opens the store of another gateway. All gateways have the same
+    jobs, at first none, and this clock, and keep jobs for KEEP_S. When the store of a gateway is opened, the earlier gateways
+    count as dead.
     """
+
+    @pytest_asyncio.fixture
+    async def store(self, make_store: MakeStore) -> JobStore:
+        return await make_store()
 
     async def test_concurrent_duplicates_give_one_job(self, store: JobStore) -> None:
         results = await asyncio.gather(*(store.submit(new_job(idempotency="k")) for _ in range(200)))
@@ -166,11 +186,11 @@ class JobStoreTests:
     async def test_a_waiting_job_is_due_after_its_delay(self, store: JobStore, clock: Clock) -> None:
         job, _ = await store.submit(new_job())
         await store.take(job.id)
-        assert await store.due("tone", 10, clock.now_s) == []
+        assert await store.claim("tone", 10, clock.now_s) == []
         assert await store.requeue(job.id, 1, FAILED, 50.0, counted=True)
-        assert await store.due("tone", 10, clock.now_s) == []
+        assert await store.claim("tone", 10, clock.now_s) == []
         assert await store.next_due("tone") == clock.now_s + 50.0
-        assert [one.id for one in await store.due("tone", 10, clock.now_s + 50.0)] == [job.id]
+        assert [one.id for one in await store.claim("tone", 10, clock.now_s + 50.0)] == [job.id]
 
     async def test_pieces_and_progress_are_kept_in_order(self, store: JobStore) -> None:
         job, _ = await store.submit(new_job())
@@ -203,13 +223,106 @@ class JobStoreTests:
         with pytest.raises(JobConflict):
             await store.retry("tone", jobs[1].id)
 
-    async def test_running_jobs_wait_again_after_a_restart(self, store: JobStore) -> None:
+    async def test_a_claimed_job_is_claimed_again_until_it_is_known(
+        self, store: JobStore, clock: Clock
+    ) -> None:
         jobs = [(await store.submit(new_job()))[0] for _ in range(3)]
+        assert await store.claim("tone", 2, clock.now_s) == jobs[:2]
+        # The caller has not got the answer.
+        assert await store.claim("tone", 2, clock.now_s) == jobs[:2]
+        assert await store.claim("tone", 9, clock.now_s, [job.id for job in jobs[:2]]) == jobs[2:]
         await store.take(jobs[0].id)
-        await run_once(store, jobs[1])
-        await store.recover()
-        states = [(await store.get("tone", job.id)).state for job in jobs]
-        assert states == [JobState.IN_QUEUE, JobState.COMPLETED, JobState.IN_QUEUE]
+        await store.unclaim([job.id for job in jobs])
+        assert await store.claim("tone", 9, clock.now_s) == jobs[1:]
+        assert await store.take(jobs[0].id) == 1
+
+    async def test_the_jobs_of_a_dead_gateway_wait_again(self, make_store: MakeStore, clock: Clock) -> None:
+        dead = await make_store()
+        running, last, claimed, done = [
+            (await dead.submit(new_job(max_attempts=attempts)))[0] for attempts in (3, 1, 3, 3)
+        ]
+        for job in (running, last):
+            assert await dead.take(job.id, "w1") == 1
+        await run_once(dead, done)
+        assert await dead.claim("tone", 9, clock.now_s) == [claimed]
+        store = await make_store()
+        own, _ = await store.submit(new_job())
+        assert await store.take(own.id, "w1") == 1
+        assert await store.take(running.id, "w1") is None
+        assert await store.requeue_dead() == (1, 1)
+        assert await store.requeue_dead() == (0, 0)
+        states = {job.id: job.state for job in await store.newest("tone")}
+        assert states == {
+            running.id: JobState.IN_QUEUE, last.id: JobState.FAILED, claimed.id: JobState.IN_QUEUE,
+            done.id: JobState.COMPLETED, own.id: JobState.IN_PROGRESS,
+        }  # fmt: skip
+        assert [job.id for job in await store.claim("tone", 9, clock.now_s)] == [running.id, claimed.id]
+        assert not await dead.finish(running.id, 1, DONE)
+        assert await store.take(running.id, "w1") == 2
+        assert not await dead.finish(running.id, 1, DONE)
+        assert await store.finish(running.id, 2, DONE)
+
+    # -- calls that are repeated, because their answer was lost
+
+    @pytest.mark.parametrize("key", ["", "k"])
+    async def test_a_repeated_submit_returns_its_job(self, store: JobStore, clock: Clock, key: str) -> None:
+        asked, job_id = new_job(max_queued=1, idempotency=key), new_job_id(clock.now_s)
+        for _ in range(2):
+            job, replayed = await store.submit(asked, job_id)
+            assert (job.id, replayed) == (job_id, False)
+        assert (await store.counts("tone")).in_queue == 1
+        assert (await store.stored_bytes("*"))["*"] == len(asked.input)
+        # A call of its own: the queue is full, or the key is known.
+        other = store.submit(asked, new_job_id(clock.now_s))
+        if key:
+            assert await other == (job, True)
+        else:
+            with pytest.raises(QueueFull):
+                await other
+        assert (await store.admit(asked, job_id)).id == job_id
+
+    async def test_a_repeated_start_returns_its_fence(self, store: JobStore, clock: Clock) -> None:
+        job_id = new_job_id(clock.now_s)
+        assert [await store.start(new_job(), job_id, worker) for worker in ("w1", "w1", "w2")] == [1, 1, None]
+        assert await store.counts("tone") == JobCounts(in_progress=1)
+
+    async def test_a_repeated_record_returns_its_job(self, store: JobStore, clock: Clock) -> None:
+        asked = new_job()
+        queued = asked.queued(new_job_id(clock.now_s), clock.now_s)
+        jobs = [await store.record(asked, queued, DONE) for _ in range(2)]
+        assert jobs[0] == jobs[1] == await store.get("tone", queued.id)
+        assert await store.counts("tone") == JobCounts(completed=1)
+
+    async def test_a_repeated_take_returns_its_fence(self, store: JobStore) -> None:
+        job, _ = await store.submit(new_job(webhook=HOOK))
+        assert [await store.take(job.id, worker) for worker in ("w1", "w1", "w2")] == [1, 1, None]
+        assert len(await store.deliveries("tone")) == 1
+        await store.requeue(job.id, 1, FAILED, 0.0, counted=True)
+        assert [await store.take(job.id, worker) for worker in ("w1", "w1", "w2")] == [2, 2, None]
+        await store.finish(job.id, 2, DONE)
+        assert await store.take(job.id, "w1") is None
+
+    async def test_a_repeated_finish_with_the_same_outcome_is_accepted(self, store: JobStore) -> None:
+        job, _ = await store.submit(new_job(webhook=HOOK))
+        await store.take(job.id)
+        error = {"type": "handler_failed", "details": {"lines": [1, 2]}}
+        outcome = JobOutcome(JobState.FAILED, b"why", "text/plain", error, "a line", b"{}")
+        assert [await store.finish(job.id, 1, outcome) for _ in range(2)] == [True, True]
+        stored = await store.stored_bytes("*")
+        others = [
+            {"state": JobState.TIMED_OUT}, {"output": b"who"}, {"output": None}, {"output_type": ""}, {"error": None},
+            {"error": error | {"type": "other"}}, {"logs": ""}, {"metrics": None},
+        ]  # fmt: skip
+        for other in others:
+            assert not await store.finish(job.id, 1, dataclasses.replace(outcome, **other)), other
+        for fence in (0, 2):
+            assert not await store.finish(job.id, fence, outcome)
+        assert (await store.get("tone", job.id)).output == b"why"
+        assert await store.counts("tone") == JobCounts(failed=1)
+        assert await store.stored_bytes("*") == stored
+        assert len(await store.deliveries("tone")) == 2
+        await store.retry("tone", job.id)
+        assert not await store.finish(job.id, 1, outcome)
 
     async def test_a_job_is_kept_until_it_expires(self, store: JobStore, clock: Clock) -> None:
         job = await run_once(store, (await store.submit(new_job()))[0])

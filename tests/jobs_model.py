@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
 
 from job_store_tests import KEEP_S
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
 from pilotflame.runtime.ground.access.keys import ALL
-from pilotflame.runtime.jobs.sqlite.transitions import UNSENT_S
 from pilotflame.runtime.jobs.stored.job import JobCounts, JobOutcome, JobState, NewJob
+from pilotflame.runtime.jobs.stored.large_bodies import UNSENT_S
 
 QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
-
-
-def deliveries(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """The job and the event of each delivery in a store's file."""
-    rows = connection.execute("SELECT substr(subject, 5) AS job_id, event FROM deliveries ORDER BY rowid")
-    return [(job_id, event) for job_id, event in rows]
 
 
 @dataclass
@@ -33,6 +26,7 @@ class ModelJob:
     max_attempts: int
     state: JobState = QUEUED
     attempts: int = 0
+    started_s: float = 0.0
     retries: int = 0
     forgotten: bool = False
     """True if its function was deleted."""
@@ -40,6 +34,8 @@ class ModelJob:
     expires_s: float = 0.0
     until_s: float = 0.0
     """When it is deleted, which is later than `expires_s` if a webhook needs it."""
+    outcome: JobOutcome | None = None
+    """How its last attempt has ended it."""
     output: bytes | None = None
     logs: str = ""
     progress: bytes | None = None
@@ -51,7 +47,7 @@ class ModelJob:
 
 
 class Model:
-    """`events` are the pending webhook deliveries: (job id, event). Bodies of more than `most_inline` bytes are files."""
+    """`events` are the pending webhook deliveries of each function: (job id, event). Bodies of more than `most_inline` bytes are files."""
 
     def __init__(self, most_inline: float = math.inf) -> None:
         self.most_inline = most_inline
@@ -60,7 +56,7 @@ class Model:
         self.deleted: dict[str, tuple[str, str, float]] = {}
         self.finished: dict[tuple[str, str, str], int] = {}
         self.retried: dict[tuple[str, str], int] = {}
-        self.events: list[tuple[str, str]] = []
+        self.events: dict[str, list[tuple[str, str]]] = {}
         self.arrived = 0
 
     def replayed(self, new: NewJob) -> str | PilotflameError | None:
@@ -86,17 +82,24 @@ class Model:
         job = self.jobs.get(job_id)
         return job is not None and job.state is RUNNING and job.attempts == fence
 
-    def take(self, job_id: str) -> bool:
+    def ended(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
         job = self.jobs.get(job_id)
-        if job is None or job.state is not QUEUED:
-            return False
-        job.state, job.due_s = RUNNING, 0.0
-        job.attempts += 1
-        self.notify(job_id, "start")
-        return True
+        return job is not None and job.state.final and (job.attempts, job.outcome) == (fence, outcome)
+
+    def take(self, job_id: str) -> int | None:
+        """Return the fence of a new attempt, or of an attempt that runs. All run on the same worker."""
+        job = self.jobs.get(job_id)
+        if job is None or job.state.final:
+            return None
+        if job.state is QUEUED:
+            job.state, job.due_s, job.started_s = RUNNING, 0.0, self.now_s
+            job.attempts += 1
+            self.notify(job_id, "start")
+        return job.attempts
 
     def end(self, job_id: str, outcome: JobOutcome) -> None:
         job = self.jobs[job_id]
+        job.outcome = outcome
         job.state, job.output, job.logs = outcome.state, outcome.output, outcome.logs
         job.expires_s = job.until_s = self.now_s + KEEP_S
         self.notify(job_id, "completed")
@@ -104,7 +107,7 @@ class Model:
     def requeue(self, job_id: str, delay_s: float, *, counted: bool, logs: str = "") -> None:
         job = self.jobs[job_id]
         if counted and job.attempts >= job.max_attempts:
-            self.end(job_id, JobOutcome(JobState.FAILED, logs=logs))
+            self.end(job_id, JobOutcome(JobState.FAILED, logs=logs, error={"type": "worker_died"}))
             return
         job.max_attempts += 0 if counted else 1
         self.queue(job, delay_s)
@@ -128,9 +131,11 @@ class Model:
     def expire(self) -> None:
         for job_id, job in list(self.jobs.items()):
             if job.state is QUEUED and job.stale_s <= self.now_s:
-                self.end(job_id, JobOutcome(JobState.TIMED_OUT))
+                self.end(job_id, JobOutcome(JobState.TIMED_OUT, error={"type": "deadline_exceeded"}))
             elif job.state.final and job.until_s <= self.now_s:
-                if (job_id, "completed") in self.events and len(job.output or b"") > self.most_inline:
+                if (job_id, "completed") in self.events.get(job.new.function, ()) and len(
+                    job.output or b""
+                ) > self.most_inline:
                     job.until_s = self.now_s + UNSENT_S
                     continue
                 key = (job.new.function, job.new.owner, job.state)
@@ -151,12 +156,13 @@ class Model:
         return dict(found)
 
     def notify(self, job_id: str, event: str) -> None:
-        webhook = self.jobs[job_id].new.webhook
-        if webhook is not None and event in webhook.events:
+        new = self.jobs[job_id].new
+        if new.webhook is not None and event in new.webhook.events:
+            events = self.events.setdefault(new.function, [])
             # A new output replaces the pending one.
-            if event == "output" and (job_id, event) in self.events:
-                self.events.remove((job_id, event))
-            self.events.append((job_id, event))
+            if event == "output" and (job_id, event) in events:
+                events.remove((job_id, event))
+            events.append((job_id, event))
 
     def due(self, function: str) -> list[str]:
         found = [

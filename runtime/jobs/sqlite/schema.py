@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from ..stored.job import SHARED_FIELDS, Job, JobState, NewJob, Webhook, idempotency_digest
+from ..stored.job import SHARED_FIELDS, Job, JobOutcome, JobState, NewJob, Webhook, idempotency_digest
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -126,7 +126,12 @@ CREATE TABLE alerts (
 ) WITHOUT ROWID;
 """
 
-SCRIPTS = (*("",) * 11, _TABLES)
+_INCARNATION = """
+-- The run of the gateway that runs the job; '' while it is queued.
+ALTER TABLE jobs ADD COLUMN incarnation TEXT NOT NULL DEFAULT '';
+"""
+
+SCRIPTS = (*("",) * 11, _TABLES, _INCARNATION)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one. No release has
 written a file of a version below 12.
 """
@@ -136,7 +141,7 @@ _SIZE_OF_RESULT = "coalesce(length(body), 0) + length(CAST(logs AS BLOB)) + coal
 _COLUMNS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
     "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
-    "traceparent, extra, allowed, stale_s, source"
+    "traceparent, extra, allowed, stale_s, source, incarnation"
 )
 _RESULT = (
     "results.body AS output, type AS output_type, logs, metrics, results.large AS large_output "
@@ -184,6 +189,11 @@ def insert_job(connection: sqlite3.Connection, new: NewJob, job: Job, **more: An
     else:
         connection.execute("INSERT INTO inputs (number, body) VALUES (?, ?)", (number, new.input))
     return number or 0
+
+
+def error_text(outcome: JobOutcome) -> str | None:
+    """Return the column `error`."""
+    return orjson.dumps(outcome.error).decode() if outcome.error is not None else None
 
 
 def size_of_result(connection: sqlite3.Connection, number: int) -> int:

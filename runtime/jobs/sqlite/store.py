@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import shutil
 import sqlite3
 import sys
@@ -91,11 +92,12 @@ class SqliteJobStore:
         self._large = LargeBodies(database.path.with_suffix(".bodies"))
         self._keep_s = keep_s
         self._bodies = bodies
+        self._incarnation = secrets.token_hex(8)
         self.on_commit: Callable[[JobChanges], object] = lambda _: None
         self.most_stored_bytes = sys.maxsize
         self.clock = clock
 
-    _recover = _transition(transitions.recover)
+    requeue_dead = _transition(transitions.requeue_dead)
     _give_up = _transition(transitions.give_up)
     take = _transition(transitions.take)
     requeue = _transition(transitions.requeue)
@@ -133,7 +135,10 @@ class SqliteJobStore:
     stored_bytes = _query(schema.stored_bytes)
 
     async def open(self) -> None:
+        """Also delete the large bodies that a crash has left."""
         await asyncio.to_thread(self._database.open)
+        names = await self._database.read(schema.large_bodies)
+        await asyncio.to_thread(self._large.keep, names)
 
     async def close(self) -> None:
         """Also wait until large bodies are written and deleted."""
@@ -157,38 +162,37 @@ class SqliteJobStore:
             cancelled += count
         return cancelled
 
-    async def recover(self) -> tuple[int, int]:
-        """Before `transitions.recover`, delete the large bodies that a crash has left."""
-        names = await self._database.read(schema.large_bodies)
-        await asyncio.to_thread(self._large.keep, names)
-        return await self._recover()
+    async def unclaim(self, job_ids: Collection[str]) -> None:
+        """Do nothing: no other gateway uses the file."""
 
     # -- with large bodies
 
-    async def submit(self, new: NewJob) -> tuple[Job, bool]:
+    async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
         new = await self._large.store_input(new)
         job, earlier = await self._commit(
-            lambda transaction: transitions.submit(transaction, new), {new.large_input}
+            lambda transaction: transitions.submit(transaction, new, job_id), {new.large_input}
         )
         return await self._large.read_bodies(job), earlier
 
-    async def admit(self, new: NewJob) -> Job:
-        new = await self._large.store_input(new)
-        return await self._commit(lambda transaction: transitions.admit(transaction, new), {new.large_input})
-
-    async def start(self, new: NewJob, worker: str) -> int | None:
+    async def admit(self, new: NewJob, job_id: str) -> Job:
         new = await self._large.store_input(new)
         return await self._commit(
-            lambda transaction: transitions.take(transaction, transaction.add(new).id, worker),
-            {new.large_input},
+            lambda transaction: transitions.admit(transaction, new, job_id), {new.large_input}
+        )
+
+    async def start(self, new: NewJob, job_id: str, worker: str) -> int | None:
+        new = await self._large.store_input(new)
+        return await self._commit(
+            lambda transaction: transitions.start(transaction, new, job_id, worker), {new.large_input}
         )
 
     async def record(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
         new, outcome = await self._large.store_input(new), await self._large.store_output(outcome)
-        return await self._commit(
-            lambda transaction: transaction.add_ended(new, job, outcome),
+        job = await self._commit(
+            lambda transaction: transitions.record(transaction, new, job, outcome),
             {new.large_input, outcome.large_output},
         )
+        return await self._large.read_bodies(job)
 
     async def finish(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
         outcome = await self._large.store_output(outcome)
@@ -197,10 +201,11 @@ class SqliteJobStore:
             {outcome.large_output},
         )
 
-    async def due(
+    async def claim(
         self, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
         most_bytes: float = math.inf,
     ) -> list[Job]:  # fmt: skip
+        """Only read: no other gateway uses the file."""
         found: list[Job] = []
         for job in await self._due(function, limit, now_s, known, after, most_bytes):
             try:
@@ -243,6 +248,7 @@ class SqliteJobStore:
                 self.clock(),
                 self._keep_s,
                 self._bodies,
+                self._incarnation,
                 most_stored_bytes=self.most_stored_bytes,
                 unused_bodies=set(names),
             )

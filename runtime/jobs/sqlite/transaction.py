@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import orjson
-
 from ....errors import JobConflict, JobExpired, UnknownJob
 from ...ground.access.keys import ALL
 from ..stored.job import COUNTERS, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
@@ -33,6 +31,7 @@ from .schema import (
     SELECT_WITH_RESULT,
     SELECT_WITHOUT_BODIES,
     SIZE_OF_INPUT,
+    error_text,
     find_row,
     insert_job,
     large_bodies,
@@ -61,6 +60,8 @@ class Transaction:
     """How long the jobs that end in this transaction are kept."""
     bodies: WebhookBodies = field(default_factory=dict)
     """By `Webhook.form`, the functions that make the bodies of webhooks, for all forms except ""."""
+    incarnation: str = ""
+    """The gateway that runs the jobs which are taken in this transaction."""
     most_stored_bytes: int = sys.maxsize
     changes: JobChanges = field(default_factory=JobChanges)
     unused_bodies: set[str] = field(default_factory=set)
@@ -73,9 +74,9 @@ class Transaction:
             return None
         return row
 
-    def add(self, new: NewJob) -> Job:
-        """Insert a new job into its function's queue and return it."""
-        job = new.queued(new.wanted_id or new_job_id(self.now_s), self.now_s)
+    def add(self, new: NewJob, job_id: str = "") -> Job:
+        """Insert a new job into its function's queue and return it. Raise IntegrityError if there is a job with its id."""
+        job = new.queued(new.wanted_id or job_id or new_job_id(self.now_s), self.now_s)
         insert_job(self.connection, new, job)
         self.unused_bodies.discard(new.large_input)
         for owner in (ALL, new.owner) if new.owner else (ALL,):
@@ -85,17 +86,17 @@ class Transaction:
         return job
 
     def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-        """Run `AttemptStore.record`. The rows are the same as after `add`, `move` and `end`."""
-        expires_s, error = self.now_s + self.keep_s, outcome.error
+        """Insert a job whose first attempt has ended. The rows are the same as after `add`, `move` and `end`."""
+        expires_s = self.now_s + self.keep_s
         ended = replace(
-            job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=error,
+            job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=outcome.error,
             output=outcome.output, output_type=outcome.output_type, logs=outcome.logs,
             metrics=outcome.metrics,
         )  # fmt: skip
         number = insert_job(
             self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
             ended_s=self.now_s, expires_s=expires_s, until_s=expires_s,
-            error=orjson.dumps(error).decode() if error is not None else None,
+            error=error_text(outcome),
         )  # fmt: skip
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
@@ -123,8 +124,7 @@ class Transaction:
 
     def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
         """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
-        error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
-        self.move(row, outcome.state, error=error)
+        self.move(row, outcome.state, error=error_text(outcome))
         if outcome.state is JobState.CANCELLED:
             self.changes.cancelled.append((row["function"], row["id"]))
         self._insert_result(row["number"], outcome)
@@ -177,9 +177,13 @@ class Transaction:
     def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
         if to is JobState.IN_QUEUE:
             unset = {"started_s": 0.0, "ended_s": 0.0, "expires_s": 0.0, "progress": None, "pieces": 0}
-            return {**unset, "worker": "", "due_s": 0.0, "until_s": row["stale_s"]}
+            return {**unset, "worker": "", "incarnation": "", "due_s": 0.0, "until_s": row["stale_s"]}
         if to is JobState.IN_PROGRESS:
-            attempt = {"attempts": row["attempts"] + 1, "started_s": self.now_s}
+            attempt = {
+                "attempts": row["attempts"] + 1,
+                "started_s": self.now_s,
+                "incarnation": self.incarnation,
+            }
             return {**attempt, "due_s": 0.0, "until_s": None}
         expires_s = self.now_s + self.keep_s
         return {"ended_s": self.now_s, "expires_s": expires_s, "until_s": expires_s}

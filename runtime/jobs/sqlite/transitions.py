@@ -9,19 +9,22 @@ import math
 import sqlite3
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-import orjson
-
-from ....errors import DeadlineExceeded, JobConflict, WorkerDied
+from ....errors import DeadlineExceeded, JobConflict, QueueFull, WorkerDied
 from ...ground.access.keys import ALL
 from ..stored.admission import check_room, check_same
 from ..stored.alert import Alert
 from ..stored.job import Job, JobCounts, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
+from ..stored.large_bodies import UNSENT_S, same_body
 from ..stored.stored_bytes import StoredBytes
 from ..webhooks.delivery import JOB, Delivery
 from . import outbox, queries
 from .schema import (
     SELECT_WHOLE,
+    SELECT_WITH_RESULT,
+    error_text,
     find_row,
     find_rows,
     job_of,
@@ -45,8 +48,6 @@ _SHIFTS = (
     "UPDATE deliveries SET next_s = next_s + ?1, created_s = created_s + ?1",
     "UPDATE tombstones SET until_s = until_s + ?1",
 )
-UNSENT_S = 60.0
-"""How much longer a job stays each time if a delivery still needs its large bodies."""
 MAX_TOMBSTONES = 1_000_000
 """If there are more tombstones than this, the oldest are deleted before they expire."""
 SPARE_PAGES = 1024
@@ -55,17 +56,44 @@ VACUUM_PAGES = 256
 """The most free pages that one transaction returns to the file system."""
 
 
-def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
+def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
     if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
-        return earlier, True
+        return earlier, earlier.id != job_id
     if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
         raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
-    _check_room(transaction, new)
-    return transaction.add(new), False
+    try:
+        _check_room(transaction, new)
+        return transaction.add(new, job_id), False
+    except (QueueFull, sqlite3.IntegrityError):
+        if (earlier := _added(transaction, job_id)) is None:
+            raise
+        return earlier, False
 
 
-def admit(transaction: Transaction, new: NewJob) -> Job:
-    job, _ = submit(transaction, new)
+def _added(transaction: Transaction, job_id: str) -> Job | None:
+    """Return the job that an earlier call with the same client-made id has stored, or None."""
+    row = find_row(transaction.connection, job_id, SELECT_WHOLE)
+    return None if row is None else job_of(row)
+
+
+def start(transaction: Transaction, new: NewJob, job_id: str, worker: str) -> int | None:
+    # An IntegrityError says that an earlier call has stored the job.
+    with suppress(sqlite3.IntegrityError):
+        transaction.add(new, job_id)
+    return take(transaction, job_id, worker)
+
+
+def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+    try:
+        return transaction.add_ended(new, job, outcome)
+    except sqlite3.IntegrityError:
+        if (earlier := _added(transaction, job.id)) is None:
+            raise
+        return earlier
+
+
+def admit(transaction: Transaction, new: NewJob, job_id: str) -> Job:
+    job, _ = submit(transaction, new, job_id)
     # The job is in the revision's queue already, so the dispatcher need not be notified.
     transaction.changes.queued.clear()
     return job
@@ -92,8 +120,11 @@ def _check_room(transaction: Transaction, new: NewJob) -> None:
 
 def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
     row = find_row(transaction.connection, job_id)
-    if row is None or row["state"] != JobState.IN_QUEUE:
+    if row is None:
         return None
+    if row["state"] != JobState.IN_QUEUE:
+        own = (JobState.IN_PROGRESS, transaction.incarnation, worker)
+        return int(row["attempts"]) if (row["state"], row["incarnation"], row["worker"]) == own else None
     transaction.move(row, JobState.IN_PROGRESS, worker=worker)
     transaction.notify(row, "start")
     return int(row["attempts"]) + 1
@@ -103,9 +134,22 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
     if not outcome.state.final:
         raise JobConflict(f"A job cannot end as {outcome.state}.")
     row = transaction.running_row(job_id, fence)
-    if row is not None:
-        transaction.end(row, outcome)
-    return row is not None
+    if row is None:
+        return _has_ended(transaction.connection, job_id, fence, outcome)
+    transaction.end(row, outcome)
+    return True
+
+
+def _has_ended(connection: sqlite3.Connection, job_id: str, fence: int, outcome: JobOutcome) -> bool:
+    """Return True if the attempt `fence` has ended the job with this outcome."""
+    row = find_row(connection, job_id, SELECT_WITH_RESULT)
+    if row is None or (row["attempts"], row["error"]) != (fence, error_text(outcome)):
+        return False
+    job = job_of(row)
+    same = same_body(job.large_output, outcome.large_output)
+    output = outcome.output if outcome.large_output else job.output
+    ended = JobOutcome(job.state, output, job.output_type, outcome.error, job.logs, job.metrics)
+    return same and ended == replace(outcome, large_output="")
 
 
 def requeue(
@@ -119,13 +163,15 @@ def requeue(
     else:
         due_s = transaction.now_s + delay_s if delay_s > 0 else 0.0
         max_attempts = row["max_attempts"] + (0 if counted else 1)
-        error = orjson.dumps(failure.error).decode() if failure.error is not None else None
-        transaction.move(row, JobState.IN_QUEUE, due_s=due_s, error=error, max_attempts=max_attempts)
+        fields = {"due_s": due_s, "error": error_text(failure), "max_attempts": max_attempts}
+        transaction.move(row, JobState.IN_QUEUE, **fields)
     return True
 
 
-def recover(transaction: Transaction) -> tuple[int, int]:
-    running, again = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'"), 0
+def requeue_dead(transaction: Transaction) -> tuple[int, int]:
+    # The file has one gateway: all others are dead.
+    others = "WHERE state = 'IN_PROGRESS' AND incarnation <> ?"
+    running, again = find_rows(transaction.connection, others, transaction.incarnation), 0
     for row in running:
         if row["attempts"] < row["max_attempts"]:
             transaction.move(row, JobState.IN_QUEUE)

@@ -135,7 +135,7 @@ class JobAttempt:
         """Create the invocation; the caller submits it to the revision of `live`.
 
         With `unstored`, the job is not stored yet; see `stored`.
-        Once `closing` is set, a failed write to the store is not repeated: the next start recovers the job.
+        Once `closing` is set, a failed write to the store is not repeated: the next start queues the job again.
         """
         self.job, self._revision, self._log_channel = job, live.revision, live.logs
         self._store, self._closing, self._unstored = store, closing, unstored
@@ -232,12 +232,11 @@ class JobAttempt:
 
     async def _store_early(self, new: NewJob) -> None:
         """Store an unstored job before its end, as IN_PROGRESS if a worker has it."""
-        new = replace(new, wanted_id=self.job.id)
         if self.invocation.worker:
-            self._fence = await self._store.start(new, self.invocation.worker) or 0
+            self._fence = await self._store.start(new, self.job.id, self.invocation.worker) or 0
             self.reports.begin(self._fence)
         else:
-            await self._store.admit(new)
+            await self._store.admit(new, self.job.id)
         if self._log_channel.ended:
             # The function was deleted, and `Jobs.forget` may have run before.
             await self._finish(JobOutcome(JobState.CANCELLED))
@@ -341,7 +340,9 @@ class JobAttempt:
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
         # attempt that does not count. An attempt that counts is started first, which increments `attempts`.
-        if (self._fence or counted) and await self._take():
+        if not self._fence and not counted:
+            await self._retried(self._store.unclaim, (self.job.id,))
+        elif await self._take():
             failure = JobOutcome(JobState.FAILED, error=error, logs=self.reports.lines)
             requeue = partial(self._store.requeue, failure=failure, delay_s=delay_s, counted=counted)
             await self._retried(requeue, self.job.id, self._fence)

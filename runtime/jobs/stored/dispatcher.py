@@ -165,15 +165,19 @@ class JobDispatcher:
                     # The end of the function's next attempt sets `news`.
                     return
                 known = tuple(jobs.attempts)
-                due = await self._store.due(function, room, now_s, known, jobs.last_owner, left_bytes)
+                due = await self._store.claim(function, room, now_s, known, jobs.last_owner, left_bytes)
                 # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
                 # queued again, the next read finds it: its end has set `news`.
                 new = [job for job in due if job.id not in jobs.attempts.keys() | jobs.ended]
                 held = {job.id for job in new if self._full(job.owner)}
-                for job in new:
-                    if job.id not in held:
-                        self._start(job)
-                    jobs.last_owner = job.owner
+                try:
+                    for job in new:
+                        if job.id not in held:
+                            self._start(job)
+                        jobs.last_owner = job.owner
+                finally:
+                    if unused := [job.id for job in due if job.id not in jobs.attempts]:
+                        await self._store.unclaim(unused)
             # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
             next_s = await self._store.next_due(function, now_s)

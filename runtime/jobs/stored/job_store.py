@@ -3,6 +3,12 @@
 Its methods are grouped by their users. An id or a state that a method returns is durably stored. With an `owner`, a method
 treats jobs of other owners as if they did not exist. All methods raise JobStoreFailed if the store cannot be read or written.
 
+Claim: `claim` keeps queued jobs for this gateway, so that no other gateway runs them too. `take` starts an attempt of a claimed
+job. A job is free again after `unclaim`, after the end of an attempt that queues it again, or when its gateway is dead.
+
+Repeats: if the answer to `submit`, `start`, `record`, `claim`, `take` or `finish` was lost, the caller may repeat the call. It gets
+what the lost answer said, and nothing is done twice. So the caller makes the id of a new job, with `new_job_id`.
+
 Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence. The attempt
 passes the fence with every change that it requests. So an attempt that reports after its job was requeued changes nothing.
 
@@ -108,10 +114,12 @@ class JobQueries(Protocol):
 class JobRequests(Protocol):
     """What callers change."""
 
-    async def submit(self, new: NewJob) -> tuple[Job, bool]:
+    async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
         """Queue a new job and return (job, False).
 
-        If a job with the same idempotency key exists, return (that job, True) and queue nothing.
+        If a job with the same idempotency key exists, return (that job, True) and queue nothing. The new job has the id
+        `new.wanted_id`, else `job_id`. Without both, the store makes an id. Only calls with `job_id` and without
+        `new.wanted_id`, or with an idempotency key, may be repeated.
 
         :raises IdempotencyConflict: if the job with the same key has another input.
         :raises JobConflict: if another job has the wanted id.
@@ -151,37 +159,45 @@ class JobRequests(Protocol):
 class AttemptStore(Protocol):
     """What the dispatcher and its attempts need."""
 
-    async def due(
+    async def claim(
         self, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
         most_bytes: float = math.inf,
     ) -> list[Job]:  # fmt: skip
-        """Return up to `limit` queued jobs that may start, ordered by priority. Within a priority, the owners take turns.
+        """Claim up to `limit` queued jobs that may start, and return them by priority. Within a priority, the owners take turns.
 
         The first turn belongs to the next owner after `after`, by id. The jobs of one owner are in the order of their arrival.
-        Jobs whose ttl has passed, and jobs with an id in `known`, are left out. The list ends with the job whose input makes
+        Jobs whose ttl has passed, jobs that another gateway has claimed, and jobs with an id in `known` are left out. Jobs that this
+        gateway has claimed before are returned again. The list ends with the job whose input makes
         the size of all inputs reach `most_bytes`. A job whose large input is missing is not returned: it has FAILED.
         """
+
+    async def unclaim(self, job_ids: Collection[str]) -> None:
+        """Let any gateway claim these jobs, unless they have been taken or have ended."""
 
     async def next_due(self, function: str, after_s: float = 0.0) -> float | None:
         """Return the earliest time after `after_s` at which a delayed job may start, or None."""
 
     async def take(self, job_id: str, worker: str = "") -> int | None:
-        """Start an attempt on `worker` and return its fence. Return None if the job is not in the queue."""
+        """Start an attempt on `worker` and return its fence. Return None if the job is not in the queue.
 
-    async def start(self, new: NewJob, worker: str) -> int | None:
-        """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
+        If an attempt of this gateway runs on `worker` already, return its fence: an earlier call has started it.
+        """
 
-    async def admit(self, new: NewJob) -> Job:
+    async def start(self, new: NewJob, job_id: str, worker: str) -> int | None:
+        """Store a new job whose first attempt has been sent to `worker`, and return what `take` returns."""
+
+    async def admit(self, new: NewJob, job_id: str) -> Job:
         """Store a new job that already waits in its revision's queue. Raise the errors of `submit`."""
 
     async def record(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
         """Store a new job without webhook whose first attempt has ended, and its result. Return the job.
 
-        `job` has the attempt's worker and times.
+        `job` has the id of the job, and the attempt's worker and times.
         """
 
     async def finish(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
-        """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt.
+        """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt, unless it has ended the
+        job with this outcome.
 
         Raises JobConflict if the state of the outcome is not final.
         """
@@ -224,8 +240,8 @@ class JobStore(JobQueries, JobRequests, AttemptStore, Outbox, Protocol):
     async def close(self) -> None:
         """Finish all calls that have begun. Later calls raise JobStoreFailed."""
 
-    async def recover(self) -> tuple[int, int]:
-        """Queue the jobs again that were running when the gateway died, and end the jobs whose last attempt was running.
+    async def requeue_dead(self) -> tuple[int, int]:
+        """Free what dead gateways have claimed, queue the jobs again that they ran, and end the jobs whose last attempt they ran.
 
         Return how many are queued again, and how many have FAILED.
         """

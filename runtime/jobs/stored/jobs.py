@@ -19,7 +19,7 @@ from ..webhooks.http_post import AddressPolicy
 from ..webhooks.sender import MAX_SLEEP_S, WebhookSender, wait
 from ..webhooks.signing import SigningKey
 from .dispatcher import JobDispatcher
-from .job import Job, NewJob
+from .job import Job, NewJob, new_job_id
 from .job_changes import JobChanges
 from .job_store import JobStore
 from .steady_clock import SteadyClock
@@ -113,7 +113,7 @@ class Jobs:
             most_bytes = self._stored.of_all + await self.store.free_bytes() // 2
         self._stored.most = self.store.most_stored_bytes = most_bytes
         self._sender.start(self._tasks)
-        recovered = await self.store.recover()
+        recovered = await self.store.requeue_dead()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
         self._expiry.start(self._tasks)
@@ -139,7 +139,7 @@ class Jobs:
         """
         if new.webhook is not None:
             self.addresses.check(new.webhook.url)
-        job, replayed = await self.store.submit(new)
+        job, replayed = await self.store.submit(new, new_job_id(self.store.clock()))
         self._expiry.expect(job)
         return job, replayed
 

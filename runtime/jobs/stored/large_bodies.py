@@ -31,6 +31,8 @@ MOST_INLINE_BYTES = 256 << 10
 """Larger bodies are files."""
 WRITE_BYTES = 4 << 20
 """Each part of a file of this size is written to the disk before the next one, so that commits need not wait for all of it."""
+UNSENT_S = 60.0
+"""How much longer a job stays each time if a delivery still needs its large bodies."""
 THREADS = 2
 
 

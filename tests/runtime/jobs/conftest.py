@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from job_store_tests import KEEP_S, Clock
+from job_store_tests import KEEP_S, Clock, MakeStore
 from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
@@ -34,6 +34,16 @@ async def open_store(
     yield open_one
     for database in databases:
         await asyncio.to_thread(database.close)
+
+
+@pytest.fixture
+def make_store(open_store: Callable[..., tuple[SqliteJobStore, Database]]) -> MakeStore:
+    """Like a gateway that was killed, the earlier stores stay open."""
+
+    async def make() -> SqliteJobStore:
+        return open_store()[0]
+
+    return make
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ async def main() -> None:
     database = Database(Path(sys.argv[1]), SCRIPTS)
     database.open()
     store = SqliteJobStore(database, keep_s=3600.0)
-    await store.recover()
+    await store.requeue_dead()
     async with asyncio.TaskGroup() as tasks:
         for caller in range(8):
             tasks.create_task(submit(store, caller))

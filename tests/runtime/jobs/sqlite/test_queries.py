@@ -57,7 +57,7 @@ async def test_extra_is_stored(store: SqliteJobStore, clock: Clock) -> None:
     job, _ = await store.submit(new_job(extra=extra))
     assert job.extra == extra
     assert (await store.get("tone", job.id)).extra == extra
-    (queued,) = await store.due("tone", 10, clock.now_s)
+    (queued,) = await store.claim("tone", 10, clock.now_s)
     assert queued.extra == extra
     plain, _ = await store.submit(new_job(extra={}))
     assert (await store.get("tone", plain.id)).extra is None is plain.extra

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
-from job_store_tests import new_job
+from job_store_tests import Clock, new_job
 from jobs_model import QUEUED
 from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobState
 
@@ -40,12 +43,38 @@ async def test_an_owners_few_jobs_are_found_by_an_index(
         assert all("owner=?" in plan for plan in plans), plans
 
 
+async def test_a_file_of_the_previous_version_gets_the_incarnation(tmp_path: Path, clock: Clock) -> None:
+    """Its running jobs belong to no gateway that lives, so they are queued again."""
+    path = tmp_path / "jobs.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(f"{SCRIPTS[11]}; PRAGMA user_version=12;")
+        for number, state in enumerate(("IN_PROGRESS", "IN_QUEUE"), 1):
+            connection.execute(
+                "INSERT INTO jobs (number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, "
+                "allowed, max_attempts, attempts, created_s, stale_s, worker, traceparent) "
+                "VALUES (?, ?, 'tone', ?, '', 0, '', 60, 1000, 3, 3, 1, 1, ?, 'w1', '')",
+                (number, f"job-{number}", state, clock.now_s + 1000.0),
+            )
+            connection.execute("INSERT INTO inputs (number, body) VALUES (?, '1')", (number,))
+        connection.execute(
+            "INSERT INTO counters (function, owner, in_progress, in_queue) VALUES ('tone', '*', 1, 1)"
+        )
+        connection.commit()
+    store = SqliteJobStore(Database(path, SCRIPTS), keep_s=60.0, clock=clock)
+    await store.open()
+    assert await store.take("job-1", "w1") is None
+    assert await store.requeue_dead() == (1, 0)
+    assert [await store.take(f"job-{number}", "w1") for number in (1, 2)] == [2, 2]
+    assert await store.requeue_dead() == (0, 0)
+    await store.close()
+
+
 def _plan(connection: sqlite3.Connection, statement: str) -> str:
     return " / ".join(row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}"))
 
 
 @pytest.mark.parametrize(
-    "call", ["get", "due", "next_due", "newest", "counts", "next_expiry", "take", "recover"]
+    "call", ["get", "claim", "next_due", "newest", "counts", "next_expiry", "take", "requeue_dead"]
 )
 async def test_nothing_scans_a_table(
     store: SqliteJobStore, call: str, monkeypatch: pytest.MonkeyPatch
@@ -71,13 +100,13 @@ async def test_nothing_scans_a_table(
     job, _ = await store.submit(new_job(idempotency="k"))
     calls = {
         "get": lambda: store.get("tone", job.id),
-        "due": lambda: store.due("tone", 5, 1.0),
+        "claim": lambda: store.claim("tone", 5, 1.0),
         "next_due": lambda: store.next_due("tone"),
         "newest": lambda: store.newest("tone", [JobState.FAILED, JobState.COMPLETED], 5, job.id),
         "counts": lambda: store.counts("tone"),
         "next_expiry": lambda: store.next_expiry(1.0),
         "take": lambda: store.take(job.id),
-        "recover": store.recover,
+        "requeue_dead": store.requeue_dead,
     }
     await calls[call]()
     assert plans

@@ -21,7 +21,6 @@ from job_store_tests import (
     new_job,
     run_once,
 )
-from jobs_model import deliveries
 from pilotflame.errors import (
     JobConflict,
     JobExpired,
@@ -200,10 +199,10 @@ async def test_a_pending_delivery_outlives_its_job(
     job, _ = await store.submit(new_job(webhook=Webhook(HOOK.url)))
     await run_once(store, job)
     await expire_all(store, clock)
-    assert await database.read(deliveries) == [(job.id, "completed")]
+    assert [(one.job_id, one.event) for one in await store.deliveries("tone")] == [(job.id, "completed")]
     await database.write(lambda connection: connection.execute("UPDATE deliveries SET state = 'DEAD'"))
     await store.expire()
-    assert await database.read(deliveries) == []
+    assert await store.deliveries("tone") == []
 
 
 async def test_tombstones_are_bounded(
@@ -267,7 +266,7 @@ async def check_acknowledged(path: Path, acknowledged: dict[str, list[str]]) -> 
     database = Database(path, SCRIPTS)
     database.open()
     store = SqliteJobStore(database, keep_s=3600.0)
-    await store.recover()
+    await store.requeue_dead()
     assert acknowledged
     for job_id, (state, body) in acknowledged.items():
         job = await store.get("tone", job_id)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from live import LIMIT_S
+from pilotflame.errors import RevisionRetired
 from pilotflame.runtime.calls.serving.invocation import Invocation, Output
 from pilotflame.runtime.ground.settings.scale_spec import ScaleSpec
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
@@ -48,16 +49,20 @@ class Echo:
 
 
 class SlowStore(SqliteJobStore):
-    """Awaits `meanwhile` after a read of the due jobs, before it returns them."""
+    """Awaits `meanwhile` after a read of the due jobs, before it returns them. Records what is read and unclaimed."""
 
     meanwhile: Any = None
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.read: list[str] = []
+        self.unclaimed: list[str] = []
 
-    async def due(self, *asked: Any) -> list[Job]:
-        found = await super().due(*asked)
+    async def unclaim(self, job_ids: Collection[str]) -> None:
+        self.unclaimed += job_ids
+
+    async def claim(self, *asked: Any) -> list[Job]:
+        found = await super().claim(*asked)
         self.read += [job.id for job in found]
         if self.meanwhile is not None:
             await self.meanwhile(found)
@@ -179,7 +184,41 @@ async def test_accepted_jobs_of_an_owner_without_room_for_results_wait(
         dispatcher.wake("tone")
         await final(store, other)
         assert echo.ran == [other.id]
+        assert {*store.unclaimed} == {job.id for job in greedy}
         full.clear()
         for job in greedy:
             assert (await final(store, job)).state is JobState.COMPLETED
         dispatcher.stop()
+
+
+class Retires(Echo):
+    """A revision that refuses the first job, and returns the second one before a worker has it."""
+
+    refused = 0
+
+    def submit(self, invocation: Invocation) -> None:
+        self.refused += 1
+        if self.refused == 1:
+            raise RevisionRetired("It is replaced.")
+        if self.refused > 2:
+            super().submit(invocation)
+        else:
+            invocation.output.set_exception(RevisionRetired("It is replaced."))
+
+
+async def test_a_job_that_no_worker_had_is_unclaimed(database: Database, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatcher_module, "FULL_RETRY_S", 0.01)
+    store = SlowStore(database, keep_s=600.0)
+    job, _ = await store.submit(JOB)
+    async with BackgroundTasks() as tasks:
+        dispatcher = dispatcher_of(store, Retires(), tasks)
+        dispatcher.wake("tone")
+        for count in (1, 2):
+            async with asyncio.timeout(LIMIT_S):
+                while store.unclaimed != [job.id] * count:
+                    await asyncio.sleep(0.001)
+        while not (await store.get("tone", job.id)).state.final:
+            dispatcher.wake("tone")
+            await asyncio.sleep(0.01)
+        dispatcher.stop()
+    assert (await store.get("tone", job.id)).attempts == 1

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from job_store_tests import Clock, new_job
+from job_store_tests import KEEP_S, Clock, new_job
 from live import gateway_here, until
 from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
 from pilotflame.runtime.jobs.sqlite import store as stored
 from pilotflame.runtime.jobs.sqlite.database import Database
+from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState
 from pilotflame.runtime.jobs.stored.large_bodies import MOST_INLINE_BYTES, LargeBodies, same_body, size_of
@@ -89,9 +90,12 @@ async def test_a_start_deletes_the_files_that_no_row_names(store: SqliteJobStore
     job, _ = await store.submit(new_job(body=BODY))
     (kept,) = files(tmp_path / "jobs.bodies")
     (tmp_path / "jobs.bodies" / "5-0-0").write_bytes(b"stray")
-    await store.recover()
+    await store.close()
+    again = SqliteJobStore(Database(tmp_path / "jobs.db", SCRIPTS), keep_s=KEEP_S)
+    await again.open()
     assert files(tmp_path / "jobs.bodies") == [kept]
-    assert (await store.get("tone", job.id)).input == BODY
+    assert (await again.get("tone", job.id)).input == BODY
+    await again.close()
 
 
 async def test_a_change_that_stores_nothing_leaves_no_file(store: SqliteJobStore, tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ async def test_a_missing_file_ends_a_queued_job_and_is_named(store: SqliteJobSto
     (tmp_path / "jobs.bodies" / name).unlink()
     with pytest.raises(JobBodyMissing, match=name):
         await store.get("tone", job.id)
-    assert await store.due("tone", 10, 1_000_000.0) == []
+    assert await store.claim("tone", 10, 1_000_000.0) == []
     (failed,) = await store.newest("tone")
     assert (failed.state, failed.error and failed.error["type"]) == (JobState.FAILED, JobBodyMissing.code)
 

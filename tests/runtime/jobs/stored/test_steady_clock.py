@@ -91,12 +91,12 @@ async def test_a_delayed_job_starts_after_its_delay(
     assert await store.requeue(job.id, fence, FAILED, 100.0, counted=True)
     machine.pass_s(40.0)
     machine.wall.now_s += by_s
-    assert await store.due("tone", 1, machine.clock()) == []
+    assert await store.claim("tone", 1, machine.clock()) == []
     await followed(expiry, machine)
-    assert await store.due("tone", 1, machine.clock()) == []
+    assert await store.claim("tone", 1, machine.clock()) == []
     assert await store.next_due("tone") == pytest.approx(machine.clock() + 60.0)
     machine.pass_s(61.0)
-    assert [one.id for one in await store.due("tone", 1, machine.clock())] == [job.id]
+    assert [one.id for one in await store.claim("tone", 1, machine.clock())] == [job.id]
 
 
 @SETS
@@ -127,7 +127,7 @@ async def test_a_webhook_is_repeated_after_its_pause(
     store: SqliteJobStore, expiry: Expiry, machine: Machine, by_s: float
 ) -> None:
     await store.submit(new_job(webhook=Webhook("http://127.0.0.1/x", ("completed",))))
-    (job,) = await store.due("tone", 1, machine.clock())
+    (job,) = await store.claim("tone", 1, machine.clock())
     fence = await store.take(job.id)
     assert fence is not None
     assert await store.finish(job.id, fence, DONE)
