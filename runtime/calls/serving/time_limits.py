@@ -48,7 +48,7 @@ class TimeLimits:
             self._check_at_worker(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:
             self.given_up += cold
-            queued = not invocation.worker and bool(self._replicas.ready)
+            queued = not invocation.worker and invocation not in self._aside and bool(self._replicas.ready)
             self._fail(invocation, self._late(invocation, waited_s, self.reached, queued=queued))
         elif cold and now_s >= invocation.hold_until_s - EARLY_S:
             self.given_up += 1

@@ -214,7 +214,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if key in tables:
         within = [name for name in names if name.startswith(f"{key}.")]
         return f"{key} is a table; set one of {', '.join(within)}."
-    near = difflib.get_close_matches(key, tables, n=1, cutoff=0.75) or near
+    near = ([] if "." in key else difflib.get_close_matches(key, tables, n=1, cutoff=0.75)) or near
     hint = f"; did you mean {near[0]}?" if near else f"{LISTED}{', '.join(names)}."
     return f"{key} is not a setting{hint}"
 

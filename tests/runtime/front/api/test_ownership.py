@@ -54,7 +54,7 @@ PLANTED = ("place", "log", "traceback", "setup", "env", "alert", "store", "input
 PRIVATE: dict[str, Any] = {
     "entry": "", "snapshot": None, "snapshots": {}, "next_rung": None, "next_rung_at": None, "cold_because": "", "cold_since": None, "activations": 0, "rest_mb": None,
     "last_cold_start_ms": None, "last_cold_start_phases_ms": {}, "latest_cold_starts": [], "latency_curve": [], "budget": None,
-    "warnings": [], "last_errors": [], "sources": [], "schedules": [], "setting_origins": {}, "processes": [],
+    "failing": None, "warnings": [], "last_errors": [], "sources": [], "schedules": [], "setting_origins": {}, "processes": [],
 }  # fmt: skip
 PRIVATE_OF_ROW: dict[str, Any] = {
     "next_rung": None, "next_rung_at": None, "cold_because": "", "rest_mb": None, "last_cold_phases_ms": {}, "last_cold_start": None,

@@ -80,16 +80,18 @@ def test_each_failure_doubles_the_time_to_the_next_start_up_to_a_limit() -> None
 
 def test_waiting_calls_fail_after_three_deaths_in_a_row() -> None:
     starts = StartOutcomes()
-    for number in (1, 2, 3):
+    for _ in range(3):
         assert not starts.give_up()
-        assert f"of SIGSEGV; that is {number} in a row." in starts.note_death("SIGSEGV").message
+        error = starts.note_death("f", "signal 11 (SIGSEGV)")
+        assert error.message.endswith("of signal 11 (SIGSEGV).")
+        assert error.remedy == "See `pilotflame logs f`."
     assert starts.give_up()
     # The count begins again.
     assert not starts.give_up()
-    starts.note_death("SIGSEGV")
+    starts.note_death("f", "signal 9 (SIGKILL)")
     starts.note_ready()
     for _ in range(2):
-        starts.note_death("SIGSEGV")
+        starts.note_death("f", "signal 9 (SIGKILL)")
     assert not starts.give_up()
     for _ in range(3):
         starts.breaker.fail(ActivationFailed("no"), time.monotonic())
