@@ -139,7 +139,7 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
     if job.get("logs"):
         display.echo(f"\nit printed:\n{job['logs']}")
     if "error" in job:
-        display.say(f"the function's log has more: pilotflame logs {name} --request {job_id}")
+        display.say(_more(job))
     return None
 
 
@@ -259,10 +259,16 @@ def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
     """Print a job's output if `output` is True. If the job did not complete, print its error and exit with code 4."""
     if job["status"] != JobState.COMPLETED:
         why = PilotflameError.from_wire(job["error"]) if "error" in job else ""
-        display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
+        after = f" after {display.counted(job['attempts'], 'attempt')}" if job["attempts"] > 1 else ""
+        more = _more(job) if "error" in job else ""
+        display.say(" ".join(f"error: {job['id']} is {job['status']}{after}. {why} {more}".split()))
         raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
     if output:
         display.print_answer(_output(job))
+
+
+def _more(job: dict[str, Any]) -> str:
+    return f"the function's log has more: pilotflame logs {job['function']} --request {job['id']}"
 
 
 def _output(job: dict[str, Any]) -> Any:
