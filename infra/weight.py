@@ -29,7 +29,7 @@ LIMITS = {
     "large classes": 10,
     "settings": 126,
     "make targets": 26,
-    "words of docs": 45_700,
+    "words of docs": 45_750,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

@@ -81,7 +81,8 @@ def import_ahead(config: Any) -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     for module in (*_AHEAD, *(_AHEAD_ON_CPU if config.device_config.device_type == "cpu" else ())):
-        with contextlib.suppress(ImportError):
+        # Without one of them, the engine's process imports it, or fails and says why.
+        with contextlib.suppress(Exception):
             importlib.import_module(module)
     # vLLM reads the names of all modules for it, and so takes a copy of their memory. Once is enough.
     if (register := getattr(current_platform, _OVERRIDES, None)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import inspect
 import os
 import threading
 import weakref
@@ -41,8 +41,8 @@ class _LoopThread:
             with self._lock:
                 return asyncio.run_coroutine_threadsafe(work, self._running())
         except BaseException:
-            # After Ctrl-C, Python would warn of work that was never awaited. The loop may run it already.
-            with contextlib.suppress(ValueError):
+            # After Ctrl-C, Python would warn of work that has not begun.
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()
             raise
 

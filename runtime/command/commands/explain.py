@@ -46,7 +46,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
         desired, failing, stopped = status["desired"], status.get("failing"), status["stopped"]
         if failing:
             display.say(
-                f"now: the last {display.counted(failing['failures'], 'start')} failed: {failing['error']}"
+                f"now: {display.counted(failing['failures'], 'start')} failed in a row: {failing['error']}"
             )
         if stopped:
             display.say(f"now: it refuses calls: {stopped}")

@@ -349,7 +349,9 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _failing(failing: dict[str, Any]) -> str:
-    return f"{failing['error'].rstrip('.')}. The next start: by {display.local_time(failing['next_at'])[:19]}"
+    at = failing["next_at"]
+    again = f"not before {display.local_time(at)[:19]}" if at else "by the next call"
+    return f"{failing['error'].rstrip('.')}. The next start: {again}"
 
 
 def _budget(budget: dict[str, Any]) -> str:

@@ -50,13 +50,15 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
     source = click.get_current_context().get_parameter_source("url")
     kinds = click.core.ParameterSource
     named = source is kinds.COMMANDLINE or (
-        source is kinds.ENVIRONMENT and options.STATE_VARIABLE not in os.environ
+        source is kinds.ENVIRONMENT and not os.environ.get(options.STATE_VARIABLE)
     )
     if state_dir is None and (api_key or named):
         with Client(url, api_key=api_key) as client:
             try:
                 yield client
             except Unauthorized as error:
+                if api_key:
+                    raise
                 error.remedy = (
                     "With no key at hand, run this on the gateway's machine with --state-dir FOLDER."
                 )

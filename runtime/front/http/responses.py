@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 from ...._version import __version__
 from ....errors import (
     CallEnded,
+    FunctionStopped,
     MalformedRequest,
     MethodNotAllowed,
     PilotflameError,
@@ -43,6 +44,8 @@ DEPLOYS = "/v1/functions"
 VERSIONS = (HttpVersion10, HttpVersion11)
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
+STOPPED_S = 60.0
+"""The seconds for Retry-After while a function is stopped until a person acts."""
 MIN_COMPRESSED_BYTES = 1024
 """A smaller body is not compressed, because it fits into one or two packets anyway."""
 MAX_ON_LOOP_BYTES = 16 << 10
@@ -163,7 +166,8 @@ def retry_headers(error: PilotflameError) -> dict[str, str]:
     if error.status not in RETRY_AFTER_S:
         # Some clients repeat a request after any 5xx, unless this header forbids it.
         return {"x-should-retry": "false"} if isinstance(error, CallEnded) else {}
-    wait_s = max(0.001, float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status])))
+    usual_s = STOPPED_S if isinstance(error, FunctionStopped) else RETRY_AFTER_S[error.status]
+    wait_s = max(0.001, float(error.details.get("retry_after_s", usual_s)))
     return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 

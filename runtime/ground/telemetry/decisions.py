@@ -258,7 +258,7 @@ def _budgeted(decision: DecisionRecord, left: dict[str, float]) -> str:
 
 def _failed(decision: DecisionRecord, left: dict[str, float]) -> str:
     row, delay = _count(left.pop("failures", 1), "failure"), seconds(left.pop("delay_s", 0.0))
-    return f"a worker did not start, {_reason(decision.cause)}: {row} in a row, the next start is tried within {delay}"
+    return f"a worker did not start, {_reason(decision.cause)}: {row} in a row, and without a call the next start waits {delay}"
 
 
 def _lost(decision: DecisionRecord, left: dict[str, float]) -> str:

@@ -30,8 +30,8 @@ KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
 FOLLOWER_LINES = 1_000
-# Python prints an empty line and the names of extension modules after the frames of a crash.
-MOST_AFTER_FRAMES = 3
+# The beginnings of the lines of Python's report of a crash.
+_OF_CRASHES = ("Current thread 0x", "Thread 0x", "  ", "Extension modules: ")
 _NO_FACTS: Mapping[str, str | float] = MappingProxyType({})
 # The smallest difference between the times of a log's lines. So a line's time identifies the line.
 TICK_S = 1e-6
@@ -175,7 +175,7 @@ def _without_outer_frames(lines: list[str], count: int) -> list[str]:
         return lines[-count:]
     frames = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines[begin + 1 :])]
     # If the process has printed more since, it did not end with the report.
-    if len(lines) > begin + len(frames) + 1 + MOST_AFTER_FRAMES:
+    if not all(line.startswith(_OF_CRASHES) or not line for line in lines[begin:]):
         return lines[-count:]
     cause = [line for line in lines[:begin] if line.startswith("Fatal Python error")][-1:]
     return [*cause, *frames][:count]

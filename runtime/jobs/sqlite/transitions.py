@@ -9,12 +9,11 @@ import math
 import sqlite3
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from ....errors import DeadlineExceeded, JobConflict, QueueFull, WorkerDied
 from ...ground.access.keys import ALL
-from ..stored.admission import check_room, check_same
+from ..stored.admission import check_room, check_same, is_same
 from ..stored.alert import Alert
 from ..stored.job import Job, JobCounts, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
 from ..stored.large_bodies import UNSENT_S, same_body
@@ -58,28 +57,32 @@ VACUUM_PAGES = 256
 
 def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
     if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
-        return earlier, earlier.id != job_id
+        return earlier, earlier.id != (new.wanted_id or job_id)
     if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
         raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
     try:
         _check_room(transaction, new)
         return transaction.add(new, job_id), False
     except (QueueFull, sqlite3.IntegrityError):
-        if (earlier := _added(transaction, job_id)) is None:
+        if (earlier := _added(transaction, new, job_id)) is None:
             raise
         return earlier, False
 
 
-def _added(transaction: Transaction, job_id: str) -> Job | None:
-    """Return the job that an earlier call with the same client-made id has stored, or None."""
+def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job | None:
+    """Return the job that an earlier call with the same client-made id has stored for the same owner, or None."""
     row = find_row(transaction.connection, job_id, SELECT_WHOLE)
-    return None if row is None else job_of(row)
+    job = None if row is None else job_of(row)
+    same = job is not None and (job.function, job.owner) == (new.function, new.owner) and is_same(job, new)
+    return job if same else None
 
 
 def start(transaction: Transaction, new: NewJob, job_id: str, worker: str) -> int | None:
-    # An IntegrityError says that an earlier call has stored the job.
-    with suppress(sqlite3.IntegrityError):
+    try:
         transaction.add(new, job_id)
+    except sqlite3.IntegrityError:
+        if _added(transaction, new, job_id) is None:
+            raise
     return take(transaction, job_id, worker)
 
 
@@ -87,7 +90,7 @@ def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome)
     try:
         return transaction.add_ended(new, job, outcome)
     except sqlite3.IntegrityError:
-        if (earlier := _added(transaction, job.id)) is None:
+        if (earlier := _added(transaction, new, job.id)) is None:
             raise
         return earlier
 

@@ -9,10 +9,15 @@ from .large_bodies import same_body
 from .stored_bytes import StoredBytes
 
 
+def is_same(job: Job, new: NewJob) -> bool:
+    """Return True if the job has the input of `new`."""
+    same = same_body(job.large_input, new.large_input) and (bool(new.large_input) or job.input == new.input)
+    return same and job.content_type == new.content_type
+
+
 def check_same(job: Job, new: NewJob) -> None:
     """Raise IdempotencyConflict if the job was submitted with the idempotency key of `new` and another input."""
-    same = same_body(job.large_input, new.large_input) and (new.large_input or job.input == new.input)
-    if not same or job.content_type != new.content_type:
+    if not is_same(job, new):
         raise IdempotencyConflict(
             f"Job {job.id} was submitted with the same idempotency key and another input.",
             remedy="Use a new key for a new input.",

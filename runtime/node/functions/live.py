@@ -204,14 +204,14 @@ class Live:
     @property
     def cooled(self) -> tuple[str, datetime | None]:
         """Without a ready worker: the decision after which the function held less, and its time."""
-        decision = self.function.decisions.cooled
-        if self.workers.worker_counts().ready:
+        decision, counts = self.function.decisions.cooled, self.workers.worker_counts()
+        if counts.ready:
             return "", None
         if decision is None:
-            since = time.time() - (time.monotonic() - self.since_s)
-            return "has had no call since its deploy or the start of the gateway", datetime.fromtimestamp(
-                since, UTC
-            )
+            if counts.starting or counts.queued or self.unavailable or self.workers.inventory.activations:
+                return "", None
+            since = datetime.fromtimestamp(time.time() - (time.monotonic() - self.since_s), UTC)
+            return "has had no call since its deploy or the start of the gateway", since
         return describe(decision), datetime.fromtimestamp(decision.at, UTC)
 
     def failing(self) -> FailingStarts | None:
@@ -219,11 +219,10 @@ class Live:
         breaker = self.workers.breaker
         if breaker.error is None:
             return None
-        next_at = time.time() + max(0.0, breaker.backoff_until_s - time.monotonic())
+        wait_s = breaker.backoff_until_s - time.monotonic()
+        next_at = datetime.fromtimestamp(time.time() + wait_s, UTC) if wait_s > 0 else None
         error = breaker.error.whole.message.partition("\n")[0][:MAX_ERROR_CHARS]
-        return FailingStarts(
-            failures=breaker.failures, next_at=datetime.fromtimestamp(next_at, UTC), error=error
-        )
+        return FailingStarts(failures=breaker.failures, next_at=next_at, error=error)
 
     def desired(self) -> DesiredWorkers:
         """Return how many workers the revision should have now, and why."""

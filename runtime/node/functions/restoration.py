@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ....errors import GatewayError, SnapshotError
 from ...ground.telemetry.logs import LogChannel
 from ...ground.telemetry.rung_name import RungName
+from ..reconciling.function import UNREAD
 from .deploy import stored_outside
 from .live import LIGHT_S, Live
 from .registry import Functions
@@ -17,9 +18,6 @@ from .revisions import Revisions
 # After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
 LOST = "The stored files of the live revision of {} are damaged. The gateway's log names them."
-CHANGED = "The stored code of {} differs from what was deployed."
-UNREAD = "The gateway still compares the weights with their signed digests. Try again later."
-"""The fault of a function after a start of the gateway, until its local weights have been read."""
 
 
 @dataclass(eq=False)
@@ -44,7 +42,6 @@ class Restoration:
         self._warming.sort(key=_expected_waiting, reverse=True)
         tasks.create_task(self._warm(), name="warm")
         tasks.create_task(self._read_weights(), name="compare")
-        tasks.create_task(self._read_code(), name="compare-code")
 
     async def _restore(self, record: RevisionRecord, *, paused: bool) -> None:
         logs = self.functions.logs.of_function(record.function)
@@ -99,16 +96,6 @@ class Restoration:
             if self.functions.is_live(live):
                 live.function.barred = fault
                 live.logs.write("gateway", fault or "the weights have the signed digests")
-                live.workers.look()
-                self.functions.events.live(live.record.function)
-
-    async def _read_code(self) -> None:
-        """Bar the functions whose code differs from what was deployed."""
-        for live in list(self.functions.all()):
-            changed = await asyncio.to_thread(self.functions.store.is_changed, live.record)
-            if changed and self.functions.is_live(live) and not live.function.barred:
-                live.function.barred = CHANGED.format(live.record.function)
-                live.logs.write("gateway", live.function.barred, "error")
                 live.workers.look()
                 self.functions.events.live(live.record.function)
 

@@ -125,8 +125,6 @@ class Rollouts:
         async with self.functions.lock(name):
             live = self.functions.get(name).record
             record = await self.revisions.threads.run(functools.partial(choose, live))
-            if await self.revisions.threads.run(functools.partial(self.functions.store.is_changed, record)):
-                raise _damaged(record)
             return await self._replace(record, check=True)
 
     async def stored(self, name: str) -> list[RevisionFacts]:
@@ -187,7 +185,8 @@ class Rollouts:
         If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
         """
         if record.lost:
-            raise _damaged(record)
+            remedy = f"Roll back to another revision, or deploy it again. See `pilotflame revisions {record.function}`."
+            raise FunctionBarred(f"The files of {record.revision} are damaged.", remedy=remedy)
         functions, progress = self.functions, progress or DeployProgress()
         old, logs = functions.find(record.function), functions.logs.of_function(record.function)
         live: Live | None = None
@@ -260,13 +259,6 @@ class Rollouts:
             self.retirements.check_room(settings.name)
         progress.note_target(settings.name, old.record if old is not None else None)
         policies.check(settings, outside, deployer.key_id)
-
-
-def _damaged(record: RevisionRecord) -> FunctionBarred:
-    remedy = (
-        f"Roll back to another revision, or deploy it again. See `pilotflame revisions {record.function}`."
-    )
-    return FunctionBarred(f"The files of {record.revision} are damaged.", remedy=remedy)
 
 
 def _dropped(old: RevisionRecord, new: RevisionRecord) -> Iterator[str]:

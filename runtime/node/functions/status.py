@@ -102,8 +102,8 @@ class FailingStarts(BaseModel, frozen=True):
     """The starts of workers that have failed since a worker was last ready."""
 
     failures: int
-    next_at: datetime
-    """Until then no worker starts without a call, and after many failures no worker at all."""
+    next_at: datetime | None
+    """Until then no worker starts without a call, and after many failures no worker at all. None if that time is over."""
     error: str
 
 

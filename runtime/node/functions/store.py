@@ -28,13 +28,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....errors import CodeError, UnknownFunction
+from ....errors import UnknownFunction
 from ....removal import remove_tree
 from ....snapshot.publish import sync
 from ...calls.link.worker_spec import CompiledCode, KeptPrefixes
 from ...ground.access import private_files
 from ...ground.settings.function_settings import check_name, name_problem
-from ..packaging.code import code_digest
 from . import shared_weights
 from .function_folder import CODE_FOLDER, RECORD_FILE, FunctionFolder
 from .revision_record import LostRevision, RevisionFields, RevisionRecord
@@ -273,15 +272,6 @@ class Store:
     def code(self, record: RevisionRecord) -> Path:
         """Return the folder that holds the code of a revision."""
         return self.function(record.function).path / record.revision / CODE_FOLDER
-
-    def is_changed(self, record: RevisionRecord) -> bool:
-        """Return True if the code of a revision differs from what was deployed. Code that holds weights is not read."""
-        if record.lost or any(at.root is not None for at in record.snapshots.values()):
-            return False
-        try:
-            return code_digest(self.code(record)) != record.code_digest
-        except (OSError, CodeError):
-            return True
 
     def delete(self, name: str, *, busy: Collection[str] = ()) -> None:
         """Remove a function and all its revisions. Raise UnknownFunction if it does not exist.

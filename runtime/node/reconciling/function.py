@@ -18,8 +18,8 @@ from ..scaling.upstream import Delays
 from .idle_ladder import IdleLadder
 from .prewarms import Prewarms
 
-STOPPED_S = 60.0
-"""Retry-After while a person has to act."""
+UNREAD = "The gateway still compares the weights with their signed digests."
+"""Bars a function after a start of the gateway, until its local weights have been read."""
 
 
 @dataclass(slots=True)
@@ -64,19 +64,19 @@ class Function:
         A deploy may nevertheless start a worker, to prove its revision.
         """
         if self.barred:
-            return "barred"
+            return "reading" if self.barred == UNREAD else "barred"
         return "paused" if self.paused else "budget" if self.account.exhausted else ""
 
     def refusal(self) -> FunctionStopped | None:
         """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""
+        if self.barred == UNREAD:
+            return FunctionBarred(UNREAD, remedy="Try again later.")
         if self.barred:
             remedy = "Deploy it again, or roll back. If a policy refuses it, change its settings, or ask the gateway's owner."
-            return FunctionBarred(self.barred, remedy=remedy, details={"retry_after_s": STOPPED_S})
+            return FunctionBarred(self.barred, remedy=remedy)
         if self.paused:
             remedy = f"Its owner has to resume it: pilotflame resume {self.name}"
-            return FunctionPaused(
-                f"{self.name} is paused.", remedy=remedy, details={"retry_after_s": STOPPED_S}
-            )
+            return FunctionPaused(f"{self.name} is paused.", remedy=remedy)
         return self.account.refusal() if self.account.exhausted else None
 
     # -- what happened

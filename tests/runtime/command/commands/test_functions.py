@@ -76,7 +76,7 @@ FAILING = {
         ({"stopped": "budget"}, "workers", "1 of 4, 2 starting, budget used up"),
         ({"stopped": "paused"}, "workers", "1 of 4, 2 starting, paused"),
         ({"failing": FAILING}, "workers", "1 of 4, 2 starting, 3 starts failed"),
-        ({"failing": FAILING}, "starts fail", "No licence. The next start: by 2026-01-02 03:04:05"),
+        ({"failing": FAILING}, "starts fail", "No licence. The next start: not before 2026-01-02 03:04:05"),
         ({}, "at rest", "zygote"),
         ({"standby": True, "rest_mb": 12.4}, "at rest", "zygote + standby, 12 MiB"),
         ({"zygote": False, "rest_mb": 12.4}, "at rest", "files only"),

@@ -277,7 +277,11 @@ async def test_a_plain_head_is_one_that_aiohttp_reads_in_the_same_way(
     messages, upgraded, _ = parser.feed_data(sent + b"abc"[: head.length])
     message, payload = messages[0]
     assert head.sent == sent
-    assert (head.path, list(head.headers.items())) == (message.path, list(message.headers.items()))
+    # aiohttp writes the names that it knows in its own case.
+    found, expected = (
+        [(name.lower(), value) for name, value in of.items()] for of in (head.headers, message.headers)
+    )
+    assert (head.path, found) == (message.path, expected)
     assert not any((upgraded, message.should_close, message.chunked, message.compression))
     assert (message.method, int(message.headers.get("Content-Length", "0"))) == ("POST", head.length)
     assert payload.is_eof() == (head.length <= 3)
