@@ -293,6 +293,20 @@ class JobStoreTests:
         assert jobs[0] == jobs[1] == await store.get("tone", queued.id)
         assert await store.counts("tone") == JobCounts(completed=1)
 
+    @pytest.mark.parametrize("other", [{"owner": "b"}, {"function": "echo"}, {"body": b"another"}])
+    async def test_an_id_of_another_job_is_refused(
+        self, store: JobStore, clock: Clock, other: dict[str, Any]
+    ) -> None:
+        asked, job_id = new_job(owner="a"), new_job_id(clock.now_s)
+        await store.submit(asked, job_id)
+        refused = new_job(**{"owner": "a"} | other)
+        for call in (store.submit(refused, job_id), store.start(refused, job_id, "w1")):
+            with pytest.raises(JobConflict):
+                await call
+        with pytest.raises(JobConflict):
+            await store.record(refused, refused.queued(job_id, clock.now_s), DONE)
+        assert (await store.counts("tone")).in_queue == 1
+
     async def test_a_repeated_take_returns_its_fence(self, store: JobStore) -> None:
         job, _ = await store.submit(new_job(webhook=HOOK))
         assert [await store.take(job.id, worker) for worker in ("w1", "w1", "w2")] == [1, 1, None]

@@ -57,9 +57,9 @@ VACUUM_PAGES = 256
 
 def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
     if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
-        return earlier, earlier.id != (new.wanted_id or job_id)
+        return earlier, earlier.id != job_id
     if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
-        raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
+        raise _taken(new.wanted_id)
     try:
         _check_room(transaction, new)
         return transaction.add(new, job_id), False
@@ -70,11 +70,17 @@ def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job
 
 
 def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job | None:
-    """Return the job that an earlier call with the same client-made id has stored for the same owner, or None."""
-    row = find_row(transaction.connection, job_id, SELECT_WHOLE)
-    job = None if row is None else job_of(row)
-    same = job is not None and (job.function, job.owner) == (new.function, new.owner) and is_same(job, new)
-    return job if same else None
+    """Return the job that an earlier call with the same client-made id has stored, or None. Raise JobConflict if it is another job."""
+    if (row := find_row(transaction.connection, job_id, SELECT_WHOLE)) is None:
+        return None
+    job = job_of(row)
+    if (job.function, job.owner) != (new.function, new.owner) or not is_same(job, new):
+        raise _taken(job_id)
+    return job
+
+
+def _taken(job_id: str) -> JobConflict:
+    return JobConflict(f"There is another job {job_id!r}.", remedy="Choose another id.")
 
 
 def start(transaction: Transaction, new: NewJob, job_id: str, worker: str) -> int | None:

@@ -119,10 +119,10 @@ class JobRequests(Protocol):
 
         If a job with the same idempotency key exists, return (that job, True) and queue nothing. The new job has the id
         `new.wanted_id`, else `job_id`. Without both, the store makes an id. Only calls with `job_id` and without
-        `new.wanted_id`, or with an idempotency key, may be repeated.
+        `new.wanted_id`, or with an idempotency key, may be repeated. With `new.wanted_id`, the answer to the repeat says True.
 
         :raises IdempotencyConflict: if the job with the same key has another input.
-        :raises JobConflict: if another job has the wanted id.
+        :raises JobConflict: if another job has the id: of another function or owner, or with another input.
         :raises QueueFull: if the job would exceed the limits `max_queued` or `max_queued_bytes` of `new`, or
             `most_stored_bytes`.
         """
