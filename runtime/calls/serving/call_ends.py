@@ -120,7 +120,12 @@ def deadline_exceeded(
         return DeadlineExceeded(message, remedy=remedy, details={reached.name: reached.most})
     if queued:
         message = f"The invocation waited {waited_s:.1f} s in the queue, and no worker had room for it."
-        remedy = "Raise scale.max or concurrency in pilotflame.toml, or send fewer calls at the same time."
+        own = (
+            ""
+            if allowed_s is None
+            else f"Send a longer X-Request-Timeout: the function allows {allowed_s:g} s. Or raise"
+        )
+        remedy = f"{own or 'Raise'} scale.max or concurrency in pilotflame.toml, or send fewer calls at the same time."
         return DeadlineExceeded(message, remedy=remedy)
     if allowed_s is not None:
         message = f"The invocation did not end within the caller's own time limit ({waited_s:.1f} s)."

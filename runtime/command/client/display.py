@@ -25,6 +25,8 @@ BAR_COLUMNS = 40
 WIDTH_WITHOUT_TERMINAL = 200
 # A JSON answer is indented if it is shorter. A longer answer, such as an embedding, would fill too many lines.
 INDENTED_CHARS = 4_000
+OWN = "pilotflame"
+"""The dialect of pilotflame's own handlers."""
 
 
 def style(text: str, **how: Any) -> str:
@@ -37,10 +39,6 @@ def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
     terminal.
     """
     click.echo(text if raw else printable(text), nl=nl)
-
-
-OWN = "pilotflame"
-"""The dialect of pilotflame's own handlers."""
 
 
 def say(text: str, *, raw: bool = False) -> None:

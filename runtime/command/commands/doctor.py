@@ -129,10 +129,8 @@ def _state_dir(folder: Path) -> Check:
     except OSError as error:
         remedy = "Set PILOTFLAME_STATE_DIR to a writable folder."
         return Check("state folder", "fail", f"{folder}: {error.strerror}", remedy)
-    found, remedy = (
-        f"{folder}, {display.size(free_bytes)} free",
-        "Free space, or set PILOTFLAME_STATE_DIR to a larger disk.",
-    )
+    found = f"{folder}, {display.size(free_bytes)} free"
+    remedy = "Free space, or set PILOTFLAME_STATE_DIR to a larger disk."
     if is_disk_full(existing):
         return Check("state folder", "fail", f"{found}: a gateway here is not ready", remedy)
     return _noted("state folder", found, remedy if free_bytes < MIN_FREE_BYTES else "")

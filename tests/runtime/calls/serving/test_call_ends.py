@@ -94,6 +94,8 @@ def test_a_late_call_learns_whose_limit_it_was() -> None:
     )
     queued = deadline_exceeded(5.0, allowed_s=60.0, queued=True)
     assert ("5.0 s in the queue" in queued.message, "scale.max" in queued.remedy) == (True, True)
+    assert "allows 60 s. Or raise" in queued.remedy
+    assert deadline_exceeded(5.0, queued=True).remedy.startswith("Raise scale.max")
     assert "hold time (5.0 s)" in activation_timeout("f", 5.0).message
     assert "execution_timeout_s, which is 7 s" in execution_timeout(7.0).message
 
