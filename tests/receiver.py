@@ -11,8 +11,9 @@ from typing import Any
 
 from aiohttp import web
 from live import LIMIT_S
-from pilotflame.runtime.jobs.sqlite.database import Change, Database, T
-from pilotflame.runtime.jobs.sqlite.outbox import newest
+from pilotflame.runtime.jobs.sql.group_commit import Change, T
+from pilotflame.runtime.jobs.sql.outbox import newest
+from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.stored.job import Job, JobState, Webhook
 from pilotflame.runtime.jobs.webhooks.delivery import Delivery
 

@@ -1,20 +1,6 @@
-"""Defines the tables of the jobs database, its upgrade scripts, and the conversion of rows to jobs and back.
-
-A row of `jobs` is rewritten at each change of state. So rows are small: the input, result and streamed pieces are in
-other tables. `jobs.number` increases in the order of arrival. `expire` handles a row at `until_s`. For a queued job,
-this is the end of its ttl; for a final job, the end of its retention; for a running job, NULL.
-"""
+"""Defines the tables of the jobs database, and its upgrade scripts."""
 
 from __future__ import annotations
-
-import dataclasses
-import sqlite3
-from contextlib import suppress
-from typing import Any
-
-import orjson
-
-from ..stored.job import SHARED_FIELDS, Job, JobOutcome, JobState, NewJob, Webhook, idempotency_digest
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -131,135 +117,22 @@ _INCARNATION = """
 ALTER TABLE jobs ADD COLUMN incarnation TEXT NOT NULL DEFAULT '';
 """
 
-SCRIPTS = (*("",) * 11, _TABLES, _INCARNATION)
+_SIZES = """
+-- The bytes of the job's input, and of its result and pieces.
+ALTER TABLE jobs ADD COLUMN size INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN result_size INTEGER NOT NULL DEFAULT 0;
+-- The name of a large body begins with its size. The length of a text ends at its first NUL character.
+UPDATE jobs SET size = coalesce(
+    (SELECT length(body) + CAST(large AS INTEGER) FROM inputs WHERE inputs.number = jobs.number), 0);
+UPDATE jobs SET result_size = coalesce(
+    (SELECT coalesce(length(body), 0) + length(CAST(logs AS BLOB)) + coalesce(length(metrics), 0) + CAST(large AS INTEGER)
+        FROM results WHERE results.number = jobs.number), 0)
+    + (SELECT coalesce(sum(length(body)), 0) FROM pieces WHERE job = jobs.number);
+-- Logs may have NUL characters, and the texts of other databases cannot.
+UPDATE results SET logs = CAST(logs AS BLOB);
+"""
+
+SCRIPTS = (*("",) * 11, _TABLES, _INCARNATION, _SIZES)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one. No release has
 written a file of a version below 12.
 """
-
-# The length of a text ends at its first NUL character.
-_SIZE_OF_RESULT = "coalesce(length(body), 0) + length(CAST(logs AS BLOB)) + coalesce(length(metrics), 0)"
-_COLUMNS = (
-    "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
-    "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
-    "traceparent, extra, allowed, stale_s, source, incarnation"
-)
-_RESULT = (
-    "results.body AS output, type AS output_type, logs, metrics, results.large AS large_output "
-    "FROM jobs LEFT JOIN results ON results.number = jobs.number"
-)
-SIZE_OF_INPUT = "length(body) + CAST(large AS INTEGER)"
-"""The bytes of a row of `inputs`. SQLite knows the length of a blob without reading it, and a file's name begins with its size."""
-
-# Callers append a WHERE clause to these queries. The columns and joins are constants, so the SQL is safe.
-SELECT_WHOLE = (
-    f"SELECT {_COLUMNS}, inputs.body AS input, inputs.large AS large_input, {_RESULT} "
-    "LEFT JOIN inputs ON inputs.number = jobs.number "
-)
-SELECT_WITH_RESULT = f"SELECT {_COLUMNS}, x'' AS input, '' AS large_input, {_RESULT} "
-SELECT_WITHOUT_BODIES = (
-    f"SELECT {_COLUMNS}, x'' AS input, '' AS large_input, NULL AS output, '' AS output_type, '' AS logs, "  # noqa: S608
-    "NULL AS metrics, '' AS large_output FROM jobs "
-)
-_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
-_PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
-
-
-def insert_job(connection: sqlite3.Connection, new: NewJob, job: Job, **more: Any) -> int:
-    """Insert a new job and its input, with the columns in `more`. Return its row number."""
-    columns: dict[str, Any] = {name: getattr(new, name) for name in _PLAIN_FIELDS}
-    stale_s = job.created_s + new.ttl_s
-    columns |= {
-        "id": job.id,
-        "state": job.state.value,
-        "created_s": job.created_s,
-        "allowed": new.max_attempts,
-        "stale_s": stale_s,
-        "until_s": stale_s,
-        "webhook": orjson.dumps(new.webhook).decode() if new.webhook is not None else None,
-        "extra": orjson.dumps(new.extra).decode() if new.extra else None,
-        "idempotency": idempotency_digest(new.function, new.owner, new.idempotency),
-        **more,
-    }
-    marks = ", ".join("?" * len(columns))
-    insert = f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608
-    number = connection.execute(insert, tuple(columns.values())).lastrowid
-    if new.large_input:
-        large = (number, new.large_input)
-        connection.execute("INSERT INTO inputs (number, body, large) VALUES (?, x'', ?)", large)
-    else:
-        connection.execute("INSERT INTO inputs (number, body) VALUES (?, ?)", (number, new.input))
-    return number or 0
-
-
-def error_text(outcome: JobOutcome) -> str | None:
-    """Return the column `error`."""
-    return orjson.dumps(outcome.error).decode() if outcome.error is not None else None
-
-
-def size_of_result(connection: sqlite3.Connection, number: int) -> int:
-    """Return the bytes of a job's result and pieces. This reads no bodies, because SQLite knows the length of a blob."""
-    size = f"{_SIZE_OF_RESULT} + CAST(large AS INTEGER)"
-    query = f"""SELECT coalesce((SELECT {size} FROM results WHERE number = ?), 0)
-        + (SELECT coalesce(sum(length(body)), 0) FROM pieces WHERE job = ?)"""  # noqa: S608
-    return int(connection.execute(query, (number, number)).fetchone()[0])
-
-
-def size_of_input(connection: sqlite3.Connection, number: int) -> int:
-    query = f"SELECT coalesce((SELECT {SIZE_OF_INPUT} FROM inputs WHERE number = ?), 0)"  # noqa: S608
-    return int(connection.execute(query, (number,)).fetchone()[0])
-
-
-def large_bodies(connection: sqlite3.Connection, number: int | None = None, *tables: str) -> list[str]:
-    """Return the names of the large bodies of a job in these tables, by default of all jobs, inputs and results."""
-    names: list[str] = []
-    for table in tables or ("inputs", "results"):
-        where, values = ("AND number = ?", (number,)) if number is not None else ("", ())
-        query = f"SELECT large FROM {table} WHERE large <> '' {where}"  # noqa: S608
-        names += [name for (name,) in connection.execute(query, values)]
-    return names
-
-
-def stored_bytes(connection: sqlite3.Connection, *owners: str) -> dict[str, int]:
-    where = f"WHERE owner IN ({', '.join('?' * len(owners))})" if owners else ""
-    rows = connection.execute(f"SELECT owner, bytes FROM stored {where}", owners)  # noqa: S608
-    return {row["owner"]: row["bytes"] for row in rows}
-
-
-def find_row(
-    connection: sqlite3.Connection, job_id: str, select: str = SELECT_WITHOUT_BODIES
-) -> sqlite3.Row | None:
-    """Return the row of the job with this id, or None. `select` is one of the queries above."""
-    row: sqlite3.Row | None = None
-    # An id from a URL may contain bytes that are not UTF-8. No stored id contains such bytes, so there is no such job.
-    with suppress(UnicodeEncodeError):
-        row = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
-    return row
-
-
-def find_rows(connection: sqlite3.Connection, where: str, *values: object) -> list[sqlite3.Row]:
-    """Return the rows of the jobs, without input, output and logs. `where` is the query from WHERE on."""
-    return connection.execute(SELECT_WITHOUT_BODIES + where, values).fetchall()
-
-
-def read_job(connection: sqlite3.Connection, number: int, select: str) -> Job:
-    """Return the job with a row number that is known to exist. `select` is one of the queries above."""
-    return job_of(connection.execute(select + "WHERE jobs.number = ?", (number,)).fetchone())
-
-
-def job_of(row: sqlite3.Row) -> Job:
-    """Convert a row of one of the queries above to a job."""
-    fields = {name: row[name] for name in _JOB_FIELDS}
-    fields["state"] = JobState(fields["state"])
-    for name in ("output_type", "logs", "large_output"):
-        fields[name] = fields[name] or ""
-    fields["webhook"] = webhook_of(row)
-    for name in ("error", "extra"):
-        fields[name] = orjson.loads(fields[name]) if fields[name] is not None else None
-    return Job(**fields)
-
-
-def webhook_of(row: sqlite3.Row) -> Webhook | None:
-    if row["webhook"] is None:
-        return None
-    fields = orjson.loads(row["webhook"])
-    return Webhook(fields["url"], tuple(fields["events"]), fields.get("form", ""))

@@ -1,267 +1,86 @@
-"""The store of one gateway: SQLite. Transitions run in the database's writer thread, queries in its reader thread.
-
-Large inputs and outputs are files. They are written before the transition that refers to them, and read after the query.
-"""
+"""The store of one gateway: SQLite. It adds to the common SQL what only a file has: its clock may be set, and it shrinks."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import secrets
 import shutil
-import sqlite3
-import sys
-import time
-from collections.abc import Callable, Collection, Coroutine
-from functools import wraps
-from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any
 
-from ....errors import JobBodyMissing, UnknownJob
-from ...ground.access.keys import ALL
-from ..stored.job import Job, JobOutcome, JobState, NewJob
-from ..stored.job_changes import JobChanges
+from ..sql import transitions, turns
+from ..sql.connection import Connection
+from ..sql.store import SqlJobStore, query, transition
+from ..sql.transaction import Transaction
 from ..stored.large_bodies import LargeBodies
-from ..stored.webhook_body import WebhookBodies
-from ..webhooks.delivery import MAX_BODY_BYTES, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
-from . import outbox, queries, schema, transitions, turns
 from .database import Database
-from .transaction import Transaction
 
 DATABASE_FILE = "jobs.sqlite3"
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_SHIFTS = (
+    """UPDATE jobs SET until_s = until_s + ?1, stale_s = stale_s + ?1, due_s = due_s + ?1 * (due_s > 0),
+        expires_s = expires_s + ?1 * (expires_s > 0)""",
+    """UPDATE jobs SET created_s = created_s + ?1, started_s = started_s + ?1 * (started_s > 0)
+        WHERE state IN ('IN_QUEUE', 'IN_PROGRESS')""",
+    "UPDATE deliveries SET next_s = next_s + ?1, created_s = created_s + ?1",
+    "UPDATE tombstones SET until_s = until_s + ?1",
+)
+SPARE_PAGES = 1024
+"""This many free pages stay in the file for reuse, or a quarter of its pages if that is more."""
+VACUUM_PAGES = 256
+"""The most free pages that one transaction returns to the file system."""
 
 
-def _transition(
-    change: Callable[Concatenate[Transaction, P], T],
-) -> Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of SqliteJobStore that runs `change` and returns its result after the commit."""
-
-    @wraps(change)
-    async def method(self: SqliteJobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._commit(lambda transaction: change(transaction, *args, **kwargs))
-
-    return method
+def _expire(transaction: Transaction, limit: int = 200) -> int:
+    """Run `transitions.expire`, and give free pages back to the file system."""
+    handled = transitions.expire(transaction, limit)
+    if pages := min(_excess_pages(transaction.connection), VACUUM_PAGES):
+        # The pragma releases one page for each row that is fetched, so all rows must be fetched.
+        transaction.connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
+    return handled
 
 
-def _query(
-    query: Callable[Concatenate[sqlite3.Connection, P], T],
-) -> Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of SqliteJobStore that runs `query` in the reader thread and returns its result."""
-
-    @wraps(query)
-    async def method(self: SqliteJobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._database.read(lambda connection: query(connection, *args, **kwargs))
-
-    return method
+def _next_expiry(connection: Connection, now_s: float) -> float:
+    return now_s if _excess_pages(connection) else transitions.next_expiry(connection)
 
 
-def _whole(
-    method: Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, Job]],
-) -> Callable[Concatenate[SqliteJobStore, P], Coroutine[Any, Any, Job]]:
-    """Return a method that also reads the large bodies of the job that `method` returns."""
-
-    @wraps(method)
-    async def whole(self: SqliteJobStore, /, *args: P.args, **kwargs: P.kwargs) -> Job:
-        try:
-            return await self._large.read_bodies(await method(self, *args, **kwargs))
-        except JobBodyMissing:
-            # The job may have been deleted since. Then `method` raises the error for that.
-            return await self._large.read_bodies(await method(self, *args, **kwargs))
-
-    return whole
+def _shift(connection: Connection, by_s: float) -> None:
+    for change in _SHIFTS:
+        connection.execute(change, (by_s,))
 
 
-class SqliteJobStore:
-    """A `JobStore`. Most methods run a function of `transitions`, `queries` or `outbox`, and take its arguments but the first."""
+class SqliteJobStore(SqlJobStore):
+    """A `JobStore` in one file. All other gateways that have used it are dead, so claims and leases are not needed."""
 
-    def __init__(
-        self,
-        database: Database,
-        *,
-        keep_s: float,
-        clock: Callable[[], float] = time.time,
-        bodies: WebhookBodies = MappingProxyType({}),
-    ) -> None:
-        """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
-        pilotflame's own.
-        """
-        self._database = database
-        self._large = LargeBodies(database.path.with_suffix(".bodies"))
-        self._keep_s = keep_s
-        self._bodies = bodies
-        self._incarnation = secrets.token_hex(8)
-        self.on_commit: Callable[[JobChanges], object] = lambda _: None
-        self.most_stored_bytes = sys.maxsize
-        self.clock = clock
+    expire = transition(_expire)
+    next_expiry = query(_next_expiry)
+    _claim = query(turns.due)
 
-    requeue_dead = _transition(transitions.requeue_dead)
-    _give_up = _transition(transitions.give_up)
-    take = _transition(transitions.take)
-    requeue = _transition(transitions.requeue)
-    add_pieces = _transition(transitions.add_pieces)
-    set_progress = _transition(transitions.set_progress)
-    tell_logs = _transition(transitions.tell_logs)
-    cancel = _whole(_transition(transitions.cancel))
-    retry = _whole(_transition(transitions.retry))
-    expire = _transition(transitions.expire)
-    redeliver = _transition(transitions.redeliver)
-    alert = _transition(transitions.alert)
-    drop_alerts = _transition(transitions.drop_alerts)
-    _purge_slice = _transition(transitions.purge)
+    def __init__(self, database: Database, **more: Any) -> None:
+        """For `more` see SqlJobStore."""
+        super().__init__(database, LargeBodies(database.path.with_suffix(".bodies")), **more)
+        self._folder = database.path.parent
 
-    get = _whole(_query(queries.get))
-    glance = _query(queries.glance)
-    glance_any = _query(queries.glance_any)
-    _found = _query(queries.find)
-    find = _whole(_found)
-    _due = _query(turns.due)
-    next_due = _query(queries.next_due)
-    next_expiry = _query(transitions.next_expiry)
-    newest = _query(queries.newest)
-    latest = _query(queries.latest)
-    newer_ids = _query(queries.newer_ids)
-    pieces = _query(queries.pieces)
-    counts = _query(queries.counts)
-    all_counts = _query(queries.all_counts)
-    functions_waiting = _query(queries.functions_waiting)
-    deliveries = _query(outbox.newest)
-    pending_deliveries = _query(outbox.pending)
-    _due_deliveries = _query(outbox.due)
-    _delivery_body = _query(outbox.body_of)
-    begun_alerts = _query(queries.begun_alerts)
-    stored_bytes = _query(schema.stored_bytes)
-
-    async def open(self) -> None:
-        """Also delete the large bodies that a crash has left."""
-        await asyncio.to_thread(self._database.open)
-        names = await self._database.read(schema.large_bodies)
-        await asyncio.to_thread(self._large.keep, names)
-
-    async def close(self) -> None:
-        """Also wait until large bodies are written and deleted."""
-        await asyncio.to_thread(self._database.close)
-        await asyncio.to_thread(self._large.close)
-
-    async def free_bytes(self) -> int:
-        """Return the space that is free on the disk."""
-        return (await asyncio.to_thread(shutil.disk_usage, self._database.path.parent)).free
-
-    async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
-        """Run `transitions.shift`. No other write runs between it and `follow`."""
-        await self._database.write(lambda connection: transitions.shift(connection, by_s), at_commit=follow)
-
-    async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
-        """Use several transactions, so that other writers can run between them."""
-        # A deletion includes the jobs whose commit waits.
-        find = self._database.write if running else self._database.read
-        last, cancelled = await find(queries.last_number), 0
-        while count := await self._purge_slice(function, last, owner=owner, running=running):
-            cancelled += count
-        return cancelled
+    async def requeue_dead(self) -> tuple[int, int]:
+        return await self._requeue_dead((self.incarnation,))
 
     async def unclaim(self, job_ids: Collection[str]) -> None:
         """Do nothing: no other gateway uses the file."""
 
-    # -- with large bodies
+    async def free_bytes(self) -> int:
+        """Return the space that is free on the disk."""
+        return (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
 
-    async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
-        new = await self._large.store_input(new)
-        job, earlier = await self._commit(
-            lambda transaction: transitions.submit(transaction, new, job_id), {new.large_input}
-        )
-        return await self._large.read_bodies(job), earlier
+    async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
+        """Move all stored times. No other write runs between this and `follow`."""
+        await self._database.write(lambda connection: _shift(connection, by_s), at_commit=follow)
 
-    async def admit(self, new: NewJob, job_id: str) -> Job:
-        new = await self._large.store_input(new)
-        return await self._commit(
-            lambda transaction: transitions.admit(transaction, new, job_id), {new.large_input}
-        )
 
-    async def start(self, new: NewJob, job_id: str, worker: str) -> int | None:
-        new = await self._large.store_input(new)
-        return await self._commit(
-            lambda transaction: transitions.start(transaction, new, job_id, worker), {new.large_input}
-        )
+def _excess_pages(connection: Connection) -> int:
+    """Return how many free pages the file has beyond the pages that it keeps for reuse (see SPARE_PAGES).
 
-    async def record(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-        new, outcome = await self._large.store_input(new), await self._large.store_output(outcome)
-        job = await self._commit(
-            lambda transaction: transitions.record(transaction, new, job, outcome),
-            {new.large_input, outcome.large_output},
-        )
-        return await self._large.read_bodies(job)
-
-    async def finish(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
-        outcome = await self._large.store_output(outcome)
-        return await self._commit(
-            lambda transaction: transitions.finish(transaction, job_id, fence, outcome),
-            {outcome.large_output},
-        )
-
-    async def claim(
-        self, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
-        most_bytes: float = math.inf,
-    ) -> list[Job]:  # fmt: skip
-        """Only read: no other gateway uses the file."""
-        found: list[Job] = []
-        for job in await self._due(function, limit, now_s, known, after, most_bytes):
-            try:
-                found.append(await self._large.read_bodies(job))
-            except JobBodyMissing as error:
-                outcome = JobOutcome(JobState.FAILED, error=error.to_wire())
-                await self._give_up(job.id, outcome)
-        return found
-
-    async def due_deliveries(
-        self, *, most: int, most_per_host: int, sending: Collection[Delivery]
-    ) -> tuple[list[Delivery], float | None]:
-        return await self._due_deliveries(
-            self.clock(), most=most, most_per_host=most_per_host, sending=sending
-        )
-
-    async def record_attempt(
-        self, delivery: Delivery, attempt: DeliveryAttempt, schedule: RetrySchedule
-    ) -> DeliveryState | None:
-        return await self._database.write(
-            lambda connection: outbox.record(connection, delivery.id, attempt, schedule, self.clock())
-        )
-
-    async def webhook_body(self, delivery: Delivery) -> bytes | None:
-        try:
-            job = await self._found(delivery.job_id, lambda _function: True, ())
-            job = await self._large.read_bodies(job, MAX_BODY_BYTES)
-        except (UnknownJob, JobBodyMissing):
-            return None
-        return await self._delivery_body(job, delivery.event, delivery.created_s, self._bodies)
-
-    async def _commit(self, change: Callable[[Transaction], T], files: Collection[str] = ()) -> T:
-        """Run `change` in a transaction. Delete those of these files to which no row refers after it."""
-        names = set(files) - {""}
-
-        def run(connection: sqlite3.Connection) -> tuple[Transaction, T]:
-            # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
-            transaction = Transaction(
-                connection,
-                self.clock(),
-                self._keep_s,
-                self._bodies,
-                self._incarnation,
-                most_stored_bytes=self.most_stored_bytes,
-                unused_bodies=set(names),
-            )
-            return transaction, change(transaction)
-
-        def committed(done: tuple[Transaction, T]) -> None:
-            self._large.delete(done[0].unused_bodies)
-            self.on_commit(done[0].changes)
-
-        try:
-            _, result = await self._database.write(run, committed)
-        except Exception:
-            # Not for a cancelled caller: its change may still be committed.
-            self._large.delete(names)
-            raise
-        return result
+    Return 0 for a file without incremental vacuum (`auto_vacuum` is not 2): its pages cannot be released.
+    """
+    pragmas = "pragma_auto_vacuum, pragma_freelist_count, pragma_page_count"
+    query = f"SELECT auto_vacuum = 2, freelist_count, page_count FROM {pragmas}"  # noqa: S608
+    incremental, free, pages = connection.execute(query).fetchone()
+    return int(incremental * max(0, free - max(SPARE_PAGES, pages // 4)))

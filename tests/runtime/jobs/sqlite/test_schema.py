@@ -43,8 +43,8 @@ async def test_an_owners_few_jobs_are_found_by_an_index(
         assert all("owner=?" in plan for plan in plans), plans
 
 
-async def test_a_file_of_the_previous_version_gets_the_incarnation(tmp_path: Path, clock: Clock) -> None:
-    """Its running jobs belong to no gateway that lives, so they are queued again."""
+async def test_a_file_of_an_earlier_version_gets_incarnations_and_sizes(tmp_path: Path, clock: Clock) -> None:
+    """Its running jobs belong to no gateway that lives, so they are queued again. Their bytes are counted as before."""
     path = tmp_path / "jobs.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(f"{SCRIPTS[11]}; PRAGMA user_version=12;")
@@ -55,13 +55,26 @@ async def test_a_file_of_the_previous_version_gets_the_incarnation(tmp_path: Pat
                 "VALUES (?, ?, 'tone', ?, '', 0, '', 60, 1000, 3, 3, 1, 1, ?, 'w1', '')",
                 (number, f"job-{number}", state, clock.now_s + 1000.0),
             )
-            connection.execute("INSERT INTO inputs (number, body) VALUES (?, '1')", (number,))
+            connection.execute("INSERT INTO inputs VALUES (?, x'', '300000-0-0')", (number,))
+            connection.execute(
+                "INSERT INTO results VALUES (?, '', 'a' || char(0) || 'b', x'00ff', x'05', '7-0-0')",
+                (number,),
+            )
+            connection.execute("INSERT INTO pieces VALUES (?, 1, x'0102')", (number,))
         connection.execute(
             "INSERT INTO counters (function, owner, in_progress, in_queue) VALUES ('tone', '*', 1, 1)"
         )
         connection.commit()
     store = SqliteJobStore(Database(path, SCRIPTS), keep_s=60.0, clock=clock)
     await store.open()
+    sizes = await store._database.read(
+        lambda connection: connection.execute("SELECT size, result_size FROM jobs").fetchall()
+    )
+    assert [tuple(row) for row in sizes] == [(300_000, 3 + 2 + 1 + 7 + 2)] * 2
+    logs = await store._database.read(
+        lambda connection: connection.execute("SELECT logs FROM results").fetchone()[0]
+    )
+    assert logs == b"a\0b"
     assert await store.take("job-1", "w1") is None
     assert await store.requeue_dead() == (1, 0)
     assert [await store.take(f"job-{number}", "w1") for number in (1, 2)] == [2, 2]

@@ -27,7 +27,8 @@ from pilotflame.errors import (
     JobStoreFailed,
     QueueFull,
 )
-from pilotflame.runtime.jobs.sqlite import outbox, transitions
+from pilotflame.runtime.jobs.sql import outbox, transitions
+from pilotflame.runtime.jobs.sqlite import store as sqlite
 from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
@@ -126,7 +127,7 @@ async def test_a_failure_of_the_outbox_undoes_the_transition(
 async def test_a_purge_runs_in_slices_and_leaves_later_jobs(
     open_store: Callable[..., tuple[SqliteJobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pilotflame.runtime.jobs.sqlite.transitions.PURGE_SLICE", 10)
+    monkeypatch.setattr("pilotflame.runtime.jobs.sql.transitions.PURGE_SLICE", 10)
     store, _ = open_store()
     await asyncio.gather(*(store.submit(new_job()) for _ in range(95)))
     purging = asyncio.ensure_future(store.purge("tone"))
@@ -169,7 +170,7 @@ async def test_expired_jobs_leave_nothing_and_the_file_shrinks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transitions, "SPARE_PAGES", 10)
+    monkeypatch.setattr(sqlite, "SPARE_PAGES", 10)
     store, database = open_store()
     jobs = await asyncio.gather(
         *(store.submit(new_job(body=b"x" * 20_000, webhook=HOOK)) for _ in range(200))

@@ -84,7 +84,7 @@ async def test_a_job_is_stopped_though_the_canceller_disconnects(
 async def test_a_purge_is_finished_though_its_caller_disconnects(
     deploy, gate: Gate, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("pilotflame.runtime.jobs.sqlite.transitions.PURGE_SLICE", 2)
+    monkeypatch.setattr("pilotflame.runtime.jobs.sql.transitions.PURGE_SLICE", 2)
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     first = await run(function, 0)
     await gate.next("0")

@@ -13,7 +13,7 @@ from aiohttp import web
 from job_store_tests import KEEP_S, Clock, new_job
 from live import gateway_here, until
 from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
-from pilotflame.runtime.jobs.sqlite import store as stored
+from pilotflame.runtime.jobs.sql import store as stored
 from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from pilotflame.errors import JobStoreFailed
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
-from pilotflame.runtime.jobs.sqlite import outbox
+from pilotflame.runtime.jobs.sql import outbox
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.webhooks import sender

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from job_store_tests import KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownJob
-from pilotflame.runtime.jobs.sqlite import queries
+from pilotflame.runtime.jobs.sql import queries
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import Job, JobCounts, JobState
 

@@ -3,7 +3,7 @@
 Three mechanisms make a stored job safe:
 
 Group commit: the writer thread takes all queued changes as one group, runs each in its own savepoint of one
-SQLite transaction, and commits once, with synchronous=FULL. A caller gets its result after that commit. So
+transaction, and commits once, durably. A caller gets its result after that commit. So
 every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
 
 Fence (see job_store.py): `running_row` returns None if the fence of an attempt is out of date.
@@ -14,7 +14,6 @@ They are updated in the transaction that changes the state, so they are exact ev
 
 from __future__ import annotations
 
-import sqlite3
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,35 +25,34 @@ from ..stored.job import COUNTERS, TRANSITIONS, Job, JobOutcome, JobState, NewJo
 from ..stored.job_changes import JobChanges
 from ..stored.webhook_body import WebhookBodies
 from . import outbox
-from .schema import (
+from .connection import Connection, Row
+from .rows import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
     SELECT_WITHOUT_BODIES,
-    SIZE_OF_INPUT,
     error_text,
     find_row,
     insert_job,
     large_bodies,
     read_job,
-    size_of_result,
     webhook_of,
 )
 
 _COUNT_NEW = """
 INSERT INTO counters (function, owner, in_queue, queued_bytes) VALUES (?, ?, 1, ?) ON CONFLICT (function, owner)
-DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes"""
+DO UPDATE SET in_queue = counters.in_queue + 1, queued_bytes = counters.queued_bytes + excluded.queued_bytes"""
 _COUNT_ENDED = {
     state: f"INSERT INTO counters (function, owner, {name}) VALUES (?, ?, 1) "  # noqa: S608
-    f"ON CONFLICT (function, owner) DO UPDATE SET {name} = {name} + 1"
+    f"ON CONFLICT (function, owner) DO UPDATE SET {name} = counters.{name} + 1"
     for state, name in COUNTERS.items()
 }
 
 
 @dataclass(slots=True)
 class Transaction:
-    """One caller's part of a group's SQLite transaction."""
+    """One caller's part of a group's transaction."""
 
-    connection: sqlite3.Connection
+    connection: Connection
     now_s: float
     keep_s: float
     """How long the jobs that end in this transaction are kept."""
@@ -67,17 +65,18 @@ class Transaction:
     unused_bodies: set[str] = field(default_factory=set)
     """The names of large bodies to which no row refers after this transaction: their files are deleted."""
 
-    def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
+    def running_row(self, job_id: str, fence: int) -> Row | None:
         """Return the row of the job if it runs and its current attempt has this fence, else None."""
         row = find_row(self.connection, job_id)
         if row is None or row["state"] != JobState.IN_PROGRESS or row["attempts"] != fence:
             return None
         return row
 
-    def add(self, new: NewJob, job_id: str = "") -> Job:
-        """Insert a new job into its function's queue and return it. Raise IntegrityError if there is a job with its id."""
+    def add(self, new: NewJob, job_id: str = "") -> Job | None:
+        """Insert a new job into its function's queue and return it, or None if there is a job with its id."""
         job = new.queued(new.wanted_id or job_id or new_job_id(self.now_s), self.now_s)
-        insert_job(self.connection, new, job)
+        if insert_job(self.connection, new, job) is None:
+            return None
         self.unused_bodies.discard(new.large_input)
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
@@ -85,8 +84,8 @@ class Transaction:
         self.changes.queued.add(new.function)
         return job
 
-    def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-        """Insert a job whose first attempt has ended. The rows are the same as after `add`, `move` and `end`."""
+    def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job | None:
+        """Insert a job whose first attempt has ended, or return None as `add`. The rows are the same as after `add`, `move` and `end`."""
         expires_s = self.now_s + self.keep_s
         ended = replace(
             job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=outcome.error,
@@ -96,8 +95,10 @@ class Transaction:
         number = insert_job(
             self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
             ended_s=self.now_s, expires_s=expires_s, until_s=expires_s,
-            error=error_text(outcome),
+            error=error_text(outcome), result_size=outcome.size_bytes,
         )  # fmt: skip
+        if number is None:
+            return None
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
         self.unused_bodies.discard(new.large_input)
@@ -105,7 +106,7 @@ class Transaction:
         self.count_bytes(new.owner, len(new.input) + outcome.size_bytes)
         return ended
 
-    def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
+    def move(self, row: Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
         """Change the state of the job in `row` and set the columns in `fields`. With `retried`, count a retry.
 
         Raises JobConflict if TRANSITIONS does not allow this change.
@@ -116,27 +117,28 @@ class Transaction:
         self._update(row, {"state": to.value, **self._fields_of(to, row), **fields})
         self._count(row, was, to, retried=retried)
         if to is JobState.IN_QUEUE:
-            self.count_bytes(row["owner"], -size_of_result(self.connection, row["number"]))
+            self.count_bytes(row["owner"], -row["result_size"])
             self.unused_bodies.update(large_bodies(self.connection, row["number"], "results"))
             self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
             self.changes.queued.add(row["function"])
 
-    def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
+    def end(self, row: Row, outcome: JobOutcome) -> None:
         """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
-        self.move(row, outcome.state, error=error_text(outcome))
+        result_size = row["result_size"] + outcome.size_bytes
+        self.move(row, outcome.state, error=error_text(outcome), result_size=result_size)
         if outcome.state is JobState.CANCELLED:
             self.changes.cancelled.append((row["function"], row["id"]))
         self._insert_result(row["number"], outcome)
         self.count_bytes(row["owner"], outcome.size_bytes)
         self.notify(row, "completed")
 
-    def touch(self, row: sqlite3.Row, **fields: Any) -> None:
+    def touch(self, row: Row, **fields: Any) -> None:
         """Set the columns in `fields`, and add the webhook delivery of "output"."""
         self._update(row, fields)
         self.notify(row, "output")
 
-    def notify(self, row: sqlite3.Row, event: str, logs: str = "") -> None:
+    def notify(self, row: Row, event: str, logs: str = "") -> None:
         """Add a webhook delivery if the job's webhook subscribes to the event. `logs` are the lines that a running job
         has logged.
         """
@@ -153,7 +155,7 @@ class Transaction:
         for one in (ALL, owner) if owner else (ALL,):
             self.changes.stored[one] += added
             self.connection.execute(
-                "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes",
+                "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = stored.bytes + excluded.bytes",
                 (one, added),
             )
         if added < 0:
@@ -164,20 +166,34 @@ class Transaction:
             body = None if outcome.large_output else outcome.output
             self.connection.execute(
                 "INSERT INTO results (number, type, logs, body, metrics, large) VALUES (?, ?, ?, ?, ?, ?)",
-                (number, outcome.output_type, outcome.logs, body, outcome.metrics, outcome.large_output),
+                (
+                    number,
+                    outcome.output_type,
+                    outcome.logs.encode(),
+                    body,
+                    outcome.metrics,
+                    outcome.large_output,
+                ),
             )
             self.unused_bodies.discard(outcome.large_output)
 
-    def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
+    def _update(self, row: Row, fields: Mapping[str, Any]) -> None:
         assignments = ", ".join(f"{name} = ?" for name in fields)
         update = f"UPDATE jobs SET {assignments} WHERE number = ?"  # noqa: S608
         self.connection.execute(update, (*fields.values(), row["number"]))
         self.changes.changed.append(row["id"])
 
-    def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
+    def _fields_of(self, to: JobState, row: Row) -> dict[str, Any]:
         if to is JobState.IN_QUEUE:
             unset = {"started_s": 0.0, "ended_s": 0.0, "expires_s": 0.0, "progress": None, "pieces": 0}
-            return {**unset, "worker": "", "incarnation": "", "due_s": 0.0, "until_s": row["stale_s"]}
+            return {
+                **unset,
+                "result_size": 0,
+                "worker": "",
+                "incarnation": "",
+                "due_s": 0.0,
+                "until_s": row["stale_s"],
+            }
         if to is JobState.IN_PROGRESS:
             attempt = {
                 "attempts": row["attempts"] + 1,
@@ -188,23 +204,23 @@ class Transaction:
         expires_s = self.now_s + self.keep_s
         return {"ended_s": self.now_s, "expires_s": expires_s, "until_s": expires_s}
 
-    def _count(self, row: sqlite3.Row, was: JobState, to: JobState, *, retried: bool) -> None:
+    def _count(self, row: Row, was: JobState, to: JobState, *, retried: bool) -> None:
         less, more = COUNTERS[was], COUNTERS[to]
         queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
-        size = f"(SELECT {SIZE_OF_INPUT} FROM inputs WHERE number = ?)"  # noqa: S608
         states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
-        changes = f"{states}, queued_bytes = queued_bytes + ? * {size}"
+        changes = f"{states}, queued_bytes = queued_bytes + ?"
         update = f"UPDATE counters SET {changes} WHERE function = ? AND owner IN (?, ?)"  # noqa: S608
-        self.connection.execute(update, (retried, queued, row["number"], row["function"], ALL, row["owner"]))
+        values = (int(retried), queued * row["size"], row["function"], ALL, row["owner"])
+        self.connection.execute(update, values)
 
 
 def row_of(
-    connection: sqlite3.Connection,
+    connection: Connection,
     function: str,
     job_id: str,
     owner: str,
     select: str = SELECT_WITHOUT_BODIES,
-) -> sqlite3.Row:
+) -> Row:
     """Return the row of an owner's job, read with a query of schema.py. Raise what `missing` returns."""
     row = find_row(connection, job_id, select)
     if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
@@ -212,9 +228,7 @@ def row_of(
     return row
 
 
-def missing(
-    connection: sqlite3.Connection, function: str, job_id: str, owner: str
-) -> UnknownJob | JobExpired:
+def missing(connection: Connection, function: str, job_id: str, owner: str) -> UnknownJob | JobExpired:
     """Return the error for a job that the owner does not have: JobExpired if it was deleted."""
     deleted = "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)"
     if connection.execute(deleted, (tombstone_key(function, job_id), owner, ALL)).fetchone():

@@ -1,12 +1,11 @@
 """Changes jobs, from submit to deletion. `job_store.py` says what each public function does.
 
-`SqliteJobStore` runs each of them in one Transaction.
+`SqlJobStore` runs each of them in one Transaction.
 """
 
 from __future__ import annotations
 
 import math
-import sqlite3
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,7 +19,8 @@ from ..stored.large_bodies import UNSENT_S, same_body
 from ..stored.stored_bytes import StoredBytes
 from ..webhooks.delivery import JOB, Delivery
 from . import outbox, queries
-from .schema import (
+from .connection import Connection, Row
+from .rows import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
     error_text,
@@ -29,8 +29,6 @@ from .schema import (
     job_of,
     large_bodies,
     read_job,
-    size_of_input,
-    size_of_result,
     stored_bytes,
 )
 from .transaction import Transaction, row_of
@@ -39,20 +37,10 @@ PURGE_SLICE = 500
 """The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
 EXPIRY_SLICE_S = 0.05
 """A transaction that expires jobs handles no further job after this time."""
-_SHIFTS = (
-    """UPDATE jobs SET until_s = until_s + ?1, stale_s = stale_s + ?1, due_s = due_s + ?1 * (due_s > 0),
-        expires_s = expires_s + ?1 * (expires_s > 0)""",
-    """UPDATE jobs SET created_s = created_s + ?1, started_s = started_s + ?1 * (started_s > 0)
-        WHERE state IN ('IN_QUEUE', 'IN_PROGRESS')""",
-    "UPDATE deliveries SET next_s = next_s + ?1, created_s = created_s + ?1",
-    "UPDATE tombstones SET until_s = until_s + ?1",
-)
+_BEGUN = """INSERT INTO alerts (function, condition, begun_s) VALUES (?, ?, ?)
+    ON CONFLICT (function, condition) DO UPDATE SET begun_s = excluded.begun_s"""
 MAX_TOMBSTONES = 1_000_000
 """If there are more tombstones than this, the oldest are deleted before they expire."""
-SPARE_PAGES = 1024
-"""This many free pages stay in the file for reuse, or a quarter of its pages if that is more."""
-VACUUM_PAGES = 256
-"""The most free pages that one transaction returns to the file system."""
 
 
 def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
@@ -62,19 +50,20 @@ def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job
         raise _taken(new.wanted_id)
     try:
         _check_room(transaction, new)
-        return transaction.add(new, job_id), False
-    except (QueueFull, sqlite3.IntegrityError):
-        if (earlier := _added(transaction, new, job_id)) is None:
+    except QueueFull:
+        if find_row(transaction.connection, job_id) is None:
             raise
-        return earlier, False
+        return _added(transaction, new, job_id), False
+    return transaction.add(new, job_id) or _added(transaction, new, job_id), False
 
 
-def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job | None:
-    """Return the job that an earlier call with the same client-made id has stored, or None. Raise JobConflict if it is another job."""
-    if (row := find_row(transaction.connection, job_id, SELECT_WHOLE)) is None:
-        return None
+def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job:
+    """Return the job that an earlier call with the same client-made id has stored. Raise JobConflict if it is another job."""
+    row = find_row(transaction.connection, job_id, SELECT_WHOLE)
+    if row is None or (row["function"], row["owner"]) != (new.function, new.owner):
+        raise _taken(job_id)
     job = job_of(row)
-    if (job.function, job.owner) != (new.function, new.owner) or not is_same(job, new):
+    if not is_same(job, new):
         raise _taken(job_id)
     return job
 
@@ -84,21 +73,13 @@ def _taken(job_id: str) -> JobConflict:
 
 
 def start(transaction: Transaction, new: NewJob, job_id: str, worker: str) -> int | None:
-    try:
-        transaction.add(new, job_id)
-    except sqlite3.IntegrityError:
-        if _added(transaction, new, job_id) is None:
-            raise
+    if transaction.add(new, job_id) is None:
+        _added(transaction, new, job_id)
     return take(transaction, job_id, worker)
 
 
 def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
-    try:
-        return transaction.add_ended(new, job, outcome)
-    except sqlite3.IntegrityError:
-        if (earlier := _added(transaction, new, job.id)) is None:
-            raise
-        return earlier
+    return transaction.add_ended(new, job, outcome) or _added(transaction, new, job.id)
 
 
 def admit(transaction: Transaction, new: NewJob, job_id: str) -> Job:
@@ -131,6 +112,8 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
     row = find_row(transaction.connection, job_id)
     if row is None:
         return None
+    if row["state"] == JobState.IN_QUEUE and row["incarnation"] not in ("", transaction.incarnation):
+        return None
     if row["state"] != JobState.IN_QUEUE:
         own = (JobState.IN_PROGRESS, transaction.incarnation, worker)
         return int(row["attempts"]) if (row["state"], row["incarnation"], row["worker"]) == own else None
@@ -149,7 +132,7 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
     return True
 
 
-def _has_ended(connection: sqlite3.Connection, job_id: str, fence: int, outcome: JobOutcome) -> bool:
+def _has_ended(connection: Connection, job_id: str, fence: int, outcome: JobOutcome) -> bool:
     """Return True if the attempt `fence` has ended the job with this outcome."""
     row = find_row(connection, job_id, SELECT_WITH_RESULT)
     if row is None or (row["attempts"], row["error"]) != (fence, error_text(outcome)):
@@ -177,10 +160,10 @@ def requeue(
     return True
 
 
-def requeue_dead(transaction: Transaction) -> tuple[int, int]:
-    # The file has one gateway: all others are dead.
-    others = "WHERE state = 'IN_PROGRESS' AND incarnation <> ?"
-    running, again = find_rows(transaction.connection, others, transaction.incarnation), 0
+def requeue_dead(transaction: Transaction, alive: Collection[str]) -> tuple[int, int]:
+    """`alive` has the incarnations of all gateways that may run jobs."""
+    dead = f"incarnation NOT IN ({', '.join('?' * len(alive))})"
+    running, again = find_rows(transaction.connection, f"WHERE state = 'IN_PROGRESS' AND {dead}", *alive), 0
     for row in running:
         if row["attempts"] < row["max_attempts"]:
             transaction.move(row, JobState.IN_QUEUE)
@@ -213,8 +196,9 @@ def add_pieces(
     new = numbered[row["pieces"] + 1 - first_number :]
     if new:
         transaction.connection.executemany("INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)", new)
-        transaction.count_bytes(row["owner"], sum(len(piece) for _, _, piece in new))
-        transaction.touch(row, pieces=new[-1][1])
+        size = sum(len(piece) for _, _, piece in new)
+        transaction.count_bytes(row["owner"], size)
+        transaction.touch(row, pieces=new[-1][1], result_size=row["result_size"] + size)
     return True
 
 
@@ -285,7 +269,7 @@ def alert(transaction: Transaction, alert: Alert) -> None:
     transaction.changes.notified = True
     if alert.begun:
         values = (alert.function, alert.condition, transaction.now_s)
-        transaction.connection.execute("INSERT OR REPLACE INTO alerts VALUES (?, ?, ?)", values)
+        transaction.connection.execute(_BEGUN, values)
     else:
         drop_alerts(transaction, alert.function, (alert.condition,))
 
@@ -297,7 +281,7 @@ def drop_alerts(transaction: Transaction, function: str, conditions: Collection[
 
 
 def expire(transaction: Transaction, limit: int = 200) -> int:
-    """Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
+    """Also delete old tombstones and deliveries of deleted jobs.
 
     One call handles at most `limit` jobs and `limit` tombstones.
     """
@@ -317,26 +301,16 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
             break
     deleted = _delete_tombstones(transaction, limit)
     outbox.delete_orphans(transaction.connection, transaction.now_s - transaction.keep_s, limit)
-    if pages := min(_excess_pages(transaction.connection), VACUUM_PAGES):
-        # The pragma releases one page for each row that is fetched, so all rows must be fetched.
-        transaction.connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
     return done + deleted
 
 
-def shift(connection: sqlite3.Connection, by_s: float) -> None:
-    for change in _SHIFTS:
-        connection.execute(change, (by_s,))
-
-
-def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
-    if _excess_pages(connection):
-        return now_s
+def next_expiry(connection: Connection) -> float:
     first = connection.execute("SELECT until_s FROM jobs WHERE until_s IS NOT NULL ORDER BY until_s LIMIT 1")
     oldest = connection.execute("SELECT until_s FROM tombstones ORDER BY number LIMIT 1")
     return min((until_s for (until_s,) in (*first, *oldest)), default=math.inf)
 
 
-def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
+def _delete(transaction: Transaction, row: Row) -> None:
     """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept.
 
     A job stays for UNSENT_S more if a delivery needs its large bodies, which are not in the delivery.
@@ -345,8 +319,7 @@ def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
     if row["webhook"] is not None and outbox.needs_job(transaction.connection, row["id"]):
         execute("UPDATE jobs SET until_s = ? WHERE number = ?", (transaction.now_s + UNSENT_S, *number))
         return
-    size = size_of_input(transaction.connection, *number) + size_of_result(transaction.connection, *number)
-    transaction.count_bytes(row["owner"], -size)
+    transaction.count_bytes(row["owner"], -row["size"] - row["result_size"])
     transaction.unused_bodies.update(large_bodies(transaction.connection, *number))
     for table in ("jobs", "inputs", "results"):
         execute(f"DELETE FROM {table} WHERE number = ?", number)  # noqa: S608
@@ -373,14 +346,3 @@ def _delete_tombstones(transaction: Transaction, limit: int) -> int:
     if expired:
         execute("DELETE FROM tombstones WHERE number <= ?", (expired[-1],))
     return len(expired)
-
-
-def _excess_pages(connection: sqlite3.Connection) -> int:
-    """Return how many free pages the file has beyond the pages that it keeps for reuse (see SPARE_PAGES).
-
-    Return 0 for a file without incremental vacuum (`auto_vacuum` is not 2): its pages cannot be released.
-    """
-    pragmas = "pragma_auto_vacuum, pragma_freelist_count, pragma_page_count"
-    query = f"SELECT auto_vacuum = 2, freelist_count, page_count FROM {pragmas}"  # noqa: S608
-    incremental, free, pages = connection.execute(query).fetchone()
-    return int(incremental * max(0, free - max(SPARE_PAGES, pages // 4)))

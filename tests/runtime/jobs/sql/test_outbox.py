@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import UnknownDelivery
-from pilotflame.runtime.jobs.sqlite import outbox
+from pilotflame.runtime.jobs.sql import outbox
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.stored.job import JobState, Webhook
 from pilotflame.runtime.jobs.webhooks.delivery import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from job_store_machine import StoreMachine
 from job_store_tests import KEEP_S, Clock, new_job
-from pilotflame.runtime.jobs.sqlite import schema, transitions
+from pilotflame.runtime.jobs.sql import rows, transitions
 from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
@@ -22,7 +22,7 @@ class SqliteMachine(StoreMachine):
         return SqliteJobStore(self.database, keep_s=KEEP_S, clock=lambda: self.model.now_s)
 
     def close(self) -> None:
-        named = set(self.run(self.database.read(schema.large_bodies)))
+        named = set(self.run(self.database.read(rows.large_bodies)))
         super().close()
         assert {path.name for path in self.folder.glob("jobs.bodies/*")} == named
 
