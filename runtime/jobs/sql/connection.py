@@ -1,38 +1,39 @@
-"""Defines `Connection`: the methods of a connection to a database that this room calls. `sqlite3.Connection` has them."""
+"""Defines `SqlConnection`: the methods of a connection to a database that this room calls, named as in sqlite3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
-Row: TypeAlias = Any
+SqlRow: TypeAlias = Any
 """A row: `row["name"]` and `row[0]` are columns, `dict(row)` has all, and iteration gives the values."""
 
 
-class Cursor(Protocol):
+class SqlCursor(Protocol):
     """The rows that a statement returns."""
 
     @property
     def rowcount(self) -> int:
         """The number of rows that the statement has changed."""
 
-    @property
-    def lastrowid(self) -> int | None:
-        """The number of the row that the statement has added to `jobs`."""
+    def fetchone(self) -> SqlRow: ...
 
-    def fetchone(self) -> Row: ...
+    def fetchall(self) -> list[SqlRow]: ...
 
-    def fetchall(self) -> list[Row]: ...
-
-    def __iter__(self) -> Iterator[Row]: ...
+    def __iter__(self) -> Iterator[SqlRow]: ...
 
     def close(self) -> None: ...
 
 
-class Connection(Protocol):
+class SqlConnection(Protocol):
     """A connection. Each `?` in a statement stands for the next value."""
 
-    def execute(self, sql: str, values: Sequence[Any] = ..., /) -> Cursor: ...
+    def execute(self, sql: str, values: Sequence[Any] = ..., /) -> SqlCursor: ...
+
+    def insert(self, sql: str, values: Sequence[Any], /) -> int | None:
+        """Run an INSERT of a row of `jobs` that ends with ON CONFLICT DO NOTHING. Return the row's number, or None if there is a row
+        with the same key.
+        """
 
     def executemany(self, sql: str, values: Iterable[Sequence[Any]], /) -> object: ...
 

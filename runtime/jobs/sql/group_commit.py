@@ -9,14 +9,14 @@ import asyncio
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
 from ....errors import JobStoreFailed
-from .connection import Connection
+from .connection import SqlConnection
 
 T = TypeVar("T")
 Change = Callable[[Any], T]
@@ -49,11 +49,6 @@ class GroupCommit(ABC):
 
     errors: ClassVar[tuple[type[Exception], ...]]
     """What a connection raises."""
-    begin_write: ClassVar[str]
-    """The statement that begins a transaction of writes. No two such transactions run at the same time."""
-    begin_read: ClassVar[str]
-    """The statement that begins a transaction of reads, which sees one state of the database."""
-    readers: ClassVar[int] = 1
     tries: ClassVar[int] = 1
     """How often a group is run if its connection fails. With more than 1, changes must be repeatable: one that was committed although
     the connection failed is run again.
@@ -76,18 +71,22 @@ class GroupCommit(ABC):
         """Open or create the database, upgrade it, and call `_begin`. Blocks. Raise JobStoreFailed if it cannot be used."""
 
     @abstractmethod
-    def connect(self, *, reading: bool) -> Connection:
+    def connect(self, *, reading: bool) -> SqlConnection:
         """Return a new connection. Blocks. Raise one of `errors`."""
 
     @abstractmethod
-    def in_transaction(self, connection: Connection) -> bool:
+    def begin(self, connection: Any, *, reading: bool) -> None:
+        """Begin a transaction. If it is `reading`, it sees one state of the database; else, no other such transaction runs."""
+
+    @abstractmethod
+    def in_transaction(self, connection: Any) -> bool:
         """Return True if a transaction is open."""
 
     @abstractmethod
-    def broken(self, connection: Connection) -> bool:
+    def broken(self, connection: Any) -> bool:
         """Return True if the connection cannot be used any more."""
 
-    def _begin(self, writer: Connection, readers: list[Connection]) -> None:
+    def _begin(self, writer: SqlConnection, readers: Sequence[SqlConnection]) -> None:
         """Start the threads. Each of them closes its own connection."""
         self._threads = [
             threading.Thread(
@@ -141,7 +140,7 @@ class GroupCommit(ABC):
             calls.put(QueuedCall(run, committed, at_commit, future))
         return await future
 
-    def _serve(self, connection: Connection, calls: _Calls, reading: bool) -> None:
+    def _serve(self, connection: SqlConnection, calls: _Calls, reading: bool) -> None:
         """Run queued calls in groups until None is taken from the queue, then close the connection."""
         while group := _next_group(calls):
             # The group that None ends is the last one.
@@ -156,7 +155,7 @@ class GroupCommit(ABC):
                 break
         connection.close()
 
-    def _run_group(self, connection: Connection, group: list[QueuedCall], reading: bool) -> Connection:
+    def _run_group(self, connection: SqlConnection, group: list[QueuedCall], reading: bool) -> SqlConnection:
         """Run the calls of a group. A connection that fails, for example to roll back, is replaced. Return the one to use next."""
         left = group
         for number in range(1, self.tries + 1):
@@ -171,7 +170,7 @@ class GroupCommit(ABC):
                 break
         return connection
 
-    def _replaced(self, connection: Connection, *, reading: bool) -> Connection:
+    def _replaced(self, connection: SqlConnection, *, reading: bool) -> SqlConnection:
         """Close a connection, which undoes its open transaction, and return a new one.
 
         If that fails, return the closed connection. The next group then fails too, and the connection is replaced after it.
@@ -181,19 +180,19 @@ class GroupCommit(ABC):
             return self.connect(reading=reading)
         return connection
 
-    def _read(self, connection: Connection, group: list[QueuedCall]) -> None:
+    def _read(self, connection: SqlConnection, group: list[QueuedCall]) -> None:
         """Run a group's queries in one transaction, so that all their statements read the same state of the database."""
-        connection.execute(self.begin_read)
+        self.begin(connection, reading=True)
         for call in group:
             self._run(connection, call)
             call.ended = True
             if isinstance(call.error, JobStoreFailed):
                 # The error may have ended the transaction.
                 connection.execute("ROLLBACK")
-                connection.execute(self.begin_read)
+                self.begin(connection, reading=True)
         connection.execute("COMMIT")
 
-    def _write_group(self, connection: Connection, group: list[QueuedCall]) -> None:
+    def _write_group(self, connection: SqlConnection, group: list[QueuedCall]) -> None:
         failed = True
         group.sort(key=lambda call: call.at_commit is not None)
         try:
@@ -202,14 +201,14 @@ class GroupCommit(ABC):
         finally:
             self._on_written(failed)
 
-    def _commit(self, connection: Connection, group: list[QueuedCall]) -> None:
+    def _commit(self, connection: SqlConnection, group: list[QueuedCall]) -> None:
         """Commit a group in one transaction.
 
         If the commit fails, repeat each call in a separate transaction. Then only the call at fault fails.
         Raises one of `errors` if the connection cannot be used any more.
         """
         try:
-            connection.execute(self.begin_write)
+            self.begin(connection, reading=False)
             for call in group:
                 self._run_alone(connection, call)
             connection.execute("COMMIT")
@@ -229,7 +228,7 @@ class GroupCommit(ABC):
             else:
                 group[0].error, group[0].ended = group[0].error or self._refused(error), True
 
-    def _run_alone(self, connection: Connection, call: QueuedCall) -> None:
+    def _run_alone(self, connection: SqlConnection, call: QueuedCall) -> None:
         """Run a call. If it fails, undo its own changes."""
         connection.execute("SAVEPOINT call")
         self._run(connection, call)
@@ -238,7 +237,7 @@ class GroupCommit(ABC):
             connection.execute("ROLLBACK TO SAVEPOINT call")
         connection.execute("RELEASE SAVEPOINT call")
 
-    def _run(self, connection: Connection, call: QueuedCall) -> None:
+    def _run(self, connection: SqlConnection, call: QueuedCall) -> None:
         try:
             call.result = call.run(connection)
         except self.errors as error:

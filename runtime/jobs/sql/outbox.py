@@ -25,7 +25,7 @@ from ..stored.delivery_shares import DeliveryShares, DueDelivery, shared
 from ..stored.job import Job
 from ..stored.webhook_body import WebhookBodies, message
 from ..webhooks.delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
-from .connection import Connection, Row
+from .connection import SqlConnection, SqlRow
 from .rows import webhook_of
 
 SUPERSEDED = ("output", "logs")
@@ -80,7 +80,7 @@ DELETE FROM deliveries WHERE rowid IN (
 
 
 def add(
-    connection: Connection, job: Job, event: str, now_s: float, bodies: WebhookBodies = MappingProxyType({})
+    connection: SqlConnection, job: Job, event: str, now_s: float, bodies: WebhookBodies = MappingProxyType({})
 ) -> None:  # fmt: skip
     """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if there is a form.
 
@@ -101,19 +101,19 @@ def add(
     connection.execute(_INSERT, (*row, body, attempts, next_s, now_s, log, job.owner))
 
 
-def body_of(connection: Connection, job: Job, event: str, now_s: float, bodies: WebhookBodies) -> bytes:
+def body_of(connection: SqlConnection, job: Job, event: str, now_s: float, bodies: WebhookBodies) -> bytes:
     """Return the body of a delivery about a job that has a webhook."""
     make = bodies.get(job.webhook.form if job.webhook is not None else "")
     return message(job, event, now_s) if make is None else make(job, _pieces(connection, job))
 
 
-def needs_job(connection: Connection, job_id: str) -> bool:
+def needs_job(connection: SqlConnection, job_id: str) -> bool:
     """Return True if a body that must still be sent is made from the job when it is sent."""
     pending = "SELECT 1 FROM deliveries WHERE subject = ? AND state = 'PENDING' AND length(body) = 0"
     return connection.execute(pending, (JOB + job_id,)).fetchone() is not None
 
 
-def add_alert(connection: Connection, alert: Alert, now_s: float) -> None:
+def add_alert(connection: SqlConnection, alert: Alert, now_s: float) -> None:
     """Add the delivery of an alert."""
     # Each condition of each function has its own subject. So the alerts of one condition do not wait for other alerts.
     subject = f"alert:{alert.function}:{alert.condition}"
@@ -130,14 +130,14 @@ def _host(url: str) -> str:
     return "{0.scheme}://{0.netloc}".format(urlsplit(url)).lower()
 
 
-def _pieces(connection: Connection, job: Job) -> list[bytes]:
+def _pieces(connection: SqlConnection, job: Job) -> list[bytes]:
     """Return the first pieces of the output of a job that still streams."""
     query = "SELECT body FROM jobs JOIN pieces ON pieces.job = jobs.number WHERE id = ? ORDER BY pieces.number LIMIT ?"
     return [] if job.state.final else [body for (body,) in connection.execute(query, (job.id, MAX_PIECES))]
 
 
 def due(
-    connection: Connection,
+    connection: SqlConnection,
     now_s: float,
     *,
     most: int,
@@ -167,7 +167,7 @@ def due(
 
 
 def record(
-    connection: Connection,
+    connection: SqlConnection,
     delivery_id: str,
     attempt: DeliveryAttempt,
     schedule: RetrySchedule,
@@ -196,7 +196,7 @@ def record(
 
 
 def redeliver(
-    connection: Connection, function: str, delivery_id: str, now_s: float, owner: str = ALL
+    connection: SqlConnection, function: str, delivery_id: str, now_s: float, owner: str = ALL
 ) -> Delivery:
     changed = connection.execute(
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? "
@@ -213,7 +213,7 @@ def redeliver(
 
 
 def newest(
-    connection: Connection,
+    connection: SqlConnection,
     function: str,
     states: Sequence[DeliveryState] = (),
     subject: str = "",
@@ -234,12 +234,12 @@ def newest(
     return [_delivery(row) for row in rows]
 
 
-def pending(connection: Connection) -> dict[str, int]:
+def pending(connection: SqlConnection) -> dict[str, int]:
     query = "SELECT function, count(*) FROM deliveries WHERE state = 'PENDING' GROUP BY function"
     return dict(connection.execute(query).fetchall())
 
 
-def delete_orphans(connection: Connection, before_s: float, limit: int) -> None:
+def delete_orphans(connection: SqlConnection, before_s: float, limit: int) -> None:
     """Delete up to `limit` ended deliveries that were added before `before_s` and never had a job or have lost it."""
     connection.execute(
         _DELETE_OLDEST
@@ -248,7 +248,7 @@ def delete_orphans(connection: Connection, before_s: float, limit: int) -> None:
     )
 
 
-def _held_until(connection: Connection, subject: str) -> float:
+def _held_until(connection: SqlConnection, subject: str) -> float:
     """Return the time until which a new delivery of the subject must wait for earlier ones, or 0.0."""
     (next_s,) = connection.execute(
         "SELECT max(next_s) FROM deliveries WHERE subject = ? AND state = 'PENDING' AND attempts < ?",
@@ -257,20 +257,20 @@ def _held_until(connection: Connection, subject: str) -> float:
     return float(next_s or 0.0)
 
 
-def _take_superseded(connection: Connection, subject: str, event: str) -> Row | None:
+def _take_superseded(connection: SqlConnection, subject: str, event: str) -> SqlRow | None:
     """Delete the job's pending delivery of this event and return its row; None if there is none.
 
     If the delivery is being sent, its attempt is not recorded: `record` will not find it.
     """
     pending = "subject = ? AND event = ? AND state = 'PENDING'"
     query = f"SELECT id, attempts, next_s, log FROM deliveries WHERE {pending}"  # noqa: S608
-    row: Row | None = connection.execute(query, (subject, event)).fetchone()
+    row: SqlRow | None = connection.execute(query, (subject, event)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM deliveries WHERE id = ?", (row["id"],))
     return row
 
 
-def _owners(connection: Connection, now_s: float) -> set[str]:
+def _owners(connection: SqlConnection, now_s: float) -> set[str]:
     """Return the owners that `due` examines. Each step finds the next owner in the index."""
     # The longest due delivery is among theirs, so no owner waits for ever.
     owners = {owner for (owner,) in connection.execute(_OLDEST, (now_s, MAX_OWNERS))}
@@ -284,7 +284,7 @@ def _owners(connection: Connection, now_s: float) -> set[str]:
 
 
 def _due_at(
-    connection: Connection, owner: str, host: str, now_s: float, busy: Collection[str]
+    connection: SqlConnection, owner: str, host: str, now_s: float, busy: Collection[str]
 ) -> Iterator[DueDelivery]:
     """Yield the due deliveries of an owner to a host, one per subject not in `busy`."""
     subjects = set(busy)
@@ -295,7 +295,7 @@ def _due_at(
                 yield DueDelivery(owner, row["next_s"], row["rowid"], host)
 
 
-def _read(connection: Connection, where: str, key: str | int) -> Delivery | None:
+def _read(connection: SqlConnection, where: str, key: str | int) -> Delivery | None:
     select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
     row = connection.execute(select, (key,)).fetchone()
     if row is None:
@@ -304,7 +304,7 @@ def _read(connection: Connection, where: str, key: str | int) -> Delivery | None
     return dataclasses.replace(found, trace=_trace(connection, found.job_id))
 
 
-def _trace(connection: Connection, job_id: str) -> dict[str, str]:
+def _trace(connection: SqlConnection, job_id: str) -> dict[str, str]:
     """Return the trace headers that the job's caller sent.
 
     A dialect with its own form of webhooks keeps these headers in `extra`, as they were sent.
@@ -319,6 +319,6 @@ def _trace(connection: Connection, job_id: str) -> dict[str, str]:
     return sent or ({"traceparent": row["traceparent"]} if row["traceparent"] else {})
 
 
-def _delivery(row: Row) -> Delivery:
+def _delivery(row: SqlRow) -> Delivery:
     log = tuple(DeliveryAttempt(**attempt) for attempt in orjson.loads(row["log"]))
     return Delivery(**dict(row) | {"state": DeliveryState(row["state"]), "log": log})

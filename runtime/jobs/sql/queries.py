@@ -12,7 +12,7 @@ from ....errors import JobExpired
 from ...ground.access.keys import ALL
 from ..stored.job import Job, JobCounts, JobState
 from ..stored.job_store import unknown_job
-from .connection import Connection, Row
+from .connection import SqlConnection, SqlRow
 from .rows import SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 
@@ -26,22 +26,22 @@ PIECES_BYTES = 4 << 20
 """`pieces` adds no more pieces to its result when the result has reached this size."""
 
 
-def get(connection: Connection, function: str, job_id: str, owner: str = ALL) -> Job:
+def get(connection: SqlConnection, function: str, job_id: str, owner: str = ALL) -> Job:
     return job_of(row_of(connection, function, job_id, owner, SELECT_WHOLE))
 
 
-def glance(connection: Connection, function: str, job_id: str, owner: str = ALL) -> Job:
+def glance(connection: SqlConnection, function: str, job_id: str, owner: str = ALL) -> Job:
     return job_of(row_of(connection, function, job_id, owner))
 
 
-def glance_any(connection: Connection, job_id: str) -> Job:
+def glance_any(connection: SqlConnection, job_id: str) -> Job:
     if (row := find_row(connection, job_id)) is None:
         raise unknown_job(job_id)
     return job_of(row)
 
 
 def find(
-    connection: Connection,
+    connection: SqlConnection,
     job_id: str,
     allows: Callable[[str], bool],
     among: Collection[str],
@@ -56,7 +56,7 @@ def find(
     raise unknown_job(job_id)
 
 
-def next_due(connection: Connection, function: str, after_s: float = 0.0) -> float | None:
+def next_due(connection: SqlConnection, function: str, after_s: float = 0.0) -> float | None:
     delayed = "function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s > ?"
     query = f"SELECT min(due_s) FROM jobs WHERE {delayed}"  # noqa: S608
     due_s: float | None = connection.execute(query, (function, after_s)).fetchone()[0]
@@ -64,7 +64,7 @@ def next_due(connection: Connection, function: str, after_s: float = 0.0) -> flo
 
 
 def newest(
-    connection: Connection,
+    connection: SqlConnection,
     function: str,
     states: Collection[JobState] = (),
     limit: int = 100,
@@ -76,7 +76,7 @@ def newest(
 
 
 def latest(
-    connection: Connection,
+    connection: SqlConnection,
     functions: Collection[str],
     limit: int,
     before_id: str = "",
@@ -92,12 +92,12 @@ def latest(
 
 
 def newer_ids(
-    connection: Connection, functions: Collection[str], limit: int, than_id: str, owner: str = ALL
+    connection: SqlConnection, functions: Collection[str], limit: int, than_id: str, owner: str = ALL
 ) -> list[str]:
     row = find_row(connection, than_id)
     if row is None:
         return []
-    rows: list[Row] = []
+    rows: list[SqlRow] = []
     for function in functions:
         owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
         for state in JobState:
@@ -107,11 +107,11 @@ def newer_ids(
 
 
 def _newest(
-    connection: Connection, functions: Collection[str], states: Collection[JobState], before: int,
+    connection: SqlConnection, functions: Collection[str], states: Collection[JobState], before: int,
     limit: int, owner: str,
 ) -> list[Job]:  # fmt: skip
     # One query per state, because the index is ordered by number only within a state.
-    rows: list[Row] = []
+    rows: list[SqlRow] = []
     for function in functions:
         owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
         for state in set(states) or set(JobState):
@@ -120,7 +120,7 @@ def _newest(
     return [job_of(row) for row in rows[:limit]]
 
 
-def pieces(connection: Connection, job_id: str, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+def pieces(connection: SqlConnection, job_id: str, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
     """The list ends at `limit` pieces, or with the piece that makes it reach PIECES_BYTES."""
     cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "
@@ -136,26 +136,26 @@ def pieces(connection: Connection, job_id: str, after: int, limit: int = 1000) -
     return found
 
 
-def counts(connection: Connection, function: str, owner: str = ALL) -> JobCounts:
+def counts(connection: SqlConnection, function: str, owner: str = ALL) -> JobCounts:
     query = f"SELECT {_COUNTS} FROM counters WHERE function = ? AND owner = ?"  # noqa: S608
     return JobCounts(*connection.execute(query, (function, owner)).fetchone() or ())
 
 
-def all_counts(connection: Connection) -> dict[str, JobCounts]:
+def all_counts(connection: SqlConnection) -> dict[str, JobCounts]:
     rows = connection.execute(f"SELECT function, {_COUNTS} FROM counters WHERE owner = ?", (ALL,))  # noqa: S608
     return {function: JobCounts(*numbers) for function, *numbers in rows}
 
 
-def functions_waiting(connection: Connection) -> list[str]:
+def functions_waiting(connection: SqlConnection) -> list[str]:
     return sorted(function for function, counts in all_counts(connection).items() if counts.in_queue)
 
 
-def last_number(connection: Connection) -> int:
+def last_number(connection: SqlConnection) -> int:
     """Return the row number (`jobs.number`) of the newest job; 0 if there is no job."""
     (number,) = connection.execute("SELECT max(number) FROM jobs").fetchone()
     return number or 0
 
 
-def begun_alerts(connection: Connection) -> list[tuple[str, str]]:
+def begun_alerts(connection: SqlConnection) -> list[tuple[str, str]]:
     rows = connection.execute("SELECT function, condition FROM alerts")
     return [(row["function"], row["condition"]) for row in rows]

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from ..stored.job import SHARED_FIELDS, Job, JobOutcome, JobState, NewJob, Webhook, idempotency_digest
-from .connection import Connection, Row
+from .connection import SqlConnection, SqlRow
 
 _COLUMNS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
@@ -40,7 +40,7 @@ _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
 _PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
 
 
-def insert_job(connection: Connection, new: NewJob, job: Job, **more: Any) -> int | None:
+def insert_job(connection: SqlConnection, new: NewJob, job: Job, **more: Any) -> int | None:
     """Insert a new job and its input, with the columns in `more`. Return its row number, or None if there is a job with its id or
     its idempotency key.
     """
@@ -61,10 +61,8 @@ def insert_job(connection: Connection, new: NewJob, job: Job, **more: Any) -> in
     }
     columns_text, marks = ", ".join(columns), ", ".join("?" * len(columns))
     insert = f"INSERT INTO jobs ({columns_text}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608
-    inserted = connection.execute(insert, tuple(columns.values()))
-    if not inserted.rowcount:
+    if (number := connection.insert(insert, tuple(columns.values()))) is None:
         return None
-    number = inserted.lastrowid
     if new.large_input:
         large = (number, new.large_input)
         connection.execute("INSERT INTO inputs (number, body, large) VALUES (?, zeroblob(0), ?)", large)
@@ -78,7 +76,7 @@ def error_text(outcome: JobOutcome) -> str | None:
     return orjson.dumps(outcome.error).decode() if outcome.error is not None else None
 
 
-def large_bodies(connection: Connection, number: int | None = None, *tables: str) -> list[str]:
+def large_bodies(connection: SqlConnection, number: int | None = None, *tables: str) -> list[str]:
     """Return the names of the large bodies of a job in these tables, by default of all jobs, inputs and results."""
     names: list[str] = []
     for table in tables or ("inputs", "results"):
@@ -88,13 +86,13 @@ def large_bodies(connection: Connection, number: int | None = None, *tables: str
     return names
 
 
-def stored_bytes(connection: Connection, *owners: str) -> dict[str, int]:
+def stored_bytes(connection: SqlConnection, *owners: str) -> dict[str, int]:
     where = f"WHERE owner IN ({', '.join('?' * len(owners))})" if owners else ""
     rows = connection.execute(f"SELECT owner, bytes FROM stored {where}", owners)  # noqa: S608
     return {row["owner"]: row["bytes"] for row in rows}
 
 
-def find_row(connection: Connection, job_id: str, select: str = SELECT_WITHOUT_BODIES) -> Row | None:
+def find_row(connection: SqlConnection, job_id: str, select: str = SELECT_WITHOUT_BODIES) -> SqlRow | None:
     """Return the row of the job with this id, or None. `select` is one of the queries above."""
     # An id from a URL may contain NUL, or bytes that are not UTF-8. No stored id contains them, so there is no such job.
     if "\0" in job_id:
@@ -104,17 +102,17 @@ def find_row(connection: Connection, job_id: str, select: str = SELECT_WITHOUT_B
     return None
 
 
-def find_rows(connection: Connection, where: str, *values: object) -> list[Row]:
+def find_rows(connection: SqlConnection, where: str, *values: object) -> list[SqlRow]:
     """Return the rows of the jobs, without input, output and logs. `where` is the query from WHERE on."""
     return connection.execute(SELECT_WITHOUT_BODIES + where, values).fetchall()
 
 
-def read_job(connection: Connection, number: int, select: str) -> Job:
+def read_job(connection: SqlConnection, number: int, select: str) -> Job:
     """Return the job with a row number that is known to exist. `select` is one of the queries above."""
     return job_of(connection.execute(select + "WHERE jobs.number = ?", (number,)).fetchone())
 
 
-def read_jobs(connection: Connection, numbers: Sequence[int]) -> list[Job]:
+def read_jobs(connection: SqlConnection, numbers: Sequence[int]) -> list[Job]:
     """Return the jobs with these row numbers, which are known to exist, in this order."""
     if not numbers:
         return []
@@ -123,7 +121,7 @@ def read_jobs(connection: Connection, numbers: Sequence[int]) -> list[Job]:
     return [found[number] for number in numbers]
 
 
-def job_of(row: Row) -> Job:
+def job_of(row: SqlRow) -> Job:
     """Convert a row of one of the queries above to a job."""
     fields = {name: row[name] for name in _JOB_FIELDS}
     fields["state"] = JobState(fields["state"])
@@ -136,7 +134,7 @@ def job_of(row: Row) -> Job:
     return Job(**fields)
 
 
-def webhook_of(row: Row) -> Webhook | None:
+def webhook_of(row: SqlRow) -> Webhook | None:
     if row["webhook"] is None:
         return None
     fields = orjson.loads(row["webhook"])

@@ -24,7 +24,7 @@ from ..stored.large_bodies import LargeBodies
 from ..stored.webhook_body import WebhookBodies
 from ..webhooks.delivery import MAX_BODY_BYTES, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from . import outbox, queries, rows, transitions
-from .connection import Connection
+from .connection import SqlConnection
 from .group_commit import GroupCommit
 from .transaction import Transaction
 
@@ -45,7 +45,7 @@ def transition(
 
 
 def query(
-    asked: Callable[Concatenate[Connection, P], T],
+    asked: Callable[Concatenate[SqlConnection, P], T],
 ) -> Callable[Concatenate[SqlJobStore, P], Coroutine[Any, Any, T]]:
     """Return a method of SqlJobStore that runs `asked` in a reader thread and returns its result."""
 
@@ -232,7 +232,7 @@ class SqlJobStore(ABC):
         """Run `change` in a transaction. Delete those of these files to which no row refers after it."""
         names = set(files) - {""}
 
-        def run(connection: Connection) -> tuple[Transaction, T]:
+        def run(connection: SqlConnection) -> tuple[Transaction, T]:
             # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
             transaction = Transaction(
                 connection,

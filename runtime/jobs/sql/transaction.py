@@ -25,7 +25,7 @@ from ..stored.job import COUNTERS, TRANSITIONS, Job, JobOutcome, JobState, NewJo
 from ..stored.job_changes import JobChanges
 from ..stored.webhook_body import WebhookBodies
 from . import outbox
-from .connection import Connection, Row
+from .connection import SqlConnection, SqlRow
 from .rows import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
@@ -52,7 +52,7 @@ _COUNT_ENDED = {
 class Transaction:
     """One caller's part of a group's transaction."""
 
-    connection: Connection
+    connection: SqlConnection
     now_s: float
     keep_s: float
     """How long the jobs that end in this transaction are kept."""
@@ -65,7 +65,7 @@ class Transaction:
     unused_bodies: set[str] = field(default_factory=set)
     """The names of large bodies to which no row refers after this transaction: their files are deleted."""
 
-    def running_row(self, job_id: str, fence: int) -> Row | None:
+    def running_row(self, job_id: str, fence: int) -> SqlRow | None:
         """Return the row of the job if it runs and its current attempt has this fence, else None."""
         row = find_row(self.connection, job_id)
         if row is None or row["state"] != JobState.IN_PROGRESS or row["attempts"] != fence:
@@ -106,7 +106,7 @@ class Transaction:
         self.count_bytes(new.owner, len(new.input) + outcome.size_bytes)
         return ended
 
-    def move(self, row: Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
+    def move(self, row: SqlRow, to: JobState, *, retried: bool = False, **fields: Any) -> None:
         """Change the state of the job in `row` and set the columns in `fields`. With `retried`, count a retry.
 
         Raises JobConflict if TRANSITIONS does not allow this change.
@@ -123,7 +123,7 @@ class Transaction:
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
             self.changes.queued.add(row["function"])
 
-    def end(self, row: Row, outcome: JobOutcome) -> None:
+    def end(self, row: SqlRow, outcome: JobOutcome) -> None:
         """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
         result_size = row["result_size"] + outcome.size_bytes
         self.move(row, outcome.state, error=error_text(outcome), result_size=result_size)
@@ -133,12 +133,12 @@ class Transaction:
         self.count_bytes(row["owner"], outcome.size_bytes)
         self.notify(row, "completed")
 
-    def touch(self, row: Row, **fields: Any) -> None:
+    def touch(self, row: SqlRow, **fields: Any) -> None:
         """Set the columns in `fields`, and add the webhook delivery of "output"."""
         self._update(row, fields)
         self.notify(row, "output")
 
-    def notify(self, row: Row, event: str, logs: str = "") -> None:
+    def notify(self, row: SqlRow, event: str, logs: str = "") -> None:
         """Add a webhook delivery if the job's webhook subscribes to the event. `logs` are the lines that a running job
         has logged.
         """
@@ -177,13 +177,13 @@ class Transaction:
             )
             self.unused_bodies.discard(outcome.large_output)
 
-    def _update(self, row: Row, fields: Mapping[str, Any]) -> None:
+    def _update(self, row: SqlRow, fields: Mapping[str, Any]) -> None:
         assignments = ", ".join(f"{name} = ?" for name in fields)
         update = f"UPDATE jobs SET {assignments} WHERE number = ?"  # noqa: S608
         self.connection.execute(update, (*fields.values(), row["number"]))
         self.changes.changed.append(row["id"])
 
-    def _fields_of(self, to: JobState, row: Row) -> dict[str, Any]:
+    def _fields_of(self, to: JobState, row: SqlRow) -> dict[str, Any]:
         if to is JobState.IN_QUEUE:
             unset = {"started_s": 0.0, "ended_s": 0.0, "expires_s": 0.0, "progress": None, "pieces": 0}
             return {
@@ -204,7 +204,7 @@ class Transaction:
         expires_s = self.now_s + self.keep_s
         return {"ended_s": self.now_s, "expires_s": expires_s, "until_s": expires_s}
 
-    def _count(self, row: Row, was: JobState, to: JobState, *, retried: bool) -> None:
+    def _count(self, row: SqlRow, was: JobState, to: JobState, *, retried: bool) -> None:
         less, more = COUNTERS[was], COUNTERS[to]
         queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
         states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
@@ -215,12 +215,12 @@ class Transaction:
 
 
 def row_of(
-    connection: Connection,
+    connection: SqlConnection,
     function: str,
     job_id: str,
     owner: str,
     select: str = SELECT_WITHOUT_BODIES,
-) -> Row:
+) -> SqlRow:
     """Return the row of an owner's job, read with a query of schema.py. Raise what `missing` returns."""
     row = find_row(connection, job_id, select)
     if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
@@ -228,7 +228,7 @@ def row_of(
     return row
 
 
-def missing(connection: Connection, function: str, job_id: str, owner: str) -> UnknownJob | JobExpired:
+def missing(connection: SqlConnection, function: str, job_id: str, owner: str) -> UnknownJob | JobExpired:
     """Return the error for a job that the owner does not have: JobExpired if it was deleted."""
     deleted = "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)"
     if connection.execute(deleted, (tombstone_key(function, job_id), owner, ALL)).fetchone():

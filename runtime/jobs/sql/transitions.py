@@ -19,7 +19,7 @@ from ..stored.large_bodies import UNSENT_S, same_body
 from ..stored.stored_bytes import StoredBytes
 from ..webhooks.delivery import JOB, Delivery
 from . import outbox, queries
-from .connection import Connection, Row
+from .connection import SqlConnection, SqlRow
 from .rows import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
@@ -132,7 +132,7 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
     return True
 
 
-def _has_ended(connection: Connection, job_id: str, fence: int, outcome: JobOutcome) -> bool:
+def _has_ended(connection: SqlConnection, job_id: str, fence: int, outcome: JobOutcome) -> bool:
     """Return True if the attempt `fence` has ended the job with this outcome."""
     row = find_row(connection, job_id, SELECT_WITH_RESULT)
     if row is None or (row["attempts"], row["error"]) != (fence, error_text(outcome)):
@@ -304,13 +304,13 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
     return done + deleted
 
 
-def next_expiry(connection: Connection) -> float:
+def next_expiry(connection: SqlConnection) -> float:
     first = connection.execute("SELECT until_s FROM jobs WHERE until_s IS NOT NULL ORDER BY until_s LIMIT 1")
     oldest = connection.execute("SELECT until_s FROM tombstones ORDER BY number LIMIT 1")
     return min((until_s for (until_s,) in (*first, *oldest)), default=math.inf)
 
 
-def _delete(transaction: Transaction, row: Row) -> None:
+def _delete(transaction: Transaction, row: SqlRow) -> None:
     """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept.
 
     A job stays for UNSENT_S more if a delivery needs its large bodies, which are not in the delivery.

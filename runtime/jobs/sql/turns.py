@@ -11,7 +11,7 @@ from itertools import chain, islice, takewhile
 from typing import TypeAlias
 
 from ..stored.job import Job
-from .connection import Connection
+from .connection import SqlConnection
 from .rows import read_jobs
 
 # The conditions of the index `jobs_ready`. A list of all owners would need a read of all jobs, so `_owners` asks for one
@@ -33,7 +33,7 @@ _Sized: TypeAlias = tuple[int, int]
 
 
 def due(
-    connection: Connection, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
+    connection: SqlConnection, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
     most_bytes: float = math.inf, *, gateway: str = "",
 ) -> list[Job]:  # fmt: skip
     """Return what `claim` returns to the gateway with this incarnation."""
@@ -52,7 +52,7 @@ class _Turns:
     """One choice of at most `limit` jobs of a function. At most one owner for each of them, and for each known job, is looked up."""
 
     def __init__(
-        self, connection: Connection, function: str, now_s: float, known: frozenset[str], limit: int, gateway: str
+        self, connection: SqlConnection, function: str, now_s: float, known: frozenset[str], limit: int, gateway: str
     ) -> None:  # fmt: skip
         self._connection, self._function, self._now_s, self._known = connection, function, now_s, known
         self._limit, self._gateway = limit, gateway

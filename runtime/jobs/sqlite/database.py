@@ -6,10 +6,10 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ....errors import JobStoreFailed
 from ...ground.settings.state_dir import create_private, store_fault
-from ..sql.connection import Connection
 from ..sql.group_commit import GroupCommit
 
 BUSY_TIMEOUT_S = 10.0
@@ -28,12 +28,18 @@ _SETTINGS = (
 )
 
 
+class SqliteConnection(sqlite3.Connection):
+    """A connection that tells the number of a new row of `jobs`."""
+
+    def insert(self, sql: str, values: Sequence[Any], /) -> int | None:
+        added = self.execute(sql, values)
+        return added.lastrowid if added.rowcount else None
+
+
 class Database(GroupCommit):
     """The database file. `scripts[n]` upgrades the file from version n to n + 1."""
 
     errors = (sqlite3.Error,)
-    begin_write = "BEGIN IMMEDIATE"
-    begin_read = "BEGIN"
     remedy = "Check whether the disk of the state folder is full or the file is damaged."
 
     def __init__(
@@ -59,9 +65,13 @@ class Database(GroupCommit):
             opened.pop_all()
         self._begin(writer, [reader])
 
-    def connect(self, *, reading: bool) -> sqlite3.Connection:
+    def connect(self, *, reading: bool) -> SqliteConnection:
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            self.path,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=SqliteConnection,
         )
         connection.row_factory = sqlite3.Row
         try:
@@ -72,10 +82,13 @@ class Database(GroupCommit):
             raise
         return connection
 
-    def in_transaction(self, connection: Connection) -> bool:
-        return isinstance(connection, sqlite3.Connection) and connection.in_transaction
+    def begin(self, connection: sqlite3.Connection, *, reading: bool) -> None:
+        connection.execute("BEGIN" if reading else "BEGIN IMMEDIATE")
 
-    def broken(self, connection: Connection) -> bool:
+    def in_transaction(self, connection: sqlite3.Connection) -> bool:
+        return connection.in_transaction
+
+    def broken(self, connection: sqlite3.Connection) -> bool:
         """Return False: there is no server that could be gone."""
         return False
 

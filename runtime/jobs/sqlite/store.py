@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ..sql import transitions, turns
-from ..sql.connection import Connection
+from ..sql.connection import SqlConnection
 from ..sql.store import SqlJobStore, query, transition
 from ..sql.transaction import Transaction
 from ..stored.large_bodies import LargeBodies
@@ -39,11 +39,11 @@ def _expire(transaction: Transaction, limit: int = 200) -> int:
     return handled
 
 
-def _next_expiry(connection: Connection, now_s: float) -> float:
+def _next_expiry(connection: SqlConnection, now_s: float) -> float:
     return now_s if _excess_pages(connection) else transitions.next_expiry(connection)
 
 
-def _shift(connection: Connection, by_s: float) -> None:
+def _shift(connection: SqlConnection, by_s: float) -> None:
     for change in _SHIFTS:
         connection.execute(change, (by_s,))
 
@@ -75,7 +75,7 @@ class SqliteJobStore(SqlJobStore):
         await self._database.write(lambda connection: _shift(connection, by_s), at_commit=follow)
 
 
-def _excess_pages(connection: Connection) -> int:
+def _excess_pages(connection: SqlConnection) -> int:
     """Return how many free pages the file has beyond the pages that it keeps for reuse (see SPARE_PAGES).
 
     Return 0 for a file without incremental vacuum (`auto_vacuum` is not 2): its pages cannot be released.

@@ -1,0 +1,84 @@
+"""Runs reads and writes of jobs on PostgreSQL.
+
+One gateway writes at a time: a group of writes begins with a lock of the database. So transitions need no locks of rows, limits are
+exact, `jobs.number` increases in the order of the commits, and no two gateways can wait for each other. The groups of all gateways
+share the commits of their own callers, so the lock costs little. The server ends a session that stands still with the lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import psycopg
+
+from ....errors import JobStoreFailed
+from ...ground.storing.migrations import migrate
+from ...ground.storing.postgres import BEGIN, PostgresConnection
+from ..sql.group_commit import GroupCommit
+
+READERS = 4
+"""The connections that read. A read takes a round trip, so one connection would do 1,000 reads a second at 1 ms."""
+_BEGIN_WRITE = f"""{BEGIN}; SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()));
+SELECT extract(epoch FROM clock_timestamp())::float8"""  # noqa: S608
+_BEGIN_READ = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"
+
+
+class PostgresJobsConnection(PostgresConnection):
+    """A connection that tells the number of a new row of `jobs`."""
+
+    def insert(self, sql: str, values: Sequence[Any], /) -> int | None:
+        row = self.execute(f"{sql} RETURNING number", values).fetchone()
+        return None if row is None else int(row[0])
+
+
+class PostgresDatabase(GroupCommit):
+    """A PostgreSQL database."""
+
+    errors = (psycopg.Error,)
+    readers = READERS
+    # The answer to a commit may be lost with the connection.
+    tries = 2
+    remedy = "Check whether PostgreSQL runs, and whether its disk is full."
+
+    def __init__(self, url: str, on_written: Callable[[bool], None] = lambda _failed: None) -> None:
+        """`url` is a connection string of libpq."""
+        super().__init__(on_written)
+        self._url = url
+        self._ahead_s = 0.0
+
+    def now_s(self) -> float:
+        """Return the database's time in Unix seconds, as of the last write."""
+        return time.time() + self._ahead_s
+
+    def open(self) -> None:
+        with ExitStack() as opened:
+            try:
+                opened.callback((writer := self.connect(reading=False)).close)
+                migrate(writer)
+                readers = [self.connect(reading=True) for _ in range(READERS)]
+            except psycopg.Error as error:
+                message = f"The store of jobs, PostgreSQL, cannot be used: {str(error).strip()}."
+                raise JobStoreFailed(
+                    message, remedy="Check the setting `database`, and whether PostgreSQL runs."
+                ) from error
+            opened.pop_all()
+        self._begin(writer, readers)
+
+    def connect(self, *, reading: bool) -> PostgresJobsConnection:
+        return PostgresJobsConnection(self._url)
+
+    def begin(self, connection: PostgresJobsConnection, *, reading: bool) -> None:
+        if reading:
+            connection.run(_BEGIN_READ)
+            return
+        ((database_s,),) = connection.run(_BEGIN_WRITE)
+        self._ahead_s = database_s - time.time()
+
+    def in_transaction(self, connection: PostgresJobsConnection) -> bool:
+        return connection.in_transaction
+
+    def broken(self, connection: PostgresJobsConnection) -> bool:
+        return connection.broken

@@ -1,0 +1,79 @@
+"""The store of jobs that several gateways share: PostgreSQL."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+from ..sql import transitions, turns
+from ..sql.store import SqlJobStore, query, transition
+from ..sql.transaction import Transaction
+from ..stored.job import Job
+from ..stored.large_bodies import LargeBodies
+from .database import PostgresDatabase
+
+_ALIVE = "SELECT incarnation FROM nodes WHERE until > now()"
+
+
+def _claim(
+    transaction: Transaction, function: str, limit: int, now_s: float, known: Collection[str], after: str, most_bytes: float
+) -> list[Job]:  # fmt: skip
+    found = turns.due(
+        transaction.connection,
+        function,
+        limit,
+        now_s,
+        known,
+        after,
+        most_bytes,
+        gateway=transaction.incarnation,
+    )
+    marks = ", ".join("?" * len(found))
+    if found:
+        claimed = f"UPDATE jobs SET incarnation = ? WHERE id IN ({marks}) AND incarnation = ''"  # noqa: S608
+        transaction.connection.execute(claimed, (transaction.incarnation, *(job.id for job in found)))
+    return found
+
+
+def _unclaim(transaction: Transaction, job_ids: Collection[str]) -> None:
+    for job_id in job_ids:
+        free = "UPDATE jobs SET incarnation = '' WHERE id = ? AND incarnation = ? AND state = 'IN_QUEUE' RETURNING function"
+        for (function,) in transaction.connection.execute(free, (job_id, transaction.incarnation)):
+            transaction.changes.queued.add(function)
+
+
+def _requeue_dead(transaction: Transaction) -> tuple[int, int]:
+    execute = transaction.connection.execute
+    alive = [incarnation for (incarnation,) in execute(_ALIVE)] or [transaction.incarnation]
+    marks = ", ".join("?" * len(alive))
+    free = f"""UPDATE jobs SET incarnation = '' WHERE state = 'IN_QUEUE' AND incarnation <> '' AND incarnation NOT IN ({marks})
+        RETURNING function"""  # noqa: S608
+    transaction.changes.queued.update(function for (function,) in execute(free, alive))
+    return transitions.requeue_dead(transaction, alive)
+
+
+class PostgresJobStore(SqlJobStore):
+    """A `JobStore` of all gateways that use a database."""
+
+    requeue_dead = transition(_requeue_dead)
+    unclaim = transition(_unclaim)
+    expire = transition(transitions.expire)
+    _claim = transition(_claim)
+
+    def __init__(self, database: PostgresDatabase, large: LargeBodies, **more: Any) -> None:
+        """For `more` see SqlJobStore."""
+        super().__init__(database, large, **{"clock": database.now_s, **more})
+
+    async def next_expiry(self, now_s: float) -> float:
+        return await self._next_expiry()
+
+    _next_expiry = query(transitions.next_expiry)
+
+    async def free_bytes(self) -> int:
+        """Return the largest number: PostgreSQL does not tell how much room it has."""
+        return sys.maxsize
+
+    async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
+        """Change no stored time: the times are the database's."""
+        follow()
