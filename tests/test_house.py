@@ -380,7 +380,7 @@ TIMERS = {
 # What these validate is the gateway's own, a deployer's, or short.
 OWN_INPUT = {
     "foreign_json", "handlers.language_model.declared_prefixes", "handlers.language_model.prefix_builder",
-    "runtime.ground.access.private_files", "runtime.command.commands.snapshot_prefixes",
+    "runtime.ground.storing.private_files", "runtime.command.commands.snapshot_prefixes",
     "runtime.plugins.cog.cog_yaml",
 }  # fmt: skip
 
@@ -442,7 +442,7 @@ VALIDATED = {
     # `validate` for callers' input, and `validate_output` for outputs of functions.
     "runtime.front.http.requests",
     # Files of the gateway, its settings, and what a deploy holds.
-    "runtime.node.packaging.reuse", "runtime.node.reconciling.function_histories", "runtime.ground.access.private_files",
+    "runtime.node.packaging.reuse", "runtime.node.reconciling.function_histories", "runtime.ground.storing.private_files",
     "runtime.ground.settings.validation", "runtime.calls.serving.latency_curve_store", "runtime.plugins.sagemaker.async_answers",
     "runtime.plugins.replicate.file_store", "runtime.plugins.cog.cog_yaml", "runtime.calls.link.handler_facts",
     # A body with a limit, one number, and attributes of headers.

@@ -9,10 +9,12 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..ground.access.keyring import Keyring
+from ..ground.access.keyring import ACCESS, Keyring
 from ..ground.access.secrets import Secrets
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
+from ..ground.storing.documents import Documents
+from ..ground.storing.file_documents import FileDocuments
 from ..ground.telemetry.disk import Disk
 from ..ground.telemetry.gateway_log import collected, gateway_logging
 from ..ground.telemetry.log_files import LogFiles
@@ -33,6 +35,7 @@ class State:
     disk: Disk
     logs: Logs
     store: Store
+    documents: Documents
     keyring: Keyring
     secrets: Secrets
 
@@ -51,10 +54,12 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     logs = await _open_logs(folder, settings, disk, stack)
     store = Store(folder, LOG.warning, Retention(settings.keep_revisions))
     await asyncio.to_thread(store.start)
-    keyring, secrets = Keyring(folder), Secrets(folder)
+    documents = FileDocuments(folder)
+    await asyncio.to_thread(documents.remove_leftovers, ACCESS)
+    keyring, secrets = Keyring(documents), Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
-    return State(folder, previous, disk, logs, store, keyring, secrets)
+    return State(folder, previous, disk, logs, store, documents, keyring, secrets)
 
 
 async def _open_logs(

@@ -78,7 +78,7 @@ async def _open_jobs(
     stack: contextlib.AsyncExitStack,
 ) -> Jobs:  # fmt: skip
     """Open the jobs. If the previous gateway crashed, log what was restored."""
-    key = await asyncio.to_thread(load_key, state.folder, functions.signed_as)
+    key = await asyncio.to_thread(load_key, state.documents, functions.signed_as)
     bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
     clock, database = SteadyClock(), Database(state.folder / DATABASE_FILE, SCRIPTS, state.disk.wrote)
     store = SqliteJobStore(database, keep_s=settings.keep_result_s, clock=clock, bodies=bodies)

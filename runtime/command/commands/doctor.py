@@ -22,10 +22,10 @@ from ....errors import GatewayError, SourceError
 from ....machine import free_memory_bytes, processors
 from ...calls.worker.confinement import SINCE_SCOPE, landlock_version
 from ...front.listening.tls import examine_hosts
-from ...ground.access.keyring import KeysFile, keys_path
-from ...ground.access.private_files import load
+from ...ground.access.keyring import stored_keys
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.settings.state_dir import is_disk_full
+from ...ground.storing.file_documents import FileDocuments
 from ...node.launching import gpus
 from ...node.launching.cgroups import CONTROLLERS, find_controllers
 from ...node.launching.container_engine import find_engine
@@ -283,7 +283,7 @@ def private_files(version: int) -> Check:
 def _container_only(settings: GatewaySettings) -> list[str]:
     """Return the names of the gateway's API keys with which only code in containers may be deployed."""
     try:
-        file = load(keys_path(settings.state_dir), KeysFile)
+        file = stored_keys(FileDocuments(settings.state_dir))
     except GatewayError:
         return []
     return [key.name for key in file.keys if key.container_only] if file else []

@@ -19,10 +19,11 @@ import orjson
 
 from ....errors import GatewayError, Unauthorized, UnknownKey
 from ...ground.access.control_socket import find_control_socket
-from ...ground.access.keyring import Keyring
+from ...ground.access.keyring import ACCESS, Keyring
 from ...ground.access.keys import check_engine, check_first, check_issuer, parse_new_key
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.settings.state_dir import check_user, locked_state_dir
+from ...ground.storing.file_documents import FileDocuments
 from ...ground.telemetry.log_files import AUDIT, LogFiles, LogLine
 from ...node.launching.container_engine import find_engine
 from ..client import display, options
@@ -78,7 +79,9 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
                 )
             display.say(f"made the state folder {state_dir}: no gateway has used it yet")
         with locked_state_dir(settings.state_dir) as state:
-            keyring = Keyring(state)
+            documents = FileDocuments(state)
+            documents.remove_leftovers(ACCESS)
+            keyring = Keyring(documents)
             keyring.load()
             before = {key.id for key in keyring.all()}
             # A command may fail after it has changed the files, for example if its output is closed.

@@ -1,10 +1,10 @@
-"""Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
+"""Holds all API keys of a gateway in memory, and stores them in the document `access/keys.json`.
 
-The file holds digests of the tokens, never a token. The file must still stay private, because with a signing digest,
-requests to the routes of AWS Lambda can be signed (see `aws_signature.py`). A gateway that has this file requires an
-API key from every caller, even after the last key is revoked. The empty file `access/closed` beside it says that there
+The document holds digests of the tokens, never a token. It must still stay private, because with a signing digest,
+requests to the routes of AWS Lambda can be signed (see `aws_signature.py`). A gateway that has this document requires an
+API key from every caller, even after the last key is revoked. The empty document `access/closed` beside it says that there
 were keys, so that the loss of keys.json opens no gateway: the gateway then does not start. To admit callers without a key
-again, stop the gateway and remove both files. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
+again, stop the gateway and remove the files of both. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from pydantic import BaseModel
 
 from ....errors import GatewayError, QuotaExceeded, UnknownKey
+from ..storing.documents import Documents
+from ..storing.private_files import parse
 from ..telemetry.metrics import Numbers, Reading
-from . import private_files
 from .deploy_policy import DeployPolicy
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
@@ -34,7 +34,10 @@ _TOLERANCE = 1e-9
 CONCURRENCY_WAIT_S = 1.0
 MOST_CALL_MIN = 10
 
-# The file keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
+# ACCESS begins the names of all documents with keys or secrets.
+ACCESS = "access/"
+KEYS, CLOSED = f"{ACCESS}keys.json", f"{ACCESS}closed"
+# The document keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
 MOST_REVOKED = 10_000
 
 
@@ -47,16 +50,25 @@ class RevokedKey(BaseModel, frozen=True, extra="forbid"):
 
 
 class KeysFile(BaseModel, frozen=True, extra="forbid"):
-    """The content of `keys.json`."""
+    """The content of the document KEYS."""
 
     version: int = 1
     keys: tuple[ApiKey, ...] = ()
     revoked: tuple[RevokedKey, ...] = ()
 
+    def without(self, key: ApiKey) -> KeysFile:
+        """Return the content after a key was revoked."""
+        kept, revoked = tuple(other for other in self.keys if other.id != key.id), self.revoked
+        if key.max_workers is not None or key.policy is not None:
+            limits = RevokedKey(id=key.id, max_workers=key.max_workers, policy=key.policy)
+            revoked = (*revoked, limits)[-MOST_REVOKED:]
+        return KeysFile(keys=kept, revoked=revoked)
 
-def keys_path(state: Path) -> Path:
-    """Return the path of the file with the keys of the gateway in a state folder."""
-    return state / private_files.FOLDER / "keys.json"
+
+def stored_keys(documents: Documents) -> KeysFile | None:
+    """Return the stored keys, or None if there are none. Raise GatewayError if they are damaged."""
+    stored = documents.get(KEYS)
+    return None if stored is None else parse(stored, KeysFile, documents.place(KEYS))
 
 
 class Bucket:
@@ -238,34 +250,36 @@ class Held:
 class Keyring:
     """The API keys of one gateway. All methods are safe to call from several threads.
 
-    `create`, `revoke` and `save` block until the file is durably on disk, or raise GatewayError.
+    `create`, `revoke` and `save` block until the change is durably stored, or raise GatewayError. They keep what another
+    gateway with the same documents has changed meanwhile.
     """
 
-    def __init__(self, state: Path) -> None:
-        self.path = keys_path(state)
-        self._mark = self.path.with_name("closed")
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
         self.exists = False
         """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
         without a key.
         """
         self._held: dict[str, Held] = {}
         self._revoked: dict[str, RevokedKey] = {}
+        self._stored: bytes | None = None
+        """The document as this gateway has written it last."""
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the keys from the file, if it exists. Raise GatewayError if it is damaged, or missing although there were
+        """Read the stored keys, if there are any. Raise GatewayError if they are damaged, or missing although there were
         keys.
         """
-        private_files.remove_leftovers(self.path.parent)
-        if self._mark.exists() and not self.path.exists():
-            fault = f"{self.path} is missing, and this gateway has had API keys."
-            remedy = f"Restore it from a backup. To make new keys, remove {self._mark}, too, and start with `--auth always`:"
-            remedy += " otherwise the gateway admits callers without a key."
-            raise GatewayError(fault, remedy=remedy)
-        if file := private_files.load(self.path, KeysFile):
-            self._held = {key.id: Held(key) for key in file.keys}
-            self._revoked = {key.id: key for key in file.revoked}
-            self._note_keys()
+        with self._lock:
+            if (file := stored_keys(self._documents)) is not None:
+                self._hold(file)
+                self._note_keys()
+            elif self._documents.get(CLOSED) is not None:
+                keys, closed = map(self._documents.place, (KEYS, CLOSED))
+                fault = f"{keys} is missing, and this gateway has had API keys."
+                remedy = f"Restore it from a backup. To make new keys, remove {closed}, too, and start with `--auth always`:"
+                remedy += " otherwise the gateway admits callers without a key."
+                raise GatewayError(fault, remedy=remedy)
 
     def all(self) -> list[ApiKey]:
         """Return all keys, the oldest first."""
@@ -327,23 +341,22 @@ class Keyring:
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Make and store a new key. Return the key and its token, which is not stored."""
         key, token = mint(new, now_s)
-        with self._lock:
-            self._replace([*self._held.values(), Held(key)])
+        self._change(lambda file: file.model_copy(update={"keys": (*file.keys, key)}))
         return key, token
 
     def revoke(self, key_id: str) -> ApiKey:
         """Remove a key and return it. Raise UnknownKey if no key has this id."""
-        with self._lock:
-            if (held := self._held.get(key_id)) is None:
+        found = list[ApiKey]()
+
+        def without(file: KeysFile) -> KeysFile:
+            found[:] = [key for key in file.keys if key.id == key_id]
+            if not found:
                 message = f"No API key has the id {key_id[:64]!r}."
                 raise UnknownKey(message, remedy="See `pilotflame keys list`.")
-            revoked = self._revoked
-            if held.key.max_workers is not None or held.key.policy is not None:
-                limits = RevokedKey(id=key_id, max_workers=held.key.max_workers, policy=held.key.policy)
-                revoked = revoked | {key_id: limits}
-                revoked = dict(list(revoked.items())[-MOST_REVOKED:])
-            self._replace((other for other in self._held.values() if other is not held), revoked)
-        return held.key
+            return file.without(found[0])
+
+        self._change(without)
+        return found[0]
 
     async def readings(self) -> list[Reading]:
         """Return the metrics of all keys together: metrics with a label for each key would grow with the keys."""
@@ -357,18 +370,38 @@ class Keyring:
         ]
 
     def save(self) -> None:
-        """Write the file again, with the times at which the keys were last used."""
-        with self._lock:
-            self._replace(self._held.values())
+        """Store the keys again, with the times at which they were last used."""
+        self._change(lambda file: file)
 
-    def _replace(self, held: Iterable[Held], revoked: Mapping[str, RevokedKey] | None = None) -> None:
-        kept, limits = {one.key.id: one for one in held}, self._revoked if revoked is None else dict(revoked)
-        file = KeysFile(keys=tuple(one.to_store() for one in kept.values()), revoked=tuple(limits.values()))
-        private_files.write(self.path, file.model_dump_json(indent=1).encode())
-        self._held, self._revoked = kept, limits
-        self._note_keys()
+    def _change(self, change: Callable[[KeysFile], KeysFile]) -> None:
+        """Store what `change` makes of the keys, then hold it in memory."""
+        file = KeysFile()
+
+        def changed(stored: bytes | None) -> bytes:
+            nonlocal file
+            # A document that was removed by hand is made again from memory.
+            if stored is not None and stored != self._stored:
+                # Another gateway has written this document, or it was only read.
+                self._hold(parse(stored, KeysFile, self._documents.place(KEYS)))
+            keys = tuple(held.to_store() for held in self._held.values())
+            file = change(KeysFile(keys=keys, revoked=tuple(self._revoked.values())))
+            return file.model_dump_json(indent=1).encode()
+
+        with self._lock:
+            self._stored = self._documents.update(KEYS, changed)
+            self._hold(file)
+            self._note_keys()
+
+    def _hold(self, file: KeysFile) -> None:
+        held = dict[str, Held]()
+        for key in file.keys:
+            # The meter of a known key goes on.
+            one = held[key.id] = self._held.get(key.id) or Held(key)
+            if (used_s := key.last_used_s or 0.0) > one.last_used_s:
+                one.last_used_s = used_s
+        self._held, self._revoked = held, {key.id: key for key in file.revoked}
+        self.exists = True
 
     def _note_keys(self) -> None:
-        self.exists = True
-        if not self._mark.exists():
-            private_files.write(self._mark, b"")
+        if self._documents.get(CLOSED) is None:
+            self._documents.put(CLOSED, b"")

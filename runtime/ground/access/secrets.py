@@ -1,6 +1,6 @@
-"""Holds the secrets of functions in memory, and stores them in `access/secrets/<function>.json`.
+"""Holds the secrets of functions in memory, and stores them in the documents `access/secrets/<function>.json`.
 
-The files have mode 0600 and are not encrypted: the encryption key would be on the same disk. The workers of
+Their files have mode 0600 and are not encrypted: the encryption key would be on the same disk. The workers of
 all functions run as the same system user, who can read these files. So mutually distrusting functions must run
 in separate containers, with a gateway in each container.
 
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import re
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 from pydantic import BaseModel, Field
 
 from ....errors import BadInput, UnknownSecret
 from ..settings.function_settings import check_name, name_problem
-from . import private_files
+from ..storing.documents import Documents
+from ..storing.private_files import parse
 
+FOLDER = "access/secrets/"
 MAX_VALUE_BYTES = 64 << 10
 MAX_SECRETS = 100
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
@@ -36,20 +38,24 @@ class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
 class Secrets:
     """The secrets of all functions. All methods are safe to call from several threads.
 
-    `set`, `unset` and `forget` block until the change is durably on disk, or raise GatewayError.
+    `set`, `unset` and `forget` block until the change is durably stored, or raise GatewayError. They keep what another
+    gateway with the same documents has changed meanwhile.
     """
 
-    def __init__(self, state: Path) -> None:
-        self._folder = state / private_files.FOLDER / "secrets"
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
         self._secrets: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the files of all functions. Raise GatewayError if a file is damaged."""
-        private_files.remove_leftovers(self._folder)
-        for path in self._folder.glob("*.json"):
-            if name_problem(path.stem) is None and (file := private_files.load(path, SecretsFile)):
-                self._secrets[path.stem] = file.secrets
+        """Read the secrets of all functions. Raise GatewayError if a document is damaged."""
+        with self._lock:
+            self._secrets = {
+                function: self._parsed(name, data)
+                for name, data in self._documents.all(FOLDER).items()
+                if name_problem(function := name.removeprefix(FOLDER).removesuffix(".json")) is None
+                and name == _document(function)
+            }
 
     def of(self, function: str) -> dict[str, str]:
         """Return the values of a function's secrets by their names, which become environment variables."""
@@ -63,35 +69,55 @@ class Secrets:
         """
         check_name(function)
         _check(key, value)
-        with self._lock:
-            known = self.of(function)
-            if key not in known and len(known) >= MAX_SECRETS:
+        replaced = False
+
+        def added(known: dict[str, str]) -> dict[str, str]:
+            nonlocal replaced
+            replaced = key in known
+            if not replaced and len(known) >= MAX_SECRETS:
                 raise BadInput(f"{function} has {MAX_SECRETS} secrets.", remedy="Unset some of them.")
-            self._write(function, {**known, key: value})
-        return key in known
+            return {**known, key: value}
+
+        self._change(function, added)
+        return replaced
 
     def unset(self, function: str, key: str) -> None:
         """Remove a secret. Raise UnknownSecret if the function has no secret of this name."""
-        with self._lock:
-            known = self.of(function)
+
+        def removed(known: dict[str, str]) -> dict[str, str]:
             if known.pop(key, None) is None:
                 remedy = f"See `pilotflame secrets list {function}`."
                 raise UnknownSecret(f"{function} has no secret {key[:64]!r}.", remedy=remedy)
-            self._write(function, known)
+            return known
+
+        self._change(function, removed)
 
     def forget(self, function: str) -> None:
         """Remove all secrets of a function, so that a later function of the same name does not get them."""
         with self._lock:
-            self._write(function, {})
-
-    def _write(self, function: str, secrets: dict[str, str]) -> None:
-        path = self._folder / f"{check_name(function)}.json"
-        if secrets:
-            private_files.write(path, SecretsFile(secrets=secrets).model_dump_json().encode())
-            self._secrets[function] = secrets
-        else:
-            private_files.remove(path)
+            self._documents.remove(_document(function))
             self._secrets.pop(function, None)
+
+    def _change(self, function: str, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+        """Store what `change` makes of a function's secrets, then hold it in memory."""
+        name, secrets = _document(function), dict[str, str]()
+
+        def changed(stored: bytes | None) -> bytes | None:
+            nonlocal secrets
+            secrets = change({} if stored is None else self._parsed(name, stored))
+            return SecretsFile(secrets=secrets).model_dump_json().encode() if secrets else None
+
+        with self._lock:
+            self._documents.update(name, changed)
+            self._secrets[function] = secrets
+
+    def _parsed(self, name: str, data: bytes) -> dict[str, str]:
+        return parse(data, SecretsFile, self._documents.place(name)).secrets
+
+
+def _document(function: str) -> str:
+    """Return the name of the document with a function's secrets. Raise SettingsError if the function's name is not valid."""
+    return f"{FOLDER}{check_name(function)}.json"
 
 
 def _check(key: str, value: str) -> None:

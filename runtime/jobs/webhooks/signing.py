@@ -12,10 +12,9 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 
 from ....errors import GatewayError
-from ...ground.access import private_files
+from ...ground.storing.documents import Documents
 
 PREFIX = "whsec_"
 SECRET_FILE = "webhook-secret"  # noqa: S105
@@ -77,23 +76,19 @@ class SigningKey:
         }
 
 
-def load_key(state_dir: Path, signed_as: Callable[[str], str] = str) -> SigningKey:
-    """Return the gateway's key from its state folder, or create it there. Blocks. For `signed_as` see SigningKey.
+def load_key(documents: Documents, signed_as: Callable[[str], str] = str) -> SigningKey:
+    """Return the gateway's key from its documents, or create it there. Blocks. For `signed_as` see SigningKey.
 
-    Raises GatewayError if the file is damaged or cannot be used.
+    Raises GatewayError if the document is damaged or cannot be used.
     """
-    path = state_dir / SECRET_FILE
-    secret = private_files.read(path)
-    if secret is None:
-        key = SigningKey(secrets.token_bytes(SECRET_BYTES), signed_as)
-        private_files.write(path, key.secret.encode() + b"\n")
-        return key
+    new = SigningKey(secrets.token_bytes(SECRET_BYTES)).secret.encode() + b"\n"
+    secret = documents.update(SECRET_FILE, lambda stored: new if stored is None else stored) or b""
     prefix, text = PREFIX.encode(), secret.strip()
     with contextlib.suppress(ValueError):
         key_bytes = base64.b64decode(text.removeprefix(prefix), validate=True)
         if text.startswith(prefix) and MIN_BYTES <= len(key_bytes) <= MAX_BYTES:
             return SigningKey(key_bytes, signed_as)
     raise GatewayError(
-        f"{path} does not hold a webhook secret.",
+        f"{documents.place(SECRET_FILE)} does not hold a webhook secret.",
         remedy="Remove it: a new secret is created, which receivers have to be told.",
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ....errors import BadInput, GatewayError, UnknownRevision
 from ....snapshot.publish import sync
-from ...ground.access import private_files
+from ...ground.storing import private_files
 from .revision_record import LostRevision, RevisionRecord
 
 CODE_FOLDER, RECORD_FILE = "code", "revision.json"

@@ -32,8 +32,8 @@ from ....errors import UnknownFunction
 from ....removal import remove_tree
 from ....snapshot.publish import sync
 from ...calls.link.worker_spec import CompiledCode, KeptPrefixes
-from ...ground.access import private_files
 from ...ground.settings.function_settings import check_name, name_problem
+from ...ground.storing import private_files
 from . import shared_weights
 from .function_folder import CODE_FOLDER, RECORD_FILE, FunctionFolder
 from .revision_record import LostRevision, RevisionFields, RevisionRecord

@@ -1,6 +1,6 @@
-"""Holds the history of each function, which its revisions share, and stores it in the folder `habits`.
+"""Holds the history of each function, which its revisions share, and stores it in documents below `habits/`.
 
-Each function has one file. `node.json` has the node-wide prior of idle times. A file that is missing or damaged counts
+Each function has one document. `node.json` has the node-wide prior of idle times. A document that is missing or damaged counts
 as empty: the policy then starts without history.
 """
 
@@ -11,15 +11,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ....errors import SnapshotError
-from ....snapshot.publish import publish
+from ....errors import GatewayError
 from ...ground.billing.account import Account
 from ...ground.settings.function_settings import FunctionName
+from ...ground.storing.documents import Documents
 from ...ground.telemetry.rung_name import RungName
 from ..scaling.idle_distribution import PRIOR_BINS, Prior, SharedPrior
 from ..scaling.keep_alive import CANDIDATES, IDLES, INTERVALS, History
@@ -31,12 +30,13 @@ from .function import Function
 
 # The delay between the first change and the write of all changes. If a crash loses changes, no harm is done.
 WRITE_AFTER_S = 60.0
-NODE_FILE = "node.json"
+NODE_DOCUMENT = "habits/node.json"
+_StoredT = TypeVar("_StoredT", bound=BaseModel)
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Idling(BaseModel, frozen=True):
-    """The idle period that was under way when the file was written."""
+    """The idle period that was under way when the document was written."""
 
     since_at: float
     """When the last request ended, in Unix seconds."""
@@ -60,7 +60,7 @@ class _SlowShare(BaseModel, frozen=True):
 
 
 class _Remembered(BaseModel, frozen=True):
-    """The content of a function's file."""
+    """The content of a function's document."""
 
     idles: tuple[_Amount, ...] = Field((), max_length=IDLES)
     intervals: tuple[_Amount, ...] = Field((), max_length=INTERVALS)
@@ -82,16 +82,20 @@ class _RememberedNode(BaseModel, frozen=True):
 
 
 class FunctionHistories:
-    """The histories of all functions, in memory and in a folder.
+    """The histories of all functions, in memory and in documents.
 
-    Changes are written to the folder at most once a minute, and in `close`.
+    Changes are stored at most once a minute, and in `close`.
     """
 
     def __init__(
-        self, folder: Path, tasks: asyncio.TaskGroup, shared: SharedPrior, accounts: Callable[[str], Account]
+        self,
+        documents: Documents,
+        tasks: asyncio.TaskGroup,
+        shared: SharedPrior,
+        accounts: Callable[[str], Account],
     ) -> None:
         """`accounts` returns the account of a function."""
-        self._folder, self._tasks, self._shared, self._accounts = folder, tasks, shared, accounts
+        self._documents, self._tasks, self._shared, self._accounts = documents, tasks, shared, accounts
         self._histories: dict[str, Function] = {}
         self._changed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -99,17 +103,18 @@ class FunctionHistories:
 
     @classmethod
     async def open(
-        cls, folder: Path, tasks: asyncio.TaskGroup, accounts: Callable[[str], Account]
+        cls, documents: Documents, tasks: asyncio.TaskGroup, accounts: Callable[[str], Account]
     ) -> FunctionHistories:
-        """Return the histories in a folder, which need not exist yet."""
-        shared = SharedPrior(await asyncio.to_thread(_read_prior, folder / NODE_FILE))
-        return cls(folder, tasks, shared, accounts)
+        """Return the stored histories."""
+        node = await asyncio.to_thread(_read, documents, NODE_DOCUMENT, _RememberedNode)
+        shared = SharedPrior(Prior(node.weights))
+        return cls(documents, tasks, shared, accounts)
 
     async def of(self, name: str) -> Function:
         """Return a function from memory, or else with its stored history. The caller holds the function's lock."""
         if (known := self._histories.get(name)) is not None:
             return known
-        stored = await asyncio.to_thread(_read, self._file(name))
+        stored = await asyncio.to_thread(_read, self._documents, _document(name), _Remembered)
         history = Function.new(name, self._accounts(name), self._shared, lambda: self._note_change(name))
         _restore(history, stored)
         self._histories[name] = history
@@ -120,7 +125,7 @@ class FunctionHistories:
         self._histories.pop(name, None)
         self._changed.discard(name)
         async with self._writing:
-            await asyncio.to_thread(self._file(name).unlink, missing_ok=True)
+            await asyncio.to_thread(self._documents.remove, _document(name))
 
     async def close(self) -> None:
         """Write the histories of all functions."""
@@ -128,9 +133,6 @@ class FunctionHistories:
             self._timer.cancel()
         self._changed |= self._histories.keys()
         await self._write()
-
-    def _file(self, name: str) -> Path:
-        return self._folder / "functions" / f"{name}.json"
 
     def _note_change(self, name: str) -> None:
         if name not in self._histories:
@@ -148,14 +150,14 @@ class FunctionHistories:
         async with self._writing:
             changed, self._changed = self._changed, set()
             known = {name: one for name in changed if (one := self._histories.get(name)) is not None}
-            due = list[tuple[Path, Callable[[], _Remembered]]]()
+            due = list[tuple[str, Callable[[], BaseModel]]]()
             for name, history in known.items():
-                due.append((self._file(name), _remembering(history)))
+                due.append((_document(name), _remembering(history)))
                 # A thousand functions may have changed: let the event loop serve requests in between.
                 await asyncio.sleep(0)
             if due:
                 node = _RememberedNode(weights=self._shared.prior.weights)
-                await asyncio.to_thread(_write_all, self._folder / NODE_FILE, node, due)
+                await asyncio.to_thread(_write, self._documents, [(NODE_DOCUMENT, lambda: node), *due])
 
 
 def _remembering(known: Function) -> Callable[[], _Remembered]:
@@ -206,29 +208,20 @@ def _restore(known: Function, stored: _Remembered) -> None:
         ladder.watch.resume(time.monotonic() - idle_s, stored.idling.since_wake_s)
 
 
-def _read(file: Path) -> _Remembered:
-    with contextlib.suppress(OSError, ValidationError):
-        return _Remembered.model_validate_json(file.read_bytes())
-    return _Remembered()
+def _document(function: str) -> str:
+    """Return the name of the document with a function's history."""
+    return f"habits/functions/{function}.json"
 
 
-def _read_prior(file: Path) -> Prior:
-    with contextlib.suppress(OSError, ValidationError):
-        return Prior(_RememberedNode.model_validate_json(file.read_bytes()).weights)
-    return Prior()
+def _read(documents: Documents, name: str, model: type[_StoredT]) -> _StoredT:
+    with contextlib.suppress(GatewayError, ValidationError):
+        if (data := documents.get(name)) is not None:
+            return model.model_validate_json(data)
+    return model()
 
 
-def _write_all(
-    node_file: Path, node: _RememberedNode, functions: list[tuple[Path, Callable[[], _Remembered]]]
-) -> None:
-    """Write the files. If a write fails, that history stays in memory only."""
-    with contextlib.suppress(OSError):
-        (node_file.parent / "functions").mkdir(parents=True, exist_ok=True)
-    _publish(node_file, node)
-    for file, remembered in functions:
-        _publish(file, remembered())
-
-
-def _publish(file: Path, model: BaseModel) -> None:
-    with contextlib.suppress(OSError, SnapshotError), publish(file, durable=False) as stream:
-        stream.write(model.model_dump_json().encode())
+def _write(documents: Documents, due: list[tuple[str, Callable[[], BaseModel]]]) -> None:
+    """Store the histories. If a write fails, that history stays in memory only."""
+    for name, remembered in due:
+        with contextlib.suppress(GatewayError):
+            documents.put(name, remembered().model_dump_json().encode(), durable=False)

@@ -12,12 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError, UnknownKey
-from pilotflame.runtime.ground.access.keyring import MOST_CALL_MIN, USE_GRAIN_S, Keyring, Meter
+from pilotflame.runtime.ground.access.keyring import ACCESS, KEYS, MOST_CALL_MIN, USE_GRAIN_S, Keyring, Meter
 from pilotflame.runtime.ground.access.keys import NewKey, Scope
+from pilotflame.runtime.ground.storing.file_documents import FileDocuments
 
 
 def loaded(state: Path) -> Keyring:
-    keyring = Keyring(state)
+    documents = FileDocuments(state)
+    documents.remove_leftovers(ACCESS)
+    keyring = Keyring(documents)
     keyring.load()
     return keyring
 
@@ -36,10 +39,10 @@ def test_the_file_is_its_owners_and_holds_no_token(tmp_path: Path):
     assert not keyring.exists
     _, token = keyring.create(NewKey(name="a"), 0.0)
     assert keyring.exists
-    assert stat.S_IMODE(keyring.path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(keyring.path.parent.stat().st_mode) == 0o700
-    assert token.rpartition("_")[2] not in keyring.path.read_text()
-    assert {path.name for path in keyring.path.parent.iterdir()} == {"keys.json", "closed"}
+    assert stat.S_IMODE((tmp_path / KEYS).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / KEYS).parent.stat().st_mode) == 0o700
+    assert token.rpartition("_")[2] not in (tmp_path / KEYS).read_text()
+    assert {path.name for path in (tmp_path / KEYS).parent.iterdir()} == {"keys.json", "closed"}
 
 
 def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
@@ -119,9 +122,9 @@ def test_an_expired_key_still_limits_workers(tmp_path: Path):
 def test_a_damaged_file_stops_the_gateway(tmp_path: Path, text: str, fault: str):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
-    keyring.path.write_text(text)
+    (tmp_path / KEYS).write_text(text)
     with pytest.raises(GatewayError, match=rf"keys\.json is damaged: {fault}"):
-        Keyring(tmp_path).load()
+        Keyring(FileDocuments(tmp_path)).load()
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -145,9 +148,9 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_half_written_files_are_removed(tmp_path: Path):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
-    (keyring.path.parent / ".keys.json.x1y2").write_text('{"ver')
+    ((tmp_path / KEYS).parent / ".keys.json.x1y2").write_text('{"ver')
     assert len(loaded(tmp_path).all()) == 1
-    assert {path.name for path in keyring.path.parent.iterdir()} == {"keys.json", "closed"}
+    assert {path.name for path in (tmp_path / KEYS).parent.iterdir()} == {"keys.json", "closed"}
 
 
 def test_lost_keys_open_no_gateway(tmp_path: Path):
@@ -156,12 +159,95 @@ def test_lost_keys_open_no_gateway(tmp_path: Path):
     keyring.create(NewKey(name="a"), 0.0)
     (tmp_path / "access" / "closed").unlink()
     loaded(tmp_path)
-    keyring.path.unlink()
+    (tmp_path / KEYS).unlink()
     with pytest.raises(GatewayError, match=r"keys\.json is missing") as caught:
         loaded(tmp_path)
     assert "closed" in caught.value.remedy
     (tmp_path / "access" / "closed").unlink()
     assert not loaded(tmp_path).exists
+
+
+def two_gateways(state: Path) -> tuple[Keyring, Keyring]:
+    documents = FileDocuments(state)
+    one, other = Keyring(documents), Keyring(documents)
+    one.load()
+    other.load()
+    return one, other
+
+
+def test_two_gateways_lose_no_key_of_each_other(tmp_path: Path):
+    one, other = two_gateways(tmp_path)
+    first, first_token = one.create(NewKey(name="first", rate_per_s=1.0), 0.0)
+    second, second_token = other.create(NewKey(name="second", max_workers=2, scopes=(Scope.DEPLOY,)), 1.0)
+    one.save()
+    for keyring in (one, other, loaded(tmp_path)):
+        assert [key.name for key in keyring.all()] == ["first", "second"]
+        assert keyring.find(first_token, 2.0) is not None
+        assert keyring.find(second_token, 2.0) is not None
+        assert keyring.exists
+    # Each gateway revokes a key of the other one.
+    assert other.revoke(first.id) == first
+    one.revoke(second.id)
+    with pytest.raises(UnknownKey, match=first.id):
+        one.revoke(first.id)
+    other.save()
+    for keyring in (one, other, loaded(tmp_path)):
+        assert keyring.all() == []
+        assert keyring.max_workers(second.id) == 2
+
+
+def test_a_refused_revocation_shows_what_another_gateway_has_changed(tmp_path: Path):
+    one, other = two_gateways(tmp_path)
+    key, token = one.create(NewKey(name="a"), 0.0)
+    other.load()
+    other.revoke(key.id)
+    assert one.find(token, 1.0) is not None
+    with pytest.raises(UnknownKey):
+        one.revoke(key.id)
+    assert one.find(token, 1.0) is None
+
+
+def test_meters_and_times_of_use_go_on_when_another_gateway_changes_keys(tmp_path: Path):
+    one, other = two_gateways(tmp_path)
+    key, token = one.create(NewKey(name="a", concurrency=1), 0.0)
+    other.load()
+    held, also = one.find(token, 0.0), other.find(token, 0.0)
+    assert held is not None
+    assert also is not None
+    assert held.meter.enter(0.0) == 0.0
+    assert also.used(9 * USE_GRAIN_S)
+    other.create(NewKey(name="b"), 1.0)
+    assert held.used(3 * USE_GRAIN_S)
+    one.save()
+    one.load()
+    assert one.find(token, 0.0) is held
+    assert (held.meter.running, one.meter(key.id)) == (1, held.meter)
+    # The latest use at any gateway counts.
+    assert [known.last_used_s for known in loaded(tmp_path).all()] == [9 * USE_GRAIN_S, None]
+
+
+def test_keys_that_were_removed_by_hand_are_stored_again(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    keyring.create(NewKey(name="a"), 0.0)
+    (tmp_path / KEYS).unlink()
+    keyring.save()
+    assert [key.name for key in loaded(tmp_path).all()] == ["a"]
+
+
+def test_damaged_keys_are_not_replaced(tmp_path: Path):
+    """They may be the keys of a newer release."""
+    keyring = loaded(tmp_path)
+    key, token = keyring.create(NewKey(name="a"), 0.0)
+    (tmp_path / KEYS).write_text('{"version": 2}{')
+    for change in (
+        keyring.save,
+        lambda: keyring.revoke(key.id),
+        lambda: keyring.create(NewKey(name="b"), 0.0),
+    ):
+        with pytest.raises(GatewayError, match=r"keys\.json is damaged"):
+            change()
+    assert keyring.find(token, 1.0) is not None
+    assert (tmp_path / KEYS).read_text() == '{"version": 2}{'
 
 
 def test_threads_may_change_it_at_once(tmp_path: Path):

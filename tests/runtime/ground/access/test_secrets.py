@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownSecret
-from pilotflame.runtime.ground.access.secrets import MAX_SECRETS, MAX_VALUE_BYTES, Secrets
+from pilotflame.runtime.ground.access.keyring import ACCESS
+from pilotflame.runtime.ground.access.secrets import MAX_SECRETS, MAX_VALUE_BYTES, Secrets, SecretsFile
+from pilotflame.runtime.ground.storing.file_documents import FileDocuments
 
 VALUE = "s3cr3t-välue\n with lines"
 
 
 def loaded(state: Path) -> Secrets:
-    secrets = Secrets(state)
+    documents = FileDocuments(state)
+    documents.remove_leftovers(ACCESS)
+    secrets = Secrets(documents)
     secrets.load()
     return secrets
 
@@ -72,8 +76,9 @@ def test_messages_about_limits_do_not_quote_the_value(tmp_path: Path):
         with pytest.raises(BadInput) as caught:
             secrets.set("f", "A", value)
         assert "xx" not in str(caught.value)
-    for number in range(MAX_SECRETS):
-        secrets._secrets.setdefault("f", {})[f"K{number}"] = ""
+    full = SecretsFile(secrets={f"K{number}": "" for number in range(MAX_SECRETS)})
+    FileDocuments(tmp_path).put("access/secrets/f.json", full.model_dump_json().encode())
+    assert secrets.set("f", "K1", "1") is True
     with pytest.raises(BadInput, match="100 secrets"):
         secrets.set("f", "A", "1")
 
@@ -114,3 +119,54 @@ def test_what_is_given_away_is_a_copy(tmp_path: Path):
     secrets.set("f", "A", "1")
     secrets.of("f")["A"] = "2"
     assert secrets.of("f") == {"A": "1"}
+
+
+def two_gateways(state: Path) -> tuple[Secrets, Secrets]:
+    documents = FileDocuments(state)
+    return Secrets(documents), Secrets(documents)
+
+
+def test_two_gateways_lose_no_secret_of_each_other(tmp_path: Path):
+    one, other = two_gateways(tmp_path)
+    one.set("f", "A", "1")
+    assert other.set("f", "B", "2") is False
+    assert other.set("f", "A", "3") is True
+    one.set("f", "C", "4")
+    assert one.of("f") == loaded(tmp_path).of("f") == {"A": "3", "B": "2", "C": "4"}
+    other.unset("f", "C")
+    with pytest.raises(UnknownSecret):
+        one.unset("f", "C")
+    one.set("f", "D", "5")
+    assert loaded(tmp_path).of("f") == {"A": "3", "B": "2", "D": "5"}
+
+
+def test_a_forgotten_function_gets_no_secrets_back_from_another_gateway(tmp_path: Path):
+    one, other = two_gateways(tmp_path)
+    one.set("f", "A", "old")
+    other.load()
+    one.forget("f")
+    other.set("f", "B", "new")
+    assert other.of("f") == loaded(tmp_path).of("f") == {"B": "new"}
+    one.set("g", "A", "1")
+    other.forget("f")
+    one.load()
+    other.load()
+    assert (one.of("f"), other.of("g")) == ({}, {"A": "1"})
+
+
+def test_damaged_secrets_are_not_replaced_but_may_be_forgotten(tmp_path: Path):
+    secrets, file = loaded(tmp_path), tmp_path / "access" / "secrets" / "f.json"
+    secrets.set("f", "A", "1")
+    file.write_text("{")
+    with pytest.raises(GatewayError, match=r"f\.json is damaged"):
+        secrets.set("f", "B", "2")
+    assert file.read_text() == "{"
+    secrets.forget("f")
+    assert not file.exists()
+
+
+def test_files_of_other_names_are_no_secrets(tmp_path: Path):
+    loaded(tmp_path).set("f", "A", "1")
+    for name in ("F.json", "f", "g", "f.json.json", "models.json", "f.json.bak"):
+        (tmp_path / "access" / "secrets" / name).write_text("{")
+    assert loaded(tmp_path)._secrets == {"f": {"A": "1"}}

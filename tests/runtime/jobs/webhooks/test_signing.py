@@ -4,12 +4,14 @@ import base64
 import json
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.storing.file_documents import FileDocuments
 from pilotflame.runtime.jobs.webhooks.signing import SigningKey, load_key
 from standardwebhooks import Webhook, WebhookVerificationError
 
@@ -70,11 +72,11 @@ def test_derived_secrets_stay_what_earlier_versions_derived() -> None:
 
 
 def test_a_gateway_creates_its_secret_once_for_its_owner_only(tmp_path: Path) -> None:
-    created = load_key(tmp_path)
+    created = load_key(FileDocuments(tmp_path))
     (path,) = tmp_path.iterdir()
     assert path.name == "webhook-secret"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert load_key(tmp_path).secret == created.secret == path.read_text().strip()
+    assert load_key(FileDocuments(tmp_path)).secret == created.secret == path.read_text().strip()
     assert len(base64.b64decode(created.secret.removeprefix("whsec_"))) == 32
     assert created.secret not in repr(created)
 
@@ -83,11 +85,20 @@ def test_a_gateway_creates_its_secret_once_for_its_owner_only(tmp_path: Path) ->
 def test_an_invalid_secret_is_reported_without_showing_it(tmp_path: Path, text: str) -> None:
     (tmp_path / "webhook-secret").write_text(text)
     with pytest.raises(GatewayError, match="does not hold a webhook secret") as refused:
-        load_key(tmp_path)
+        load_key(FileDocuments(tmp_path))
     assert not text or text not in str(refused.value)
 
 
 def test_a_secret_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(GatewayError, match="file/webhook-secret"):
-        load_key(tmp_path / "file")
+        load_key(FileDocuments(tmp_path / "file"))
+
+
+def test_gateways_that_start_at_once_have_one_secret(tmp_path: Path) -> None:
+    documents = FileDocuments(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        assert len({key.secret for key in threads.map(load_key, [documents] * 8)}) == 1
+    before = (tmp_path / "webhook-secret").stat().st_mtime_ns
+    load_key(documents)
+    assert (tmp_path / "webhook-secret").stat().st_mtime_ns == before

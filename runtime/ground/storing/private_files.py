@@ -13,25 +13,24 @@ from pydantic import BaseModel, ValidationError
 from ....errors import GatewayError
 from ....snapshot.publish import publish, sync
 
-FOLDER = "access"
-"""The name of the folder in the state folder that holds keys and secrets."""
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
-def write(path: Path, data: bytes) -> None:
-    """Create or replace the file. When this returns, the file is durably on disk. Raise GatewayError if it cannot be
-    written.
+def write(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Create or replace the file, and make its folder. When this returns, the file is durably on disk, except without
+    `durable`. Raise GatewayError if it cannot be written.
     """
     with _reported("written", path):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with publish(path, 0o600) as stream:
+        _make_folder(path.parent)
+        with publish(path, 0o600, durable=durable) as stream:
             stream.write(data)
 
 
 def read(path: Path) -> bytes | None:
     """Return the file's bytes, or None if it does not exist. Raise GatewayError if it cannot be read."""
-    with _reported("read", path):
-        return path.read_bytes() if path.exists() else None
+    with _reported("read", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.read_bytes()
+    return None
 
 
 def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
@@ -40,14 +39,19 @@ def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
     Raise GatewayError if the file cannot be read or is not valid. The message quotes no values.
     """
     data = read(path)
+    return None if data is None else parse(data, model, str(path))
+
+
+def parse(data: bytes, model: type[_ModelT], place: str) -> _ModelT:
+    """Return JSON as an instance of `model`. Raise GatewayError, which names the `place` but no values, if it is not valid."""
     try:
-        return None if data is None else model.model_validate_json(data)
+        return model.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, problem["loc"]))
-        fault = f"the field {place} is wrong ({problem['type']})" if place else "it is no JSON object"
+        field = ".".join(map(str, problem["loc"]))
+        fault = f"the field {field} is wrong ({problem['type']})" if field else "it is no JSON object"
         # A damaged file of keys must not count as missing. Otherwise, the gateway could admit callers without a key.
-        message = f"{path} is damaged: {fault}."
+        message = f"{place} is damaged: {fault}."
         raise GatewayError(message, remedy="Restore it from a backup.") from None
 
 
@@ -61,10 +65,20 @@ def remove(path: Path) -> None:
             sync(path.parent)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files that a crashed process left in `folder`, since they may hold keys or secrets."""
-    for leftover in folder.glob(".*"):
-        leftover.unlink(missing_ok=True)
+def files_below(folder: Path) -> list[Path]:
+    """Return the files in a folder and in its subfolders, sorted; none if there is no folder. Raise GatewayError if a folder
+    cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        # Without this, os.walk leaves out a folder that it cannot read.
+        raise error
+
+    with _reported("read", folder), contextlib.suppress(FileNotFoundError):
+        return sorted(
+            Path(place, name) for place, _, names in os.walk(folder, onerror=fail) for name in names
+        )
+    return []
 
 
 def let_owner_write(folder: Path) -> None:
@@ -75,6 +89,14 @@ def let_owner_write(folder: Path) -> None:
         Path(f"/proc/self/fd/{descriptor}").chmod(0o700)
     finally:
         os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and the folders in which it is, durably and for their owner only. `Path.mkdir` gives others rights on the outer ones."""
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        sync(folder.parent)
 
 
 @contextlib.contextmanager
