@@ -102,8 +102,8 @@ class CausalModel:
             "logits_to_keep": len(ids[0]) if every else 1,
         }
         taken = {name: value for name, value in arguments.items() if name in self._takes}
-        one_by_one = ragged_attention() if len(ids) > 1 and device.type == "cpu" else nullcontext()
-        with torch.inference_mode(), one_by_one:
+        attention = ragged_attention() if device.type == "cpu" else nullcontext()
+        with torch.inference_mode(), attention:
             if self.adapters is None:
                 found = self.module(**taken)
             else:
