@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from .adapters import ModelAdapters
 from .ragged_attention import ragged_attention
 from .rows import Alone, Rows
+from .widened_linear import widen
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
@@ -34,6 +35,7 @@ class CausalModel:
         self, model: nn.Module, config: PretrainedConfig, adapters: ModelAdapters | None = None
     ) -> None:
         self.module, self.adapters = model, adapters
+        widen(model)
         self._config = config
         self._text: PretrainedConfig = config.get_text_config(decoder=True)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
@@ -102,8 +104,8 @@ class CausalModel:
             "logits_to_keep": len(ids[0]) if every else 1,
         }
         taken = {name: value for name, value in arguments.items() if name in self._takes}
-        one_by_one = ragged_attention() if len(ids) > 1 and device.type == "cpu" else nullcontext()
-        with torch.inference_mode(), one_by_one:
+        attention = ragged_attention() if device.type == "cpu" else nullcontext()
+        with torch.inference_mode(), attention:
             if self.adapters is None:
                 found = self.module(**taken)
             else:

@@ -1,6 +1,7 @@
-"""Attention of one new token for each of several rows, without the columns before a short row.
+"""Attention of one new token for each row: without the columns before a short row, and for all heads of a group at once.
 
-transformers' function `sdpa` also reads the masked columns, so each row takes the time of the longest row.
+transformers' function `sdpa` also reads the masked columns, so each row takes the time of the longest row. And without a mask, it reads the
+keys and values of a group once for each of its heads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import AttentionInterface
 
 LEAST_MASKED = 128
 """The masked columns of a mean row at which single rows are faster than all rows at once."""
-OTHERS = ("position_bias", "cache")
+OTHERS = ("position_bias", "cache", "softcap")
 """Arguments with which attention is more than keys, values and a mask."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -55,6 +56,8 @@ class _RaggedAttention:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         # A compiler that traces a model cannot follow the context.
         used = not torch.compiler.is_compiling() and _used.get()
+        if used and attention_mask is None and _grouped(query, key, value, others):
+            return _by_group(query, key, value, others.get("scaling")), None
         starts = _starts(query, attention_mask, others) if used else None
         if attention_mask is None or starts is None:
             return self._former(module, query, key, value, attention_mask, *more, **others)
@@ -64,6 +67,21 @@ class _RaggedAttention:
             columns = key[own, :, start:], value[own, :, start:], attention_mask[own, :, :, start:]
             found.append(self._former(module, query[own], *columns, *more, **others)[0])
         return torch.cat(found), None
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]) -> bool:
+    """Return True if one new token has several heads for each head of the keys and values."""
+    rows, heads, tokens, _ = query.shape
+    plain = key.shape[:2] == value.shape[:2] and not any(others.get(name) is not None for name in OTHERS)
+    return plain and tokens == 1 and rows == key.shape[0] and heads > key.shape[1]
+
+
+def _by_group(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return the attention of one token, with the heads of a group in place of tokens: (rows, 1, heads, size)."""
+    rows, heads, tokens, size = query.shape
+    groups = query.reshape(rows, key.shape[1], -1, size)
+    found = torch.nn.functional.scaled_dot_product_attention(groups, key, value, scale=scale)
+    return found.reshape(rows, tokens, heads, value.shape[-1])
 
 
 def _starts(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> list[int] | None:

@@ -89,6 +89,24 @@ def test_all_rows_are_one_call_where_that_is_right_or_faster(
     assert calls == [2]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_heads_of_a_group_share_the_keys_without_a_mask(rows: int, calls: list[int]) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(rows, 4, 1, 8), torch.randn(rows, 2, 30, 8), torch.randn(rows, 2, 30, 6)
+    layer = nn.Module()
+    layer.num_key_value_groups = 2
+    attention: Attend = AttentionInterface()["sdpa"]
+    wanted = attention(layer, query, key, value, None, scaling=0.3)[0]
+    assert calls == [rows]
+    with ragged_attention():
+        found = attention(layer, query, key, value, None, scaling=0.3)[0]
+        assert calls == [rows]
+        attention(layer, query, key, value, None, scaling=0.3, position_bias=torch.zeros(rows, 4, 1, 30))
+    assert calls == [rows, rows]
+    assert found.shape == wanted.shape
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
 def test_a_pass_elsewhere_in_the_process_is_not_affected(calls: list[int]) -> None:
     model = tiny("llama")
     mask = torch.ones(2, LEAST_MASKED * 3, dtype=torch.long)
