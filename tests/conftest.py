@@ -24,6 +24,7 @@ import slow_suites
 import uvloop
 from browser import REQUIRED as BROWSER_REQUIRED
 from containers import REQUIRED as CONTAINERS_REQUIRED
+from example_count import DRAWN
 from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_folder
 
 pytest_plugins = ["fast_first"]
@@ -33,12 +34,12 @@ pytest.register_assert_rewrite(
     "device_tests", "job_store_machine", "job_store_tests", "launcher_tests", "source_tests"
 )
 
-# Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
+# Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more, also in the tests that draw fewer (example_count.py).
 # No example has a deadline of its own: on a machine with other load, any example may take long.
 # `make mutants` only counts failures. It uses the profile without shrinking, which takes longer than the test.
 hypothesis.settings.register_profile(
     "house",
-    max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50")),
+    max_examples=DRAWN,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Gateway, gateway_here, short_folder
+from trained_model import TEMPLATE, train
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
 SYSTEM = {"role": "system", "content": "A pilot flame"}
 CHAT = [SYSTEM, {"role": "user", "content": " lets the burner"}]
 KNOWN = " start at once. Ein Flämmchen genügt: 火 🔥"
@@ -35,9 +35,7 @@ async def folder() -> AsyncIterator[Path]:
     with short_folder() as place:
         folder = place / "llm"
         shutil.copytree(TEMPLATE, folder)
-        await asyncio.to_thread(
-            subprocess.run, [sys.executable, "make_weights.py"], cwd=folder, check=True, capture_output=True
-        )
+        await asyncio.to_thread(train, folder, ["make_weights.py"])
         (folder / "prefixes.json").write_text(
             json.dumps({"flame": {"messages": [SYSTEM]}, "none": {"messages": [CHAT[1]]}})
         )
