@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import os
+import ssl
 from asyncio.base_events import BaseEventLoop
 from asyncio.unix_events import _UnixSelectorEventLoop
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import httpx
+import httpx._transports.default as httpx_transports
 import hypothesis
 import pytest
 import pytest_asyncio
@@ -93,6 +95,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         ranks = {name: rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+@functools.cache
+def _certificates(trust_env: bool, _file: str | None, _folder: str | None) -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=trust_env)
+
+
+def _ssl_context(
+    verify: ssl.SSLContext | str | bool = True, cert: Any = None, trust_env: bool = True
+) -> ssl.SSLContext:
+    """Return what httpx would. Each client would read all certificates of the machine, which takes 60 ms, so the clients share them."""
+    if verify is not True or cert is not None:
+        return httpx.create_ssl_context(verify, cert, trust_env)
+    return _certificates(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+httpx_transports.create_ssl_context = _ssl_context
 
 
 class _Loop(uvloop.Loop):
