@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from trained_model import TEMPLATE, train
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+Run = Callable[..., Any]
 SYSTEM = {"role": "system", "content": "A pilot flame"}
 CHAT = [SYSTEM, {"role": "user", "content": " lets the burner"}]
 KNOWN = " start at once. Ein Flämmchen genügt: 火 🔥"
@@ -104,12 +105,14 @@ async def test_prefixes_of_another_model_are_refused_at_deploy(served: Gateway, 
         ('{"a": {"tools": [{}]}}', "a.tools.0.function"),
     ],
 )
-async def test_a_file_that_is_not_valid(folder: Path, tmp_path: Path, content: str, told: str) -> None:
+async def test_a_file_that_is_not_valid(
+    folder: Path, run_here: Run, tmp_path: Path, content: str, told: str
+) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(content)
-    done = await asyncio.to_thread(
-        command, str(folder / "weights"), str(file), "-o", str(tmp_path / "out"), cwd=tmp_path
-    )
+    # In this process: a new one would import transformers, which takes seconds.
+    words = ("snapshot", "prefixes", folder / "weights", file, "-o", tmp_path / "out")
+    done = await asyncio.to_thread(run_here, *words)
     assert done.returncode != 0
     assert told in done.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists()
