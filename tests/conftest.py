@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import os
+import ssl
 from asyncio.base_events import BaseEventLoop
 from asyncio.unix_events import _UnixSelectorEventLoop
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import httpx
+import httpx._transports.default as httpx_transports
 import hypothesis
 import pytest
 import pytest_asyncio
@@ -24,6 +26,7 @@ import slow_suites
 import uvloop
 from browser import REQUIRED as BROWSER_REQUIRED
 from containers import REQUIRED as CONTAINERS_REQUIRED
+from example_count import DRAWN
 from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_folder
 
 pytest_plugins = ["fast_first"]
@@ -33,12 +36,12 @@ pytest.register_assert_rewrite(
     "device_tests", "job_store_machine", "job_store_tests", "launcher_tests", "source_tests"
 )
 
-# Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
+# Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more, also in the tests that draw fewer (example_count.py).
 # No example has a deadline of its own: on a machine with other load, any example may take long.
 # `make mutants` only counts failures. It uses the profile without shrinking, which takes longer than the test.
 hypothesis.settings.register_profile(
     "house",
-    max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50")),
+    max_examples=DRAWN,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -50,12 +53,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("house")
 
 
-# The files that take 15 s and more, the longest first.
+# The files that take 50 s and more in CI, the longest first.
 LONGEST = (
-    "test_soak.py", "test_compiled.py", "test_cli.py", "test_container_launcher.py", "test_fetcher_client.py", "test_standalone.py",
-    "test_snapshot_record.py", "test_cog_cases.py", "test_consumer.py", "test_environment.py",
-    "test_compose.py", "test_image_engine.py", "test_console_browser.py", "test_house.py", "test_faults.py",
-    "test_prewarming.py", "test_dispatcher.py", "test_soak_jobs.py", "test_schema.py",
+    "test_environments.py", "test_cli.py", "test_topic.py", "test_how_to.py", "test_templates.py", "test_fetcher_client.py",
+    "test_engine_process.py", "test_container_launcher.py", "test_console_browser.py", "test_compiled.py", "test_hostile_http.py",
+    "test_standalone.py", "test_consumer.py", "test_snapshot_prefixes.py", "test_other_clients.py", "test_snapshot_record.py",
+    "test_parking.py", "test_declared_prefixes.py", "test_gpu_bookings.py", "test_main.py", "test_house.py", "test_compose.py",
+    "test_image_engine.py", "test_other_runtimes.py", "test_examples.py", "test_entry_points.py", "test_model_template.py", "test_soak.py",
 )  # fmt: skip
 
 
@@ -92,6 +96,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         ranks = {name: rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+@functools.cache
+def _certificates(trust_env: bool, _file: str | None, _folder: str | None) -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=trust_env)
+
+
+def _ssl_context(
+    verify: ssl.SSLContext | str | bool = True, cert: Any = None, trust_env: bool = True
+) -> ssl.SSLContext:
+    """Return what httpx would. Each client would read all certificates of the machine, which takes 60 ms, so the clients share them."""
+    if verify is not True or cert is not None:
+        return httpx.create_ssl_context(verify, cert, trust_env)
+    return _certificates(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+httpx_transports.create_ssl_context = _ssl_context
 
 
 class _Loop(uvloop.Loop):

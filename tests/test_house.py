@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pilotflame
-import pytest
 from pilotflame.handlers.stand_in import CHILDREN
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +63,12 @@ def figures() -> Any:
 @cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file, for tests that look at every file: one test each, since 730 cases take longer than what they check."""
+    return list(ast.walk(tree(path)))
 
 
 # -- figures
@@ -120,17 +125,19 @@ def test_every_package_says_what_it_is_and_holds_no_code() -> None:
 INNER = sorted(name for name in modules() if CHILDREN not in name.split("."))
 
 
-@pytest.mark.parametrize("name", INNER)
-def test_imports_within_the_package_are_relative_and_skip_the_face(name: str) -> None:
-    depth = len(modules()[name].relative_to(ROOT).parts)
-    for node in ast.walk(tree(modules()[name])):
-        if isinstance(node, ast.Import):
-            assert not [alias.name for alias in node.names if alias.name.startswith("pilotflame")]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level or not (node.module or "").startswith("pilotflame")
-            assert (
-                node.level < depth or node.module or {alias.name for alias in node.names} <= set(modules())
-            ), "the face"
+def test_imports_within_the_package_are_relative_and_skip_the_face() -> None:
+    for name in INNER:
+        depth = len(modules()[name].relative_to(ROOT).parts)
+        for node in nodes(modules()[name]):
+            if isinstance(node, ast.Import):
+                assert not [alias.name for alias in node.names if alias.name.startswith("pilotflame")], name
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level or not (node.module or "").startswith("pilotflame"), name
+                assert (
+                    node.level < depth
+                    or node.module
+                    or {alias.name for alias in node.names} <= set(modules())
+                ), f"the face, in {name}"
 
 
 def test_a_worker_loads_nothing_heavy() -> None:
@@ -311,8 +318,8 @@ SWALLOWED = {
 }
 
 
-def functions(name: str) -> Iterator[tuple[str, ast.AST]]:
-    for node in ast.walk(tree(dict(SOURCES)[name])):
+def functions(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for inner in ast.walk(node):
                 yield node.name, inner
@@ -322,41 +329,44 @@ def called(node: ast.AST) -> str:
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
 
-@pytest.mark.parametrize("name", [name for name, _ in SOURCES])
-def test_nobody_sleeps_pickles_or_asserts(name: str) -> None:
-    for node in ast.walk(tree(dict(SOURCES)[name])):
-        assert called(node) not in ("time.sleep", "sleep"), f"{name}, line {node.lineno}: wait for an event"  # type: ignore[attr-defined]
-        asserts = isinstance(node, ast.Assert) and not name.startswith(TESTING)
-        assert not asserts, f"{name}, line {node.lineno}: raise an error of the tree"
-        # For a delay of zero uvloop's `call_later` returns a handle without `when`.
-        assert not called(node).endswith(".when"), f"{name}, line {node.lineno}: keep the time yourself"  # type: ignore[attr-defined]
-        if isinstance(node, ast.Import):
-            banned = {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            banned = {(node.module or "").partition(".")[0]} if not node.level else set()
-        else:
-            banned = set()
-        assert not banned & {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}, name
+def test_nobody_sleeps_pickles_or_asserts() -> None:
+    for name, path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.Call):
+                line, function = f"{name}, line {node.lineno}", called(node)
+                assert function not in ("time.sleep", "sleep"), f"{line}: wait for an event"
+                # For a delay of zero uvloop's `call_later` returns a handle without `when`.
+                assert not function.endswith(".when"), f"{line}: keep the time yourself"
+            asserts = isinstance(node, ast.Assert) and not name.startswith(TESTING)
+            assert not asserts, f"{name}, line {node.lineno}: raise an error of the tree"  # type: ignore[attr-defined]
+            if isinstance(node, ast.Import):
+                banned = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                banned = {(node.module or "").partition(".")[0]} if not node.level else set()
+            else:
+                banned = set()
+            assert not banned & {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}, name
 
 
-@pytest.mark.parametrize("name", [name for name, _ in SOURCES])
-def test_errors_are_of_the_tree_and_none_is_swallowed(name: str) -> None:
-    for node in ast.walk(tree(dict(SOURCES)[name])):
-        if isinstance(node, ast.Raise) and node.exc is not None:
-            raised = ast.unparse(node.exc).partition("(")[0]
-            assert raised not in ("Exception", "BaseException"), f"{name}, line {node.lineno}"
-    for function, node in functions(name):
-        if isinstance(node, ast.ExceptHandler) and (
-            node.type is None or "BaseException" in ast.unparse(node.type)
-        ):
-            raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-            assert raises or (name, function) in SWALLOWED, f"{name}, line {node.lineno}"
+def test_errors_are_of_the_tree_and_none_is_swallowed() -> None:
+    for name, path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                raised = ast.unparse(node.exc).partition("(")[0]
+                assert raised not in ("Exception", "BaseException"), f"{name}, line {node.lineno}"
+        for function, node in functions(path):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None or "BaseException" in ast.unparse(node.type)
+            ):
+                raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+                assert raises or (name, function) in SWALLOWED, f"{name}, line {node.lineno}"
 
 
-@pytest.mark.parametrize("name", [name for name, _ in SOURCES if name not in SPEAKING])
-def test_nobody_prints_but_the_command_line(name: str) -> None:
-    for node in ast.walk(tree(dict(SOURCES)[name])):
-        assert called(node) != "print", f"{name}, line {node.lineno}"  # type: ignore[attr-defined]
+def test_nobody_prints_but_the_command_line() -> None:
+    for name, path in SOURCES:
+        if name not in SPEAKING:
+            for node in nodes(path):
+                assert called(node) != "print", f"{name}, line {node.lineno}"  # type: ignore[attr-defined]
 
 
 # Timers of the rooms that decide about workers or feed the decisions. Each comment says what another timer does.

@@ -1,4 +1,4 @@
-"""Deploys a function of the template `text-generation`, whose tiny model is trained in the test.
+"""Deploys a function of the template `text-generation`, whose tiny model is trained once for all tests that need the same one.
 
 With ENGINE=vllm, the function is of the template `vllm`, with the same model, in a gateway in the environment of the real vLLM.
 """
@@ -6,12 +6,16 @@ With ENGINE=vllm, the function is of the template `vllm`, with the same model, i
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +32,29 @@ HEADS = (
 )
 KNOWN = " lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
 """What the template's model writes after "A pilot flame". Each byte is a token."""
+# pytest's cache, so a clean clone trains each model anew.
+TRAINED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "d" / "trained-models"
+LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
-async def deploy(gateway: Gateway, folder: Path, name: str, train: list[str]) -> None:
-    """Train the template's model with the arguments `train` of Python, and deploy it."""
+def train(folder: Path, arguments: list[str]) -> None:
+    """Write weights/ into a copy of the template, as Python with these arguments does. An equal training is not repeated."""
+    said = [(folder / "make_weights.py").read_text(), *arguments, sys.version, *map(version, LIBRARIES)]
+    kept = TRAINED / hashlib.sha256(repr(said).encode()).hexdigest()
+    TRAINED.mkdir(parents=True, exist_ok=True)
+    # Another process of pytest may train the same model now.
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=TRAINED) as made:
+                shutil.copy(folder / "make_weights.py", made)
+                subprocess.run([sys.executable, *arguments], cwd=made, check=True, capture_output=True)
+                (Path(made) / "weights").rename(kept)
+    shutil.copytree(kept, folder / "weights")
+
+
+async def deploy(gateway: Gateway, folder: Path, name: str, arguments: list[str]) -> None:
+    """Train the template's model, as Python with these arguments does, and deploy it."""
     shutil.copytree(TEMPLATE, folder / name)
     overrides: dict[str, Any] = {"name": name}
     if ENGINE == "vllm":
@@ -47,9 +70,7 @@ async def deploy(gateway: Gateway, folder: Path, name: str, train: list[str]) ->
         )
         (folder / name / "handler.py").write_text(handler)
         (folder / name / "requirements.txt").unlink()
-    await asyncio.to_thread(
-        subprocess.run, [sys.executable, *train], cwd=folder / name, check=True, capture_output=True
-    )
+    await asyncio.to_thread(train, folder / name, arguments)
     body = {"path": str(folder / name), "overrides": overrides}
     deployed = await gateway.client.post("/v1/functions", json=body, timeout=300)
     assert deployed.status_code == 201, deployed.text

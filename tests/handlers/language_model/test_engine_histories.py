@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_count import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import OutputNotFinite
@@ -133,7 +134,7 @@ async def one_caller(engine: Engine, kind: str, drawn: random.Random) -> bool:
     return False
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.sampled_from(KINDS), st.integers(0, 1 << 32))
 def test_nan_memory_errors_and_callers_who_leave_change_no_other_token(kind: str, seed: int) -> None:
     asyncio.run(run_history(kind, seed))

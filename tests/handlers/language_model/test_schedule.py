@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from example_count import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.handlers.language_model.schedule import (
@@ -74,7 +75,7 @@ class History:
         return step
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 6), st.integers(4, 200), st.randoms(use_true_random=False))
 def test_every_sequence_ends_within_the_limits(rows: int, window: int, random_: random.Random) -> None:
     run_history(rows, window, random_)

@@ -28,7 +28,7 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", TABLE)
+@pytest.mark.parametrize("number", [number for number, action in TABLE.items() if action == "drain"])
 async def test_a_running_call_is_answered(state: Path, gate: Gate, number: signal.Signals):
     async with gateway_process(state) as gateway:
         assert gateway.process is not None
@@ -36,18 +36,29 @@ async def test_a_running_call_is_answered(state: Path, gate: Gate, number: signa
         call = asyncio.create_task(function.answer(1))
         begun = await gate.next("1")
         gateway.process.send_signal(number)
-        if TABLE[number] == "drain":
-            await until(lambda: refused(gateway.url), "a refused connection")
-        else:
+        await until(lambda: refused(gateway.url), "a refused connection")
+        begun.go()
+        assert await call == 1
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
+
+
+async def test_a_gateway_goes_on_after_other_signals(state: Path, gate: Gate):
+    async with gateway_process(state) as gateway:
+        assert gateway.process is not None
+        function = await gateway.deploy(WAITS, gate=gate)
+        for number in (number for number, action in TABLE.items() if action == "go on"):
+            call = asyncio.create_task(function.answer(1))
+            begun = await gate.next("1")
+            gateway.process.send_signal(number)
             # The signal has come when a further call is answered.
             second = asyncio.create_task(function.answer(2))
             (await gate.next("2")).go()
-            assert await second == 2
-        begun.go()
-        assert await call == 1
-        if TABLE[number] != "drain":
-            assert gateway.process.returncode is None
-            gateway.process.terminate()
+            assert await second == 2, number
+            begun.go()
+            assert await call == 1, number
+            assert gateway.process.returncode is None, number
+        gateway.process.terminate()
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
 

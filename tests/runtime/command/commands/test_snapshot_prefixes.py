@@ -8,17 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from live import Gateway, gateway_here, short_folder
+from trained_model import TEMPLATE, train
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TEMPLATE = Path(__file__).resolve().parents[4] / "templates" / "text-generation"
+Run = Callable[..., Any]
 SYSTEM = {"role": "system", "content": "A pilot flame"}
 CHAT = [SYSTEM, {"role": "user", "content": " lets the burner"}]
 KNOWN = " start at once. Ein Flämmchen genügt: 火 🔥"
@@ -35,9 +36,7 @@ async def folder() -> AsyncIterator[Path]:
     with short_folder() as place:
         folder = place / "llm"
         shutil.copytree(TEMPLATE, folder)
-        await asyncio.to_thread(
-            subprocess.run, [sys.executable, "make_weights.py"], cwd=folder, check=True, capture_output=True
-        )
+        await asyncio.to_thread(train, folder, ["make_weights.py"])
         (folder / "prefixes.json").write_text(
             json.dumps({"flame": {"messages": [SYSTEM]}, "none": {"messages": [CHAT[1]]}})
         )
@@ -106,12 +105,14 @@ async def test_prefixes_of_another_model_are_refused_at_deploy(served: Gateway, 
         ('{"a": {"tools": [{}]}}', "a.tools.0.function"),
     ],
 )
-async def test_a_file_that_is_not_valid(folder: Path, tmp_path: Path, content: str, told: str) -> None:
+async def test_a_file_that_is_not_valid(
+    folder: Path, run_here: Run, tmp_path: Path, content: str, told: str
+) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(content)
-    done = await asyncio.to_thread(
-        command, str(folder / "weights"), str(file), "-o", str(tmp_path / "out"), cwd=tmp_path
-    )
+    # In this process: a new one would import transformers, which takes seconds.
+    words = ("snapshot", "prefixes", folder / "weights", file, "-o", tmp_path / "out")
+    done = await asyncio.to_thread(run_here, *words)
     assert done.returncode != 0
     assert told in done.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists()

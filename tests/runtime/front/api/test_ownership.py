@@ -96,7 +96,9 @@ async def house() -> AsyncIterator[House]:
             weights = folder / "planted-place"
             weights.mkdir()
             save_file({"weight": np.eye(8)}, weights / "model.safetensors")
-            await gateway.deploy(UNREAD, {"snapshot": str(weights)}, name="unread", check=False)
+            # Further attempts of a job would wait until the answer is given up.
+            unread = {"snapshot": str(weights), "attempts": 1}
+            await gateway.deploy(UNREAD, unread, name="unread", check=False)
             (weights / "model.safetensors").unlink()
             run = await owner.post("/v2/victim/runsync?wait=20000", json={"input": {"x": "planted-input"}})
             assert run.json()["status"] == "FAILED", run.text

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from example_count import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -343,7 +344,7 @@ def test_nobody_sees_changes_or_counts_what_is_not_theirs(served: Served):
     run_state_machine_as_test(
         TenantMachine,
         settings=settings(
-            max_examples=max(8, settings().max_examples // 6), stateful_step_count=20, deadline=None,
+            max_examples=examples(4), stateful_step_count=20, deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.http import HttpRequestParser
+from example_count import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live import LIMIT_S, Function, Gate, Gateway
@@ -262,7 +263,7 @@ class Unpaused:
     def resume_reading(self) -> None: ...
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.sampled_from(FIRST), HEADS)
 async def test_a_plain_head_is_one_that_aiohttp_reads_in_the_same_way(
     first: str, fields: list[tuple[str, ...]]

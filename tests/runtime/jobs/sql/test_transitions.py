@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
+from example_count import examples
 from hypothesis import HealthCheck, settings
 from job_store_machine import StoreMachine
 from job_store_tests import KEEP_S, Clock, new_job
@@ -28,7 +29,7 @@ class SqliteMachine(StoreMachine):
 
 
 SqliteMachine.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(8), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStore = SqliteMachine.TestCase
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_count import examples
 from job_store_tests import (
     DONE,
     HOOK,
@@ -246,10 +247,10 @@ async def test_a_full_disk_refuses_a_job_and_accepts_it_later(
 
 
 def test_acknowledged_jobs_survive_a_kill(tmp_path: Path) -> None:
-    """20 processes submit and finish jobs; each is killed at another moment."""
+    """Processes submit and finish jobs; each is killed at another moment."""
     path = tmp_path / "jobs.db"
     acknowledged: dict[str, list[str]] = {}
-    for kill in range(20):
+    for kill in range(examples(8)):
         command = [sys.executable, str(Path(__file__).with_name("submitter.py")), str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None

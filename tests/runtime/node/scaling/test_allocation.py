@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from example_count import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.ground.settings.scale_spec import ReachedLimit
@@ -957,7 +958,7 @@ def test_over_time_all_callers_are_answered_and_the_node_comes_to_rest(
     assert node.longest_wait_s <= (len(keys) - 1) * (PATIENCE_S + slowest_s + 2 * END_S)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(12))
 @given(
     st.lists(st.tuples(st.sampled_from((0.3, 0.9, 4.0)), st.sampled_from((0.5, 3.0)), st.integers(1, 3)), min_size=2, max_size=6),
     st.integers(1, 4), st.booleans(),

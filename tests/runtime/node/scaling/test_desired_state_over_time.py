@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from example_count import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -175,7 +176,7 @@ AnyLoad.TestCase.settings = settings(max_examples=60, stateful_step_count=12, de
 TestAnyLoad = AnyLoad.TestCase
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(nodes(), st.integers(1, 15))
 def test_a_constant_load_settles(node: Node, callers: int) -> None:
     """Callers who send one request after the other: after some time, no worker starts and none stops."""

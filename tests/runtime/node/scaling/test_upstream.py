@@ -8,7 +8,8 @@ from itertools import pairwise
 from operator import mul
 
 import pytest
-from hypothesis import given
+from example_count import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.node.scaling.ladder import Step
 from pilotflame.runtime.node.scaling.upstream import (
@@ -95,6 +96,7 @@ def test_a_window_is_worth_what_it_costs(delays_s: list[float], hold: float, sav
         assert delays.best_window(ClimbCost(hold * 2 + 1e-9, saved, wake_s)) is None
 
 
+@settings(max_examples=examples(15))
 @given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.2, 20))
 def test_functions_that_are_called_in_any_order_start_no_workers_of_each_other(
     seed: int, functions: int, pause_s: float
