@@ -24,12 +24,12 @@ NO_PRODUCT = ("tests", "infra", "templates")
 PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
 LIMITS = {
-    "product": 57_900,
+    "product": 58_100,
     "infra": 8_550,
     "large classes": 10,
     "settings": 126,
     "make targets": 26,
-    "words of docs": 45_750,
+    "words of docs": 45_850,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

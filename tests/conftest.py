@@ -29,11 +29,11 @@ from containers import REQUIRED as CONTAINERS_REQUIRED
 from example_count import DRAWN
 from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_folder
 
-pytest_plugins = ["fast_first"]
+pytest_plugins = ["fast_first", "postgres"]
 
 # pytest then shows the values in a failed assertion.
 pytest.register_assert_rewrite(
-    "device_tests", "job_store_machine", "job_store_tests", "launcher_tests", "source_tests"
+    "blobs_tests", "device_tests", "job_store_machine", "job_store_tests", "launcher_tests", "source_tests"
 )
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more, also in the tests that draw fewer (example_count.py).

@@ -1,6 +1,6 @@
 """How many examples a test draws: the number for CI, times PILOTFLAME_TEST_EXAMPLES / 50.
 
-`PILOTFLAME_TEST_EXAMPLES=200 make test` draws four times as many.
+`PILOTFLAME_TEST_EXAMPLES=200 make test` draws four times the number.
 """
 
 import os

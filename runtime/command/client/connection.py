@@ -52,7 +52,7 @@ class GatewayConnection:
             trust_env=not self.on_loopback,
             verify=not plain and (trusted_authorities() or True),
             headers=authorization(api_key, self.url) | (control.headers if control else {}),
-            transport=httpx.HTTPTransport(uds=str(control.path)) if control else None,
+            transport=httpx.HTTPTransport(uds=str(control.path), verify=False) if control else None,
         )
 
     def close(self) -> None:

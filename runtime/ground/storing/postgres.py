@@ -1,18 +1,26 @@
-"""Connects to PostgreSQL, and lets code that was written for `sqlite3` use the connection.
+"""Connects to PostgreSQL, lets code that was written for `sqlite3` use the connection, and upgrades the tables.
 
-Statements have SQLite's placeholders: each `?` stands for the next value, and `?2` for the second one. Rows are read by name and by
+Statements have SQLite's placeholders: each `?` stands for the next value, and `?2` for the second one. They have no other `?`. Rows are read by name and by
 position.
+
+Numbered files have the tables: `0001_pre_jobs.sql`. A *pre* migration only adds, so gateways of the version before go on beside it: any
+gateway that starts applies it. A *post* migration removes what only that version needs, so an operator applies it when no gateway
+of that version is left.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any, ClassVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from ....errors import JobStoreFailed
 
 CONNECT_TIMEOUT_S = 10
 STATEMENT_TIMEOUT_S = 30
@@ -22,7 +30,7 @@ for longer.
 """
 BEGIN = f"""BEGIN; SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_S}s';
 SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S}s'"""
-"""Begins a transaction with limits. They are not the session's, since a PgBouncer may share sessions."""
+"""Begins a transaction with limits. They belong to the transaction, because a PgBouncer may share sessions."""
 _KEEPALIVE = {
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -30,6 +38,11 @@ _KEEPALIVE = {
     "tcp_user_timeout": 10_000,
 }
 _MARK = re.compile(r"\?(\d*)")
+
+_MIGRATION = re.compile(r"\d{4}_(pre|post)_\w+\.sql")
+_MIGRATION_LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame migrations ' || current_schema()))"
+_MIGRATIONS = "CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied TIMESTAMPTZ NOT NULL DEFAULT now())"
+MIGRATIONS: Traversable = files(__package__) / "migrations"
 
 
 class PostgresRow(tuple[Any, ...]):
@@ -129,3 +142,33 @@ def _row_class(*names: str) -> type[PostgresRow]:
 def _rows(cursor: Any) -> type[PostgresRow]:
     """Make rows: a psycopg row factory."""
     return _row_class(*(column.name for column in cursor.description or ()))
+
+
+def migrate(
+    connection: PostgresConnection, folder: Traversable = MIGRATIONS, *, kinds: Collection[str] = ("pre",)
+) -> list[str]:
+    """Apply the files of these kinds that the database lacks, in the order of their numbers, in one transaction. Return their names.
+
+    If another gateway applies them, wait for it. Raises JobStoreFailed if a file fails, or if a newer pilotflame has removed what this
+    one needs. Raises psycopg.Error if the connection fails.
+    """
+    known = sorted(file.name for file in folder.iterdir() if _MIGRATION.fullmatch(file.name))
+    connection.run(f"BEGIN; {_MIGRATION_LOCK}; {_MIGRATIONS}")
+    done = {name for (name,) in connection.run("SELECT name FROM migrations")}
+    if removed := sorted(name for name in done - {*known} if "_post_" in name):
+        connection.run("ROLLBACK")
+        raise JobStoreFailed(
+            f"The database has the migration {removed[-1]} of a newer pilotflame.",
+            remedy="Use that pilotflame, or a newer one.",
+        )
+    new = [name for name in known if name not in done and name.split("_")[1] in kinds]
+    for name in new:
+        try:
+            connection.run((folder / name).read_text(encoding="utf-8"))
+        except psycopg.Error as error:
+            connection.run("ROLLBACK")
+            message = f"The migration {name} of the database failed: {str(error).strip()}."
+            raise JobStoreFailed(message, remedy="Nothing is changed. See the log of PostgreSQL.") from error
+        connection.execute("INSERT INTO migrations (name) VALUES (?)", (name,))
+    connection.run("COMMIT")
+    return new

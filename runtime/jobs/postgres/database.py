@@ -15,8 +15,7 @@ from typing import Any
 import psycopg
 
 from ....errors import JobStoreFailed
-from ...ground.storing.migrations import migrate
-from ...ground.storing.postgres import BEGIN, PostgresConnection
+from ...ground.storing.postgres import BEGIN, PostgresConnection, migrate
 from ..sql.group_commit import GroupCommit
 
 READERS = 4
@@ -46,7 +45,7 @@ class PostgresDatabase(GroupCommit):
     def __init__(self, url: str, on_written: Callable[[bool], None] = lambda _failed: None) -> None:
         """`url` is a connection string of libpq."""
         super().__init__(on_written)
-        self._url = url
+        self.url = url
         self._ahead_s = 0.0
 
     def now_s(self) -> float:
@@ -68,7 +67,7 @@ class PostgresDatabase(GroupCommit):
         self._begin(writer, readers)
 
     def connect(self, *, reading: bool) -> PostgresJobsConnection:
-        return PostgresJobsConnection(self._url)
+        return PostgresJobsConnection(self.url)
 
     def begin(self, connection: PostgresJobsConnection, *, reading: bool) -> None:
         if reading:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
+from ...ground.storing.postgres_blobs import PostgresBlobs
 from ..sql import transitions, turns
 from ..sql.store import SqlJobStore, query, transition
 from ..sql.transaction import Transaction
@@ -61,8 +62,9 @@ class PostgresJobStore(SqlJobStore):
     expire = transition(transitions.expire)
     _claim = transition(_claim)
 
-    def __init__(self, database: PostgresDatabase, large: LargeBodies, **more: Any) -> None:
+    def __init__(self, database: PostgresDatabase, **more: Any) -> None:
         """For `more` see SqlJobStore."""
+        large = LargeBodies(PostgresBlobs(database.url))
         super().__init__(database, large, **{"clock": database.now_s, **more})
 
     async def next_expiry(self, now_s: float) -> float:
@@ -75,5 +77,5 @@ class PostgresJobStore(SqlJobStore):
         return sys.maxsize
 
     async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
-        """Change no stored time: the times are the database's."""
+        """Change no stored time: the database sets the times."""
         follow()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Collection
 from typing import Any
 
+from ...ground.storing.blobs import FileBlobs
 from ..sql import transitions, turns
 from ..sql.connection import SqlConnection
 from ..sql.store import SqlJobStore, query, transition
@@ -57,7 +58,7 @@ class SqliteJobStore(SqlJobStore):
 
     def __init__(self, database: Database, **more: Any) -> None:
         """For `more` see SqlJobStore."""
-        super().__init__(database, LargeBodies(database.path.with_suffix(".bodies")), **more)
+        super().__init__(database, LargeBodies(FileBlobs(database.path.with_suffix(".bodies"))), **more)
         self._folder = database.path.parent
 
     async def requeue_dead(self) -> tuple[int, int]:

@@ -109,7 +109,10 @@ CREATE TABLE alerts (
 );
 
 -- The bytes of large bodies, in parts.
-CREATE TABLE blobs (name TEXT COLLATE "C" NOT NULL, part BIGINT NOT NULL, bytes BYTEA NOT NULL, PRIMARY KEY (name, part));
+CREATE TABLE blobs (
+    name TEXT COLLATE "C" NOT NULL, part BIGINT NOT NULL, bytes BYTEA NOT NULL, created TIMESTAMPTZ NOT NULL DEFAULT now(),
+    PRIMARY KEY (name, part)
+);
 ALTER TABLE blobs ALTER COLUMN bytes SET STORAGE EXTERNAL;
 
 -- The runs of gateways. A gateway whose lease has ended runs nothing any more.

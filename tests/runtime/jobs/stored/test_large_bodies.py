@@ -13,6 +13,7 @@ from aiohttp import web
 from job_store_tests import KEEP_S, Clock, new_job
 from live import gateway_here, until
 from pilotflame.errors import IdempotencyConflict, JobBodyMissing, JobStoreFailed
+from pilotflame.runtime.ground.storing.blobs import FileBlobs
 from pilotflame.runtime.jobs.sql import store as stored
 from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
@@ -32,7 +33,7 @@ ECHO = "def handler(event):\n    return event['text']\n"
 
 @pytest.fixture
 def bodies(tmp_path: Path):
-    bodies = LargeBodies(tmp_path / "bodies")
+    bodies = LargeBodies(FileBlobs(tmp_path / "bodies"))
     yield bodies
     bodies.close()
 
