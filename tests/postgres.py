@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import psycopg
 import pytest
 
 NOBODY = 65534
@@ -106,14 +105,14 @@ def postgres_url(postgres: PostgresServer) -> str:
 
 def new_schema(url: str, name: str) -> str:
     """Create a schema, in which a test has its own tables, and return the connection string for it."""
-    with psycopg.connect(url, autocommit=True) as connection:
+    with pytest.importorskip("psycopg").connect(url, autocommit=True) as connection:
         connection.execute(f"CREATE SCHEMA {name}".encode())
     return f"{url} options='-c search_path={name}'"
 
 
 def join(url: str, incarnation: str, *, alone: bool = True) -> None:
     """Give a gateway a lease. If `alone`, end all others."""
-    with psycopg.connect(url, autocommit=True) as connection:
+    with pytest.importorskip("psycopg").connect(url, autocommit=True) as connection:
         if alone:
             connection.execute("UPDATE nodes SET until = now()")
         connection.execute(
