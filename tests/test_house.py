@@ -145,6 +145,11 @@ def test_a_worker_loads_nothing_heavy() -> None:
     assert not {name.partition(".")[0] for name in loaded} & {"aiohttp", "boto3", "httpx", "numpy", "torch"}
 
 
+def test_a_gateway_that_stores_files_loads_no_client_of_postgresql() -> None:
+    loaded = python("import json, sys, pilotflame.runtime.main; print(json.dumps(sorted(sys.modules)))")
+    assert not {name.partition(".")[0] for name in loaded} & {"psycopg", "psycopg_binary"}
+
+
 # -- the face and the package
 
 
