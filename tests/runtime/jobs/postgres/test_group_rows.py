@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from job_store_tests import HOOK, KEEP_S, Clock, new_job
 from pilotflame.runtime.jobs.postgres import group_rows
@@ -80,6 +80,26 @@ calls = st.one_of(
     st.tuples(st.just("cancel"), st.tuples(st.sampled_from(FUNCTIONS), ids)),
     st.tuples(st.just("claim"), st.tuples(st.sampled_from(FUNCTIONS))),
 )
+BODY, DONE = b"\x00\xff" * 9, OUTCOMES[0]
+FULL: list[Call] = [
+    ("submit", (new_job(body=BODY, owner=owner, max_queued=3), job_id))
+    for job_id, owner in zip(IDS, "aba b", strict=True)
+]
+"""The owners' shares are used, and then the room is full."""
+LIFE: list[Call] = [
+    ("submit", (new_job(idempotency="k"), "j1")),
+    ("submit", (new_job(idempotency="k"), "j2")),
+    ("submit", (new_job(idempotency="k"), "j1")),
+    ("submit", (new_job(body=BODY), "j1")),
+    ("take", ("j1", "w1")),
+    ("take", ("j1", "w1")),
+    ("take", ("j1", "w2")),
+    ("add_pieces", ("j1", 1, 1, [b"p", b"qq"])),
+    ("finish", ("j1", 2, DONE)),
+    ("finish", ("j1", 1, DONE)),
+    ("finish", ("j1", 1, DONE)),
+    ("finish", ("j1", 1, OUTCOMES[1])),
+]
 
 
 class Twin:
@@ -179,6 +199,9 @@ def test_together_is_the_same_as_one_by_one(
         pair = runner.run(context.__aenter__())
 
         @settings(deadline=None, suppress_health_check=list(HealthCheck))
+        @example([FULL], 25)
+        @example([FULL], 10**9)
+        @example([LIFE, LIFE], 10**9)
         @given(st.lists(st.lists(calls, max_size=15), max_size=4), st.sampled_from([10**9, 25]))
         def compare(groups: list[list[Call]], most_stored: int) -> None:
             for twin in pair:
