@@ -20,7 +20,8 @@ from ..sql.group_commit import GroupCommit
 
 READERS = 4
 """The connections that read. A read takes a round trip, so one connection would do 1,000 reads a second at 1 ms."""
-_BEGIN_WRITE = f"""{BEGIN}; SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()));
+_BEGIN_WRITE = f"""{BEGIN}; SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off;
+SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()));
 SELECT extract(epoch FROM clock_timestamp())::float8"""  # noqa: S608
 _BEGIN_READ = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"
 

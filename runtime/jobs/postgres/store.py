@@ -13,6 +13,7 @@ from ..sql.transaction import Transaction
 from ..stored.job import Job
 from ..stored.large_bodies import LargeBodies
 from .database import PostgresDatabase
+from .group_rows import run_together
 
 _ALIVE = "SELECT incarnation FROM nodes WHERE until > now()"
 
@@ -65,7 +66,7 @@ class PostgresJobStore(SqlJobStore):
     def __init__(self, database: PostgresDatabase, **more: Any) -> None:
         """For `more` see SqlJobStore."""
         large = LargeBodies(PostgresBlobs(database.url))
-        super().__init__(database, large, **{"clock": database.now_s, **more})
+        super().__init__(database, large, **{"clock": database.now_s, "together": run_together, **more})
 
     async def next_expiry(self, now_s: float) -> float:
         return await self._next_expiry()

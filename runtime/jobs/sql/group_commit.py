@@ -6,6 +6,7 @@ One thread writes. It commits all queued changes together, as a group; see trans
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -13,13 +14,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from ....errors import JobStoreFailed
 from .connection import SqlConnection
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Change = Callable[[Any], T]
+
+RunTogether = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""Runs changes of several callers with a few statements, as if each was run after the other. Its arguments are the connection and the
+changes. It returns the result of each, or the exception that it raised.
+"""
 
 MAX_GROUP = 512
 """The most queued calls that one transaction commits together."""
@@ -33,6 +41,7 @@ class QueuedCall:
     committed: Callable[[Any], object] | None
     at_commit: Callable[[], object] | None
     future: asyncio.Future[Any]
+    together: RunTogether | None = None
     result: Any = None
     error: Exception | None = None
     ended: bool = False
@@ -41,7 +50,12 @@ class QueuedCall:
     """
 
 
+_TOGETHER = attrgetter("together")
 _Calls = queue.SimpleQueue[QueuedCall | None]
+
+
+class _NotTogetherError(Exception):
+    """Changes could not be run together."""
 
 
 class GroupCommit(ABC):
@@ -111,7 +125,7 @@ class GroupCommit(ABC):
 
     async def write(
         self, change: Change[T], committed: Callable[[T], object] | None = None,
-        at_commit: Callable[[], object] | None = None,
+        at_commit: Callable[[], object] | None = None, together: RunTogether | None = None,
     ) -> T:  # fmt: skip
         """Run `change` in a transaction and return its result once the transaction is durably on disk.
 
@@ -121,8 +135,11 @@ class GroupCommit(ABC):
         cannot be written.
 
         The writer thread calls `at_commit` right after the commit. No other change runs between `change` and `at_commit`.
+
+        Changes of a group that follow each other and have the same `together` are run by it. If it raises, the group is undone, and
+        each of its changes is run by itself.
         """
-        return await self._call(self._writes, change, committed, at_commit)
+        return await self._call(self._writes, change, committed, at_commit, together)
 
     async def read(self, query: Change[T]) -> T:
         """Run `query`, which must not write, in a reader thread and return its result."""
@@ -130,14 +147,14 @@ class GroupCommit(ABC):
 
     async def _call(
         self, calls: _Calls, run: Change[T], committed: Callable[[T], object] | None = None,
-        at_commit: Callable[[], object] | None = None,
+        at_commit: Callable[[], object] | None = None, together: RunTogether | None = None,
     ) -> T:  # fmt: skip
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # `close` queues None to end a thread. A call that is queued after it would never be run.
         with self._lock:
             if not self._threads:
                 raise JobStoreFailed("The store of jobs is closed.")
-            calls.put(QueuedCall(run, committed, at_commit, future))
+            calls.put(QueuedCall(run, committed, at_commit, future, together))
         return await future
 
     def _serve(self, connection: SqlConnection, calls: _Calls, reading: bool) -> None:
@@ -208,9 +225,7 @@ class GroupCommit(ABC):
         Raises one of `errors` if the connection cannot be used any more.
         """
         try:
-            self.begin(connection, reading=False)
-            for call in group:
-                self._run_alone(connection, call)
+            self._run_all(connection, group)
             connection.execute("COMMIT")
             for call in group:
                 call.ended = True
@@ -228,6 +243,24 @@ class GroupCommit(ABC):
             else:
                 group[0].error, group[0].ended = group[0].error or self._refused(error), True
 
+    def _run_all(self, connection: SqlConnection, group: list[QueuedCall]) -> None:
+        """Begin a transaction and run the calls. If some of them cannot be run together, do it again with each by itself."""
+        self.begin(connection, reading=False)
+        try:
+            for together, calls in groupby(group, _TOGETHER):
+                if together is not None:
+                    self._run_together(connection, together, list(calls))
+                else:
+                    for call in calls:
+                        self._run_alone(connection, call)
+        except _NotTogetherError as error:
+            LOG.debug("These changes are run one by one, since together they fail.", exc_info=error)
+            connection.execute("ROLLBACK")
+            self.begin(connection, reading=False)
+            for call in group:
+                call.error = None
+                self._run_alone(connection, call)
+
     def _run_alone(self, connection: SqlConnection, call: QueuedCall) -> None:
         """Run a call. If it fails, undo its own changes."""
         connection.execute("SAVEPOINT call")
@@ -236,6 +269,21 @@ class GroupCommit(ABC):
             # If the database has already rolled back the whole transaction, this raises: the group fails.
             connection.execute("ROLLBACK TO SAVEPOINT call")
         connection.execute("RELEASE SAVEPOINT call")
+
+    def _run_together(
+        self, connection: SqlConnection, together: RunTogether, calls: Sequence[QueuedCall]
+    ) -> None:
+        try:
+            results = together(connection, [call.run for call in calls])
+        except Exception as error:
+            if self.broken(connection):
+                raise
+            raise _NotTogetherError from error
+        for call, result in zip(calls, results, strict=True):
+            if isinstance(result, Exception):
+                call.error = result
+            else:
+                call.result = result
 
     def _run(self, connection: SqlConnection, call: QueuedCall) -> None:
         try:

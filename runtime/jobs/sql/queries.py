@@ -13,7 +13,7 @@ from ...ground.access.keys import ALL
 from ..stored.job import Job, JobCounts, JobState
 from ..stored.job_store import unknown_job
 from .connection import SqlConnection, SqlRow
-from .rows import SELECT_WHOLE, find_row, find_rows, job_of
+from .rows import COUNTS, SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 
 _NEWEST = "WHERE function = ? AND %s state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
@@ -21,7 +21,6 @@ _NEXT = "WHERE function = ? AND %s state = ? AND jobs.number > ? ORDER BY jobs.n
 OWNED = "owner <> '' AND owner = ? AND"
 """The condition on an owner. Without its first part, SQLite would not use the indexes of owners."""
 _MAX_NUMBER = 1 << 62
-_COUNTS = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
 PIECES_BYTES = 4 << 20
 """`pieces` adds no more pieces to its result when the result has reached this size."""
 
@@ -136,13 +135,8 @@ def pieces(connection: SqlConnection, job_id: str, after: int, limit: int = 1000
     return found
 
 
-def counts(connection: SqlConnection, function: str, owner: str = ALL) -> JobCounts:
-    query = f"SELECT {_COUNTS} FROM counters WHERE function = ? AND owner = ?"  # noqa: S608
-    return JobCounts(*connection.execute(query, (function, owner)).fetchone() or ())
-
-
 def all_counts(connection: SqlConnection) -> dict[str, JobCounts]:
-    rows = connection.execute(f"SELECT function, {_COUNTS} FROM counters WHERE owner = ?", (ALL,))  # noqa: S608
+    rows = connection.execute(f"SELECT function, {COUNTS} FROM counters WHERE owner = ?", (ALL,))  # noqa: S608
     return {function: JobCounts(*numbers) for function, *numbers in rows}
 
 

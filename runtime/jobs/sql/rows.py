@@ -14,7 +14,17 @@ from typing import Any
 
 import orjson
 
-from ..stored.job import SHARED_FIELDS, Job, JobOutcome, JobState, NewJob, Webhook, idempotency_digest
+from ...ground.access.keys import ALL
+from ..stored.job import (
+    SHARED_FIELDS,
+    Job,
+    JobCounts,
+    JobOutcome,
+    JobState,
+    NewJob,
+    Webhook,
+    idempotency_digest,
+)
 from .connection import SqlConnection, SqlRow
 
 _COLUMNS = (
@@ -36,17 +46,16 @@ SELECT_WITHOUT_BODIES = (
     f"SELECT {_COLUMNS}, zeroblob(0) AS input, '' AS large_input, NULL AS output, '' AS output_type, NULL AS logs, "  # noqa: S608
     "NULL AS metrics, '' AS large_output FROM jobs "
 )
+COUNTS = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
 _PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
 
 
-def insert_job(connection: SqlConnection, new: NewJob, job: Job, **more: Any) -> int | None:
-    """Insert a new job and its input, with the columns in `more`. Return its row number, or None if there is a job with its id or
-    its idempotency key.
-    """
+def columns_of(new: NewJob, job: Job, **more: Any) -> dict[str, Any]:
+    """Return the columns of a new job, but its number and those that have their default. `more` sets and overrides columns."""
     columns: dict[str, Any] = {name: getattr(new, name) for name in _PLAIN_FIELDS}
     stale_s = job.created_s + new.ttl_s
-    columns |= {
+    return columns | {
         "id": job.id,
         "state": job.state.value,
         "created_s": job.created_s,
@@ -59,6 +68,13 @@ def insert_job(connection: SqlConnection, new: NewJob, job: Job, **more: Any) ->
         "idempotency": idempotency_digest(new.function, new.owner, new.idempotency),
         **more,
     }
+
+
+def insert_job(connection: SqlConnection, new: NewJob, job: Job, **more: Any) -> int | None:
+    """Insert a new job and its input, with the columns in `more`. Return its row number, or None if there is a job with its id or
+    its idempotency key.
+    """
+    columns = columns_of(new, job, **more)
     columns_text, marks = ", ".join(columns), ", ".join("?" * len(columns))
     insert = f"INSERT INTO jobs ({columns_text}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608
     if (number := connection.insert(insert, tuple(columns.values()))) is None:
@@ -84,6 +100,11 @@ def large_bodies(connection: SqlConnection, number: int | None = None, *tables: 
         query = f"SELECT large FROM {table} WHERE large <> '' {where}"  # noqa: S608
         names += [name for (name,) in connection.execute(query, values)]
     return names
+
+
+def counts(connection: SqlConnection, function: str, owner: str = ALL) -> JobCounts:
+    query = f"SELECT {COUNTS} FROM counters WHERE function = ? AND owner = ?"  # noqa: S608
+    return JobCounts(*connection.execute(query, (function, owner)).fetchone() or ())
 
 
 def stored_bytes(connection: SqlConnection, *owners: str) -> dict[str, int]:

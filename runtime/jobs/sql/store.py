@@ -12,9 +12,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ....errors import JobBodyMissing, UnknownJob
 from ...ground.access.keys import ALL
@@ -25,21 +26,57 @@ from ..stored.webhook_body import WebhookBodies
 from ..webhooks.delivery import MAX_BODY_BYTES, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from . import outbox, queries, rows, transitions
 from .connection import SqlConnection
-from .group_commit import GroupCommit
+from .group_commit import GroupCommit, RunTogether
 from .transaction import Transaction
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
+class JobChange(Generic[T]):
+    """A change that a call of a store's method requests."""
+
+    store: SqlJobStore
+    change: Callable[[Transaction], T]
+    files: Collection[str] = ()
+    """The large bodies to which the change may make a row refer."""
+    job_ids: Collection[str] = ()
+    """If not empty, the change reads no rows of jobs but those with these ids, and the one with the idempotency key of `new`, and
+    returns no job to the queue. A store may run it together with others.
+    """
+    new: NewJob | None = None
+    """The job that may be inserted."""
+
+    def __call__(
+        self, connection: SqlConnection, make: Callable[..., Transaction] = Transaction
+    ) -> tuple[Transaction, T]:
+        # If the group commit failed, this is called again: it starts with a new, empty Transaction.
+        store = self.store
+        transaction = make(
+            connection,
+            store.clock(),
+            store.keep_s,
+            store.bodies,
+            store.incarnation,
+            most_stored_bytes=store.most_stored_bytes,
+            unused_bodies=set(self.files),
+        )
+        return transaction, self.change(transaction)
+
+
 def transition(
-    change: Callable[Concatenate[Transaction, P], T],
+    change: Callable[Concatenate[Transaction, P], T], *, of_job: bool = False
 ) -> Callable[Concatenate[SqlJobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of SqlJobStore that runs `change` and returns its result after the commit."""
+    """Return a method of SqlJobStore that runs `change` and returns its result after the commit.
+
+    `of_job` says that the first argument is the one of `JobChange.job_ids`.
+    """
 
     @wraps(change)
     async def method(self: SqlJobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.commit(lambda transaction: change(transaction, *args, **kwargs))
+        job_ids: Any = args[:1] if of_job else ()
+        return await self.commit(lambda transaction: change(transaction, *args, **kwargs), job_ids=job_ids)
 
     return method
 
@@ -83,14 +120,16 @@ class SqlJobStore(ABC):
         keep_s: float,
         clock: Callable[[], float] = time.time,
         bodies: WebhookBodies = MappingProxyType({}),
+        together: RunTogether | None = None,
     ) -> None:
         """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
-        pilotflame's own.
+        pilotflame's own. `together` runs several JobChanges that have `job_ids`.
         """
         self._database = database
         self._large = large
-        self._keep_s = keep_s
-        self._bodies = bodies
+        self.keep_s = keep_s
+        self.bodies = bodies
+        self._together = together
         self.incarnation = secrets.token_hex(8)
         """The name of this gateway for the other ones, until it ends."""
         self.on_commit: Callable[[JobChanges], object] = lambda _: None
@@ -99,11 +138,11 @@ class SqlJobStore(ABC):
 
     _requeue_dead = transition(transitions.requeue_dead)
     _give_up = transition(transitions.give_up)
-    take = transition(transitions.take)
+    take = transition(transitions.take, of_job=True)
     requeue = transition(transitions.requeue)
-    add_pieces = transition(transitions.add_pieces)
-    set_progress = transition(transitions.set_progress)
-    tell_logs = transition(transitions.tell_logs)
+    add_pieces = transition(transitions.add_pieces, of_job=True)
+    set_progress = transition(transitions.set_progress, of_job=True)
+    tell_logs = transition(transitions.tell_logs, of_job=True)
     cancel = _whole(transition(transitions.cancel))
     retry = _whole(transition(transitions.retry))
     redeliver = transition(transitions.redeliver)
@@ -121,7 +160,7 @@ class SqlJobStore(ABC):
     latest = query(queries.latest)
     newer_ids = query(queries.newer_ids)
     pieces = query(queries.pieces)
-    counts = query(queries.counts)
+    counts = query(rows.counts)
     all_counts = query(queries.all_counts)
     functions_waiting = query(queries.functions_waiting)
     deliveries = query(outbox.newest)
@@ -156,20 +195,29 @@ class SqlJobStore(ABC):
     async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
         new = await self._large.store_input(new)
         job, earlier = await self.commit(
-            lambda transaction: transitions.submit(transaction, new, job_id), {new.large_input}
+            lambda transaction: transitions.submit(transaction, new, job_id),
+            {new.large_input},
+            (job_id, new.wanted_id),
+            new,
         )
         return await self._large.read_bodies(job), earlier
 
     async def admit(self, new: NewJob, job_id: str) -> Job:
         new = await self._large.store_input(new)
         return await self.commit(
-            lambda transaction: transitions.admit(transaction, new, job_id), {new.large_input}
+            lambda transaction: transitions.admit(transaction, new, job_id),
+            {new.large_input},
+            (job_id, new.wanted_id),
+            new,
         )
 
     async def start(self, new: NewJob, job_id: str, worker: str) -> int | None:
         new = await self._large.store_input(new)
         return await self.commit(
-            lambda transaction: transitions.start(transaction, new, job_id, worker), {new.large_input}
+            lambda transaction: transitions.start(transaction, new, job_id, worker),
+            {new.large_input},
+            (job_id, new.wanted_id),
+            new,
         )
 
     async def record(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
@@ -177,6 +225,8 @@ class SqlJobStore(ABC):
         job = await self.commit(
             lambda transaction: transitions.record(transaction, new, job, outcome),
             {new.large_input, outcome.large_output},
+            (job.id,),
+            new,
         )
         return await self._large.read_bodies(job)
 
@@ -185,6 +235,7 @@ class SqlJobStore(ABC):
         return await self.commit(
             lambda transaction: transitions.finish(transaction, job_id, fence, outcome),
             {outcome.large_output},
+            (job_id,),
         )
 
     async def claim(
@@ -226,31 +277,23 @@ class SqlJobStore(ABC):
             job = await self._large.read_bodies(job, MAX_BODY_BYTES)
         except (UnknownJob, JobBodyMissing):
             return None
-        return await self._delivery_body(job, delivery.event, delivery.created_s, self._bodies)
+        return await self._delivery_body(job, delivery.event, delivery.created_s, self.bodies)
 
-    async def commit(self, change: Callable[[Transaction], T], files: Collection[str] = ()) -> T:
-        """Run `change` in a transaction. Delete those of these files to which no row refers after it."""
+    async def commit(
+        self, change: Callable[[Transaction], T], files: Collection[str] = (), job_ids: Collection[str] = (),
+        new: NewJob | None = None,
+    ) -> T:  # fmt: skip
+        """Run a `JobChange` in a transaction. Delete those of these files to which no row refers after it."""
         names = set(files) - {""}
-
-        def run(connection: SqlConnection) -> tuple[Transaction, T]:
-            # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
-            transaction = Transaction(
-                connection,
-                self.clock(),
-                self._keep_s,
-                self._bodies,
-                self.incarnation,
-                most_stored_bytes=self.most_stored_bytes,
-                unused_bodies=set(names),
-            )
-            return transaction, change(transaction)
 
         def committed(done: tuple[Transaction, T]) -> None:
             self._large.delete(done[0].unused_bodies)
             self.on_commit(done[0].changes)
 
+        asked = JobChange(self, change, names, job_ids, new)
         try:
-            _, result = await self._database.write(run, committed)
+            together = self._together if job_ids else None
+            _, result = await self._database.write(asked, committed, together=together)
         except Exception:
             # Not for a cancelled caller: its change may still be committed.
             self._large.delete(names)

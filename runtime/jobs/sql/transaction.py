@@ -15,13 +15,23 @@ They are updated in the transaction that changes the state, so they are exact ev
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....errors import JobConflict, JobExpired, UnknownJob
 from ...ground.access.keys import ALL
-from ..stored.job import COUNTERS, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from ..stored.job import (
+    COUNTERS,
+    TRANSITIONS,
+    Job,
+    JobCounts,
+    JobOutcome,
+    JobState,
+    NewJob,
+    new_job_id,
+    tombstone_key,
+)
 from ..stored.job_changes import JobChanges
 from ..stored.webhook_body import WebhookBodies
 from . import outbox
@@ -30,11 +40,13 @@ from .rows import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
     SELECT_WITHOUT_BODIES,
+    counts,
     error_text,
     find_row,
     insert_job,
     large_bodies,
     read_job,
+    stored_bytes,
     webhook_of,
 )
 
@@ -65,9 +77,26 @@ class Transaction:
     unused_bodies: set[str] = field(default_factory=set)
     """The names of large bodies to which no row refers after this transaction: their files are deleted."""
 
+    def row(self, job_id: str, select: str = SELECT_WITHOUT_BODIES) -> SqlRow | None:
+        """Return what `find_row` returns."""
+        return find_row(self.connection, job_id, select)
+
+    def row_of_key(self, digest: bytes | None) -> SqlRow | None:
+        """Return the row of the job with this digest of an idempotency key, with its bodies, or None."""
+        row: SqlRow | None = self.connection.execute(
+            SELECT_WHOLE + "WHERE idempotency = ?", (digest,)
+        ).fetchone()
+        return row
+
+    def counts(self, function: str, owner: str) -> JobCounts:
+        return counts(self.connection, function, owner)
+
+    def stored_bytes(self, *owners: str) -> dict[str, int]:
+        return stored_bytes(self.connection, *owners)
+
     def running_row(self, job_id: str, fence: int) -> SqlRow | None:
         """Return the row of the job if it runs and its current attempt has this fence, else None."""
-        row = find_row(self.connection, job_id)
+        row = self.row(job_id)
         if row is None or row["state"] != JobState.IN_PROGRESS or row["attempts"] != fence:
             return None
         return row
@@ -75,11 +104,10 @@ class Transaction:
     def add(self, new: NewJob, job_id: str = "") -> Job | None:
         """Insert a new job into its function's queue and return it, or None if there is a job with its id."""
         job = new.queued(new.wanted_id or job_id or new_job_id(self.now_s), self.now_s)
-        if insert_job(self.connection, new, job) is None:
+        if self._insert(new, job) is None:
             return None
         self.unused_bodies.discard(new.large_input)
-        for owner in (ALL, new.owner) if new.owner else (ALL,):
-            self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
+        self._count_new(new, JobState.IN_QUEUE)
         self.count_bytes(new.owner, len(new.input))
         self.changes.queued.add(new.function)
         return job
@@ -92,15 +120,14 @@ class Transaction:
             output=outcome.output, output_type=outcome.output_type, logs=outcome.logs,
             metrics=outcome.metrics,
         )  # fmt: skip
-        number = insert_job(
-            self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
+        number = self._insert(
+            new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
             ended_s=self.now_s, expires_s=expires_s, until_s=expires_s,
             error=error_text(outcome), result_size=outcome.size_bytes,
         )  # fmt: skip
         if number is None:
             return None
-        for owner in (ALL, new.owner) if new.owner else (ALL,):
-            self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
+        self._count_new(new, outcome.state)
         self.unused_bodies.discard(new.large_input)
         self._insert_result(number, outcome)
         self.count_bytes(new.owner, len(new.input) + outcome.size_bytes)
@@ -154,12 +181,24 @@ class Transaction:
             return
         for one in (ALL, owner) if owner else (ALL,):
             self.changes.stored[one] += added
-            self.connection.execute(
-                "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = stored.bytes + excluded.bytes",
-                (one, added),
-            )
+            self._add_bytes(one, added)
         if added < 0:
             self.connection.execute("DELETE FROM stored WHERE owner = ? AND bytes <= 0", (owner,))
+
+    def insert_pieces(self, pieces: Sequence[tuple[int, int, bytes]]) -> None:
+        """Insert pieces of outputs, as (row number of the job, number, piece)."""
+        insert = "INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)"
+        self.connection.executemany(insert, pieces)
+
+    def _insert(self, new: NewJob, job: Job, **more: Any) -> int | None:
+        """Do what `insert_job` does."""
+        return insert_job(self.connection, new, job, **more)
+
+    def _add_bytes(self, owner: str, added: int) -> None:
+        self.connection.execute(
+            "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = stored.bytes + excluded.bytes",
+            (owner, added),
+        )
 
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:
         if outcome.output is not None or outcome.logs or outcome.metrics:
@@ -203,6 +242,14 @@ class Transaction:
             return {**attempt, "due_s": 0.0, "until_s": None}
         expires_s = self.now_s + self.keep_s
         return {"ended_s": self.now_s, "expires_s": expires_s, "until_s": expires_s}
+
+    def _count_new(self, new: NewJob, state: JobState) -> None:
+        """Count a new job that is in the queue or has ended."""
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            if state is JobState.IN_QUEUE:
+                self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
+            else:
+                self.connection.execute(_COUNT_ENDED[state], (new.function, owner))
 
     def _count(self, row: SqlRow, was: JobState, to: JobState, *, retried: bool) -> None:
         less, more = COUNTERS[was], COUNTERS[to]

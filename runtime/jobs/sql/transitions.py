@@ -24,12 +24,10 @@ from .rows import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
     error_text,
-    find_row,
     find_rows,
     job_of,
     large_bodies,
     read_job,
-    stored_bytes,
 )
 from .transaction import Transaction, row_of
 
@@ -46,12 +44,12 @@ MAX_TOMBSTONES = 1_000_000
 def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
     if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
         return earlier, earlier.id != job_id
-    if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
+    if new.wanted_id and transaction.row(new.wanted_id) is not None:
         raise _taken(new.wanted_id)
     try:
         _check_room(transaction, new)
     except QueueFull:
-        if find_row(transaction.connection, job_id) is None:
+        if transaction.row(job_id) is None:
             raise
         return _added(transaction, new, job_id), False
     return transaction.add(new, job_id) or _added(transaction, new, job_id), False
@@ -59,7 +57,7 @@ def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job
 
 def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job:
     """Return the job that an earlier call with the same client-made id has stored. Raise JobConflict if it is another job."""
-    row = find_row(transaction.connection, job_id, SELECT_WHOLE)
+    row = transaction.row(job_id, SELECT_WHOLE)
     if row is None or (row["function"], row["owner"]) != (new.function, new.owner):
         raise _taken(job_id)
     job = job_of(row)
@@ -92,8 +90,7 @@ def admit(transaction: Transaction, new: NewJob, job_id: str) -> Job:
 def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
     """Return the job that was submitted with the same idempotency key, or None. Raise IdempotencyConflict."""
     digest = idempotency_digest(new.function, new.owner, new.idempotency)
-    row = transaction.connection.execute(SELECT_WHOLE + "WHERE idempotency = ?", (digest,)).fetchone()
-    if row is None:
+    if (row := transaction.row_of_key(digest)) is None:
         return None
     check_same(job := job_of(row), new)
     return job
@@ -102,14 +99,14 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 def _check_room(transaction: Transaction, new: NewJob) -> None:
     """Raise QueueFull if the queue or the store has no room for this owner."""
     stored = StoredBytes(transaction.most_stored_bytes)
-    stored.load(stored_bytes(transaction.connection, ALL, new.owner))
-    all_jobs = queries.counts(transaction.connection, new.function)
-    own = queries.counts(transaction.connection, new.function, new.owner) if new.owner else JobCounts()
+    stored.load(transaction.stored_bytes(ALL, new.owner))
+    all_jobs = transaction.counts(new.function, ALL)
+    own = transaction.counts(new.function, new.owner) if new.owner else JobCounts()
     check_room(new, stored, all_jobs, own)
 
 
 def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
-    row = find_row(transaction.connection, job_id)
+    row = transaction.row(job_id)
     if row is None:
         return None
     if row["state"] == JobState.IN_QUEUE and row["incarnation"] not in ("", transaction.incarnation):
@@ -127,14 +124,14 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
         raise JobConflict(f"A job cannot end as {outcome.state}.")
     row = transaction.running_row(job_id, fence)
     if row is None:
-        return _has_ended(transaction.connection, job_id, fence, outcome)
+        return _has_ended(transaction, job_id, fence, outcome)
     transaction.end(row, outcome)
     return True
 
 
-def _has_ended(connection: SqlConnection, job_id: str, fence: int, outcome: JobOutcome) -> bool:
+def _has_ended(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
     """Return True if the attempt `fence` has ended the job with this outcome."""
-    row = find_row(connection, job_id, SELECT_WITH_RESULT)
+    row = transaction.row(job_id, SELECT_WITH_RESULT)
     if row is None or (row["attempts"], row["error"]) != (fence, error_text(outcome)):
         return False
     job = job_of(row)
@@ -179,7 +176,7 @@ def requeue_dead(transaction: Transaction, alive: Collection[str]) -> tuple[int,
 
 def give_up(transaction: Transaction, job_id: str, outcome: JobOutcome) -> None:
     """End a queued job, which cannot be run."""
-    row = find_row(transaction.connection, job_id)
+    row = transaction.row(job_id)
     if row is not None and row["state"] == JobState.IN_QUEUE:
         transaction.end(row, outcome)
 
@@ -195,7 +192,7 @@ def add_pieces(
     numbered = [(row["number"], first_number + index, piece) for index, piece in enumerate(pieces)]
     new = numbered[row["pieces"] + 1 - first_number :]
     if new:
-        transaction.connection.executemany("INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)", new)
+        transaction.insert_pieces(new)
         size = sum(len(piece) for _, _, piece in new)
         transaction.count_bytes(row["owner"], size)
         transaction.touch(row, pieces=new[-1][1], result_size=row["result_size"] + size)
