@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 2_000},
     "400mb": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32_000},
 }
-START_S = 300.0
+START_S = 900.0
 PARTS = ("eager", "compiled", "local", "streams", "memory")
 
 
