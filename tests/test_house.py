@@ -590,7 +590,7 @@ WRITES = {
     "plugins.oip.infer_request": 2, "plugins.openai.encodings": 1, "plugins.openai.response_answers": 1, "plugins.predictions.prediction": 2,
     "plugins.replicate.stream": 1, "plugins.runpod.openai_jobs": 3, "plugins.tgi.answers": 1,
     # In the threads of the store, of queues and of files.
-    "jobs.events.consumer": 1, "jobs.sql.outbox": 1, "jobs.sql.rows": 3,
+    "jobs.events.consumer": 1, "jobs.postgres.group_rows": 1, "jobs.sql.outbox": 1, "jobs.sql.rows": 3,
     "jobs.stored.alert": 1, "jobs.stored.job": 1, "jobs.stored.webhook_body": 1, "plugins.kafka.deliveries": 1, "plugins.replicate.upload": 1,
     "plugins.request_log.record_file": 3, "plugins.sqs.queue": 1, "plugins.sqs.sinks": 1,
     # Errors, whose texts and details have a limit.
