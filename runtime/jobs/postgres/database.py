@@ -20,9 +20,10 @@ from ..sql.group_commit import GroupCommit
 
 READERS = 4
 """The connections that read. A read takes a round trip, so one connection would do 1,000 reads a second at 1 ms."""
-_BEGIN_WRITE = f"""{BEGIN}; SET LOCAL enable_seqscan = off; SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off;
-SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()));
-SELECT extract(epoch FROM clock_timestamp())::float8"""  # noqa: S608
+_BEGIN_WRITE = f"""{BEGIN}; SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema())),
+set_config('enable_seqscan', 'off', true), set_config('enable_hashjoin', 'off', true), set_config('enable_mergejoin', 'off', true),
+extract(epoch FROM clock_timestamp())::float8"""  # noqa: S608
+"""Begins a transaction that writes. All its statements use indexes, also if they were planned when the tables were small."""
 _BEGIN_READ = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
 
@@ -74,7 +75,7 @@ class PostgresDatabase(GroupCommit):
         if reading:
             connection.run(_BEGIN_READ)
             return
-        ((database_s,),) = connection.run(_BEGIN_WRITE)
+        ((*_, database_s),) = connection.run(_BEGIN_WRITE)
         self._ahead_s = database_s - time.time()
 
     def in_transaction(self, connection: PostgresJobsConnection) -> bool:

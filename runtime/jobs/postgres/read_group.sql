@@ -11,7 +11,11 @@ SELECT json_build_object(
         ) AS job
     ),
     'counters', (
-        SELECT json_agg(counters) FROM counters JOIN json_populate_recordset(NULL::counters, $3::json) AS asked USING (function, owner)
+        SELECT json_agg(counted) FROM (
+            SELECT function, owner, counters.in_queue, counters.in_progress, counters.completed, counters.failed, counters.cancelled,
+                counters.retried, counters.queued_bytes
+            FROM counters JOIN json_populate_recordset(NULL::counters, $3::json) AS asked USING (function, owner)
+        ) AS counted
     ),
     'stored', (
         SELECT json_agg(stored) FROM stored

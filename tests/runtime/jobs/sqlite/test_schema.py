@@ -105,10 +105,15 @@ async def test_nothing_scans_a_table(
                 plans.extend(row[3] for row in plan)
             return self.connection.execute(query, values)
 
+        def insert(self, query: str, values: Any) -> int | None:
+            return self.connection.insert(query, values)
+
     read, write = store._database.read, store._database.write
     monkeypatch.setattr(store._database, "read", lambda query: read(lambda c: query(Explained(c))))
     monkeypatch.setattr(
-        store._database, "write", lambda change, committed: write(lambda c: change(Explained(c)), committed)
+        store._database,
+        "write",
+        lambda change, committed, **_more: write(lambda c: change(Explained(c)), committed),
     )
     job, _ = await store.submit(new_job(idempotency="k"))
     calls = {
