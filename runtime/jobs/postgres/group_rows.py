@@ -1,8 +1,8 @@
-"""Runs changes of several callers with two statements: one reads all rows that they need, and one writes all rows that they changed.
+"""Runs changes of several callers with two statements: one reads all rows that the changes need, and one writes all changed rows.
 
-Between the two statements, the changes run one after the other on a copy of the rows. They are the functions of `sql/transitions.py`, so
-what they return and store is the same as if each had run its own statements. A change that reads what the copy lacks, such as a result,
-first writes what is changed so far.
+Between the two statements, the functions of `sql/transitions.py` run one after the other on a copy of the rows. So their results and the
+stored rows are the same as if each had run its own statements. If a change reads a row that the copy lacks, such as a result, the
+earlier changes are written first.
 """
 
 from __future__ import annotations
