@@ -73,6 +73,14 @@ class PostgresServer:
     def _user(self) -> int | None:
         return NOBODY if os.geteuid() == 0 else None
 
+    def program(self, name: str, *arguments: str) -> str:
+        """Run one of PostgreSQL's programs on the server, and return its output."""
+        command = [self._programs / name, "-h", self._folder, "-U", "postgres", *arguments, "postgres"]
+        done = subprocess.run(
+            command, check=True, user=self._user, cwd=self._folder, capture_output=True, text=True
+        )
+        return done.stdout
+
     def _run(self, program: str, *arguments: str) -> None:
         command = [self._programs / program, "-D", str(self._data), *arguments]
         subprocess.run(command, check=True, user=self._user, cwd=self._folder, stdout=subprocess.DEVNULL)

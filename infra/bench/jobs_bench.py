@@ -1,4 +1,4 @@
-"""`make bench-jobs`: durable submits and whole jobs over HTTP, status among a million jobs, the size of the store.
+"""`make bench-jobs`: durable submits and whole jobs over HTTP, PostgreSQL, status among a million jobs, the size of the store.
 
 python infra/bench/jobs_bench.py [--quick]
 """
@@ -20,12 +20,14 @@ import uvloop
 from control import gateway
 from load import Request, Tally, load_apart
 from percentiles import median, percentile
+from pilotflame.runtime.jobs.sql.store import SqlJobStore
 from pilotflame.runtime.jobs.sqlite.database import Database
 from pilotflame.runtime.jobs.sqlite.schema import SCRIPTS
 from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState, NewJob, new_job_id
 from report import Report, parser
 from servers import Server
+from shared_jobs import beside_postgresql
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "bench"
 FUNCTION = "tone"
@@ -88,7 +90,7 @@ async def opened(path: Path, clock: Callable[[], float] = time.time) -> AsyncIte
         await asyncio.to_thread(database.close)
 
 
-async def run_job(store: SqliteJobStore, number: int) -> None:
+async def run_job(store: SqlJobStore, number: int) -> None:
     """Submit a job, start it and finish it."""
     body = b'{"prompt":"%d %s"}' % (number, b"x" * 200)
     job, _ = await store.submit(NewJob(FUNCTION, body, 600.0, 86400.0))
@@ -172,6 +174,12 @@ async def retention(report: Report, folder: Path, plan: Plan) -> None:
     report.add("size_growth_under_retention", max(sizes[-3:]) / max(sizes[:3]), "x", "<= 1.3")
 
 
+async def postgresql(report: Report, folder: Path, plan: Plan) -> None:
+    """Enter the figures of shared_jobs.py."""
+    async with opened(folder / "beside.db") as store:
+        await beside_postgresql(report, store, run_job, min(plan.rounds, 5), plan.churn)
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--quick", action="store_true", help="smaller amounts, whose figures do not count")
@@ -180,7 +188,7 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     with report.part("http"):
         over_http(report, plan)
-    for part in (retention, status_growth):
+    for part in (postgresql, retention, status_growth):
         with report.part(part.__name__), tempfile.TemporaryDirectory(dir=BUILD, prefix="jobs-") as folder:
             uvloop.run(part(report, Path(folder), plan))
     return report.finish(arguments)

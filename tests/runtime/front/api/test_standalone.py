@@ -214,7 +214,7 @@ async def meets_the_contract_alone(instance: Instance, gate: Gate) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 async def test_the_contract_and_an_end_that_drops_no_request(kind: Kind, gate: Gate) -> None:
     # The clients must find the 503 on a machine that others use, too.
-    async with running(kind, PLAIN, gate, PILOTFLAME_LAME_DUCK_S="2") as instance:
+    async with running(kind, PLAIN, gate, PILOTFLAME_LAME_DUCK_S="4") as instance:
         if kind.alone:
             await meets_the_contract_alone(instance, gate)
         call = asyncio.create_task(instance.call("wait"))
