@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pilotflame
+import pytest
 from pilotflame.handlers.stand_in import CHILDREN
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,14 @@ def tree(path: Path) -> ast.Module:
 def nodes(path: Path) -> list[ast.AST]:
     """All nodes of a file, for tests that look at every file: one test each, since 730 cases take longer than what they check."""
     return list(ast.walk(tree(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_given_back() -> Iterator[None]:
+    """Later tests of the process count objects, and the garbage collector visits all."""
+    yield
+    tree.cache_clear()
+    nodes.cache_clear()
 
 
 # -- figures
