@@ -35,6 +35,9 @@ async def refuses_connections(gateway: Gateway) -> None:
                 await client.get(f"{gateway.url}/readyz")
         except httpx.ConnectError:
             return True
+        except (httpx.ReadError, httpx.RemoteProtocolError):
+            # The listening socket was closed before the gateway accepted it, or before it sent its request.
+            return False
         return False
 
     await until(refused, "a refused connection")

@@ -69,6 +69,9 @@ async def refused(url: str) -> bool:
             await client.get(f"{url}/readyz")
     except httpx.ConnectError:
         return True
+    except (httpx.ReadError, httpx.RemoteProtocolError):
+        # The listening socket was closed before the gateway accepted it, or before it sent its request.
+        return False
     return False
 
 

@@ -99,8 +99,8 @@ class Instance:
                 await self.fresh("GET", "/healthz")
             except httpx.ConnectError:
                 return True
-            except httpx.ReadError:
-                # It was not accepted before the listening socket was closed.
+            except (httpx.ReadError, httpx.RemoteProtocolError):
+                # The listening socket was closed before the gateway accepted it, or before it sent its request.
                 return False
             return False
 
