@@ -40,8 +40,7 @@ class PostgresDatabase(GroupCommit):
 
     errors = (psycopg.Error,)
     readers = READERS
-    # The answer to a commit may be lost with the connection.
-    tries = 2
+    in_doubt = True
     remedy = "Check whether PostgreSQL runs, and whether its disk is full."
 
     def __init__(self, url: str, on_written: Callable[[bool], None] = lambda _failed: None) -> None:

@@ -63,9 +63,9 @@ class GroupCommit(ABC):
 
     errors: ClassVar[tuple[type[Exception], ...]]
     """What a connection raises."""
-    tries: ClassVar[int] = 1
-    """How often a group is run if its connection fails. With more than 1, changes must be repeatable: one that was committed although
-    the connection failed is run again.
+    in_doubt: ClassVar[bool] = False
+    """True if the connection may fail after a commit, before its answer. Then a group is run twice if its connection fails, so changes must
+    be repeatable.
     """
     remedy: ClassVar[str]
 
@@ -174,15 +174,15 @@ class GroupCommit(ABC):
 
     def _run_group(self, connection: SqlConnection, group: list[QueuedCall], reading: bool) -> SqlConnection:
         """Run the calls of a group. A connection that fails, for example to roll back, is replaced. Return the one to use next."""
-        left = group
-        for number in range(1, self.tries + 1):
+        left, tries = group, 1 + self.in_doubt
+        for number in range(1, tries + 1):
             try:
                 self._read(connection, left) if reading else self._write_group(connection, left)
             except Exception as error:  # noqa: BLE001  raised again in the callers: the thread goes on
                 connection = self._replaced(connection, reading=reading)
                 left = [call for call in left if not call.ended]
                 for call in left:
-                    call.error = self._refused(error) if number == self.tries else None
+                    call.error = self._refused(error) if number == tries else None
             else:
                 break
         return connection

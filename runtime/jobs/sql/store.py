@@ -17,9 +17,9 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from ....errors import JobBodyMissing, UnknownJob
+from ....errors import JobBodyMissing, JobStoreFailed, UnknownJob
 from ...ground.access.keys import ALL
-from ..stored.job import Job, JobOutcome, JobState, NewJob
+from ..stored.job import Job, JobOutcome, JobState, NewJob, new_job_id
 from ..stored.job_changes import JobChanges
 from ..stored.large_bodies import LargeBodies
 from ..stored.webhook_body import WebhookBodies
@@ -194,6 +194,8 @@ class SqlJobStore(ABC):
 
     async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
         new = await self._large.store_input(new)
+        # Made here, so that a change that is run again makes no second job.
+        job_id = job_id or new_job_id(self.clock())
         job, earlier = await self.commit(
             lambda transaction: transitions.submit(transaction, new, job_id),
             {new.large_input},
@@ -294,8 +296,10 @@ class SqlJobStore(ABC):
         try:
             together = self._together if job_ids else None
             _, result = await self._database.write(asked, committed, together=together)
-        except Exception:
-            # Not for a cancelled caller: its change may still be committed.
-            self._large.delete(names)
+        except Exception as error:
+            # Not for a cancelled caller: its change may still be committed. Nor if the answer to the commit may be lost: what no row
+            # names is deleted later.
+            if not (self._database.in_doubt and isinstance(error, JobStoreFailed)):
+                self._large.delete(names)
             raise
         return result

@@ -60,9 +60,16 @@ def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job:
     row = transaction.row(job_id, SELECT_WHOLE)
     if row is None or (row["function"], row["owner"]) != (new.function, new.owner):
         raise _taken(job_id)
-    job = job_of(row)
+    job = _kept(transaction, row)
     if not is_same(job, new):
         raise _taken(job_id)
+    return job
+
+
+def _kept(transaction: Transaction, row: SqlRow) -> Job:
+    """Return the job of a row, and keep its large bodies: if the answer to a commit was lost, the same change has stored them."""
+    job = job_of(row)
+    transaction.unused_bodies -= {job.large_input, job.large_output}
     return job
 
 
@@ -92,7 +99,7 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
     digest = idempotency_digest(new.function, new.owner, new.idempotency)
     if (row := transaction.row_of_key(digest)) is None:
         return None
-    check_same(job := job_of(row), new)
+    check_same(job := _kept(transaction, row), new)
     return job
 
 
@@ -134,7 +141,7 @@ def _has_ended(transaction: Transaction, job_id: str, fence: int, outcome: JobOu
     row = transaction.row(job_id, SELECT_WITH_RESULT)
     if row is None or (row["attempts"], row["error"]) != (fence, error_text(outcome)):
         return False
-    job = job_of(row)
+    job = _kept(transaction, row)
     same = same_body(job.large_output, outcome.large_output)
     output = outcome.output if outcome.large_output else job.output
     ended = JobOutcome(job.state, output, job.output_type, outcome.error, job.logs, job.metrics)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import hypothesis
+import psycopg
 import pytest
 import pytest_asyncio
 from hypothesis.stateful import run_state_machine_as_test
@@ -16,7 +17,7 @@ from job_store_machine import StoreMachine
 from job_store_tests import DONE, KEEP_S, Clock, JobStoreTests, MakeStore, new_job
 from pilotflame.errors import JobStoreFailed, QueueFull
 from pilotflame.runtime.jobs.postgres import database
-from pilotflame.runtime.jobs.postgres.database import PostgresDatabase
+from pilotflame.runtime.jobs.postgres.database import PostgresDatabase, PostgresJobsConnection
 from pilotflame.runtime.jobs.postgres.store import PostgresJobStore
 from pilotflame.runtime.jobs.stored import large_bodies
 from pilotflame.runtime.jobs.stored.job import JobCounts, JobOutcome, JobState, new_job_id
@@ -192,6 +193,40 @@ async def test_a_server_that_is_killed_loses_nothing_and_does_nothing_twice(cloc
             job = await store.get("tone", job_id)
             assert (job.attempts, job.output) == (1, job.input)
         await store.close()
+
+
+@pytest.mark.parametrize("inline", [1, 1 << 20])
+async def test_a_lost_answer_to_a_commit_keeps_what_was_stored(
+    store: PostgresJobStore, monkeypatch: pytest.MonkeyPatch, inline: int
+) -> None:
+    """The change runs again, finds what it has stored, and deletes none of it."""
+    monkeypatch.setattr(large_bodies, "MOST_INLINE_BYTES", inline)
+    real, lost = PostgresJobsConnection.execute, list[str]()
+
+    def lose(self: PostgresJobsConnection, sql: str, values: Sequence[Any] = ()) -> Any:
+        found = real(self, sql, values)
+        if sql == "COMMIT" and lost:
+            lost.pop()
+            self.close()
+            raise psycopg.OperationalError("the answer was lost")
+        return found
+
+    monkeypatch.setattr(PostgresJobsConnection, "execute", lose)
+    for new in (new_job(body=b"in put"), new_job(body=b"in put", idempotency="k")):
+        lost.append("submit")
+        job, _ = await store.submit(new)
+        assert await store.take(job.id, "w") == 1
+        lost.append("finish")
+        assert await store.finish(job.id, 1, JobOutcome(JobState.COMPLETED, b"out put"))
+        found = await store.get("tone", job.id)
+        assert (found.input, found.output, found.attempts) == (b"in put", b"out put", 1)
+    lost.append("record")
+    ended = new_job(body=b"in put").queued("an-id", 1.0)
+    await store.record(new_job(body=b"in put"), ended, JobOutcome(JobState.COMPLETED, b"out put"))
+    found = await store.get("tone", "an-id")
+    assert (found.input, found.output) == (b"in put", b"out put")
+    assert await store.counts("tone") == JobCounts(completed=3)
+    assert not lost
 
 
 async def again(call: Callable[[], Awaitable[T]]) -> T:
