@@ -1,6 +1,6 @@
-"""Leaves out the slow suites whose paths have not changed lately, if TESTS_CHANGED_SINCE is set, as "2 days ago".
+"""Leaves out the slow suites whose paths have not changed since the commit that TESTS_CHANGED_SINCE names, if it is set.
 
-`.ci/run` sets it. The suites are in slow_suites.toml. If constraints.txt, or the packages or pytest's settings in pyproject.toml have changed, all
+`.ci/run` sets it to the commit that tests/all_passed.txt names: at that commit, each suite had passed. The suites are in slow_suites.toml. If constraints.txt, or the packages or pytest's settings in pyproject.toml have changed, all
 suites run.
 """
 
@@ -19,19 +19,16 @@ VARIABLE = "TESTS_CHANGED_SINCE"
 
 
 def changed_files(since: str) -> list[str]:
-    """Return the files of all commits since a time, as git writes it, and the files that differ from the last commit.
+    """Return the files that differ from a commit, also those that are not committed.
 
-    pyproject.toml counts only if its `packages` have changed.
+    pyproject.toml counts only if its `packages` have changed. If the commit is unknown, pyproject.toml alone is returned, so all suites run.
     """
-    texts = (
-        _git("log", "--since", since, "--name-only", "--pretty=format:"),
-        _git("diff", "HEAD", "--name-only"),
-    )
-    found = {line for text in texts for line in text.splitlines() if line}
-    if SETTINGS in found and (before := _git("rev-list", "-1", "--before", since, "HEAD").strip()):
-        then, now = _git("show", f"{before}:{SETTINGS}"), (ROOT / SETTINGS).read_text()
-        found -= {SETTINGS} if packages(then) == packages(now) else set()
-    return sorted(found)
+    try:
+        found = _git("diff", "--name-only", "--no-renames", since, "--").splitlines()
+        then = packages(_git("show", f"{since}:{SETTINGS}"))
+    except subprocess.CalledProcessError:
+        return [SETTINGS]
+    return [name for name in found if name != SETTINGS or packages((ROOT / SETTINGS).read_text()) != then]
 
 
 def packages(settings: str) -> list[object]:

@@ -213,9 +213,7 @@ class LogFiles:
         """Return the lines that fit, oldest first. This blocks until all lines that were written before are in the
         files.
         """
-        settled = threading.Event()
-        self._waiting.put(settled)
-        settled.wait(SETTLE_TIMEOUT_S)
+        self._settle()
         found: list[LogLine] = []
         left = query.most_bytes
         for line in self._newest_first(name, query):
@@ -228,7 +226,15 @@ class LogFiles:
         return found[::-1]
 
     def exists(self, name: str) -> bool:
+        """Return True if lines are stored. This blocks as `search` does."""
+        self._settle()
         return any(path.exists() for path in self._paths(name))
+
+    def _settle(self) -> None:
+        """Wait until all lines that were written before are in the files."""
+        settled = threading.Event()
+        self._waiting.put(settled)
+        settled.wait(SETTLE_TIMEOUT_S)
 
     def facts(self) -> list[LogFacts]:
         """Return the name, the size and the time of the last change of each log."""

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import pytest_asyncio
+import trained_model
 import vllm_environment
 from live import Gateway, gateway_process, gone, short_folder
 
@@ -56,11 +57,9 @@ def test_a_suite_of_clients_passes(python: str, suite: str) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(python: str) -> AsyncIterator[Gateway]:
-    os.environ["PILOTFLAME_TEST_ENGINE"] = "vllm"
-    import trained_model
-
-    trained_model.ENGINE = "vllm"
-    with short_folder() as folder:
+    with pytest.MonkeyPatch.context() as patch, short_folder() as folder:
+        # Later tests of this process have our own engine again.
+        patch.setattr(trained_model, "ENGINE", "vllm")
         async with gateway_process(folder / "state", python=python) as gateway:
             await trained_model.deploy(gateway, folder, NAME, ["make_weights.py"])
             yield gateway

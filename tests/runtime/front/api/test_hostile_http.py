@@ -33,7 +33,9 @@ class Wire:
 
     def send(self, *parts: bytes | str) -> None:
         for part in parts:
-            self.writer.write(part.encode("latin-1") if isinstance(part, str) else part)
+            # uvloop raises an error at a write to a connection that the gateway has reset.
+            if not self.writer.is_closing():
+                self.writer.write(part.encode("latin-1") if isinstance(part, str) else part)
 
     async def reply(self, *, head_only: bool = False) -> Reply:
         """Read the next response."""

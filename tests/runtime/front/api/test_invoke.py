@@ -640,7 +640,7 @@ async def test_a_failed_call_keeps_nothing(deploy, failing: str, path: str):
             await function.client.post(path.format(function.name), content=body, headers=headers)
 
         async def freed() -> bool:
-            kept = [found for found in gc.get_objects() if isinstance(found, Invocation)]
+            kept = [found for found in gc.get_objects() if type(found) is Invocation]
             return not kept and tracemalloc.get_traced_memory()[0] < 1_000_000
 
         # The end of a request, and of a job, takes some turns of the event loop.

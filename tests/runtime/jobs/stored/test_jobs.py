@@ -217,7 +217,7 @@ async def test_a_job_is_freed_at_its_end_without_the_garbage_collector(gateway: 
         await until(done, "the job has ended")
 
         async def freed() -> bool:
-            attempts = [one for one in gc.get_objects() if isinstance(one, JobAttempt)]
+            attempts = [one for one in gc.get_objects() if type(one) is JobAttempt]
             return not any(one.job.function == function.name for one in attempts)
 
         await until(freed, "the attempt is freed")
