@@ -24,12 +24,12 @@ NO_PRODUCT = ("tests", "infra", "templates")
 PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
 LIMITS = {
-    "product": 58_200,
+    "product": 58_500,
     "infra": 8_630,
     "large classes": 10,
-    "settings": 126,
+    "settings": 127,
     "make targets": 26,
-    "words of docs": 45_850,
+    "words of docs": 45_950,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

@@ -140,6 +140,8 @@ class JobStoreTests:
         )
         assert await store.newest("tone") == [dataclasses.replace(done, input=b"")]
         assert await store.glance("tone", job.id) == dataclasses.replace(done, input=b"")
+        assert await store.glances([job.id, "unknown"]) == [dataclasses.replace(done, input=b"")]
+        assert await store.glances([]) == []
 
     async def test_lists_have_pages_and_states(self, store: JobStore) -> None:
         jobs = [(await store.submit(new_job()))[0] for _ in range(6)]

@@ -8,12 +8,14 @@ import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..ground.access.keyring import ACCESS, Keyring
 from ..ground.access.secrets import Secrets
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
 from ..ground.storing.documents import Documents
+from ..ground.storing.duties import Duties
 from ..ground.storing.file_documents import FileDocuments
 from ..ground.telemetry.disk import Disk
 from ..ground.telemetry.gateway_log import collected, gateway_logging
@@ -21,6 +23,10 @@ from ..ground.telemetry.log_files import LogFiles
 from ..ground.telemetry.logs import Logs
 from ..ground.telemetry.metrics import Reading
 from ..node.functions.store import Retention, Store
+from .sharing import join
+
+if TYPE_CHECKING:
+    from ..ground.storing.membership import Membership
 
 LOG = logging.getLogger(__name__)
 
@@ -38,6 +44,12 @@ class State:
     documents: Documents
     keyring: Keyring
     secrets: Secrets
+    members: Membership | None
+    """The gateways that share a database; None without one."""
+
+    @property
+    def duties(self) -> Duties:
+        return Duties() if self.members is None else self.members.duties
 
     async def readings(self) -> list[Reading]:
         """Return the metric of the disk's free space."""
@@ -50,6 +62,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     """Lock and read the state folder. Raise GatewayError if another gateway has it, or if a file is damaged."""
     folder = stack.enter_context(locked_state_dir(settings.state_dir))
     previous = stack.enter_context(running_marker(folder))
+    members = await join(settings, folder, stack)
     disk = Disk(folder, functools.partial(is_disk_full, folder))
     logs = await _open_logs(folder, settings, disk, stack)
     store = Store(folder, LOG.warning, Retention(settings.keep_revisions))
@@ -59,7 +72,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     keyring, secrets = Keyring(documents), Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
-    return State(folder, previous, disk, logs, store, documents, keyring, secrets)
+    return State(folder, previous, disk, logs, store, documents, keyring, secrets, members)
 
 
 async def _open_logs(

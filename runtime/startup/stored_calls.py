@@ -8,23 +8,27 @@ import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from ...errors import GatewayError
+from ...errors import GatewayError, JobStoreFailed
 from ..front.api.plugin import ApiPlugin
 from ..ground.settings.function_settings import FunctionSettings
 from ..ground.settings.gateway_settings import GatewaySettings
-from ..jobs.alerting.alerts import FunctionAlerts
+from ..ground.storing.duties import Duties
+from ..jobs.alerting.alerts import ALERTS, FunctionAlerts
 from ..jobs.events.message_queue import Identity
 from ..jobs.events.sources import Sources
 from ..jobs.sqlite.database import Database
 from ..jobs.sqlite.schema import SCRIPTS
 from ..jobs.sqlite.store import DATABASE_FILE, SqliteJobStore
+from ..jobs.stored.job_store import JobStore
 from ..jobs.stored.jobs import Jobs
 from ..jobs.stored.steady_clock import SteadyClock
 from ..jobs.webhooks.signing import load_key
 from ..node.functions.prewarming import Prewarming
 from ..node.functions.registry import Functions
 from .node import RunningNode
+from .sharing import follow
 from .state import State
 
 LOG = logging.getLogger(__name__)
@@ -50,10 +54,10 @@ async def open_stored_calls(
     jobs = await _open_jobs(settings, state, functions, plugins, stack)
     sources = Sources(
         jobs, functions.tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect,
-        plugins=settings.plugins, identity=functools.partial(identity, functions),
+        plugins=settings.plugins, identity=functools.partial(identity, functions), duties=state.duties,
     )  # fmt: skip
     prewarming = Prewarming(functions)
-    await _connect(functions, jobs, sources, prewarming, stack)
+    await _connect(functions, jobs, sources, prewarming, state.duties, stack)
     node.metrics.readers += [jobs.readings, sources.readings, prewarming.readings]
     return StoredCalls(jobs, sources)
 
@@ -80,14 +84,28 @@ async def _open_jobs(
     """Open the jobs. If the previous gateway crashed, log what was restored."""
     key = await asyncio.to_thread(load_key, state.documents, functions.signed_as)
     bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
-    clock, database = SteadyClock(), Database(state.folder / DATABASE_FILE, SCRIPTS, state.disk.wrote)
-    store = SqliteJobStore(database, keep_s=settings.keep_result_s, clock=clock, bodies=bodies)
-    jobs = Jobs(store, clock, key, functions.get, functions.tasks, settings)
+    clock = SteadyClock()
+    store = _store(state, clock, keep_s=settings.keep_result_s, bodies=bodies)
+    jobs = Jobs(store, clock, key, functions.get, functions.tasks, settings, state.duties)
     again, failed = await jobs.start()
     stack.push_async_callback(jobs.close)
+    if state.members is not None:
+        follow(state.members, jobs, functions.tasks, stack)
     if state.previous:
         LOG.warning(NO_SHUTDOWN, state.previous, len(functions.all()), again, failed)
     return jobs
+
+
+def _store(state: State, clock: SteadyClock, **more: Any) -> JobStore:
+    """Return the store of jobs: in the database that gateways share, or in a file of the state folder."""
+    if (members := state.members) is None:
+        database = Database(state.folder / DATABASE_FILE, SCRIPTS, state.disk.wrote)
+        return SqliteJobStore(database, clock=clock, **more)
+    # They import psycopg, which `join` has found.
+    from ..jobs.postgres.database import PostgresDatabase  # noqa: PLC0415
+    from ..jobs.postgres.store import PostgresJobStore  # noqa: PLC0415
+
+    return PostgresJobStore(PostgresDatabase(members.url), incarnation=members.incarnation, **more)
 
 
 async def _connect(
@@ -95,10 +113,14 @@ async def _connect(
     jobs: Jobs,
     sources: Sources,
     prewarming: Prewarming,
+    duties: Duties,
     stack: contextlib.AsyncExitStack,
 ) -> None:
     """Connect jobs, event sources, pre-warming and alerts to the events of functions."""
-    events, alerts = functions.events, FunctionAlerts(jobs.store, functions.tasks, jobs.addresses.check)
+    events, alerts = (
+        functions.events,
+        FunctionAlerts(jobs.store, functions.tasks, jobs.addresses.check, duties),
+    )
     await alerts.start()
     stack.callback(prewarming.close)
     stack.callback(alerts.close)
@@ -129,6 +151,8 @@ async def _connect(
 
     for function in functions.all():
         follow(function.record.function)
+    if duties.shared:
+        duties.keep(ALERTS, lambda mine: mine and functions.tasks.create_task(_judge(alerts, functions)))
     events.called.append(prewarming.note_call)
     events.ended.append(alerts.note_end)
     events.refused.append(alerts.note_refused)
@@ -137,3 +161,12 @@ async def _connect(
     # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it.
     events.creating.append(functools.partial(jobs.store.purge, running=True))
     events.deleted.append(gone)
+
+
+async def _judge(alerts: FunctionAlerts, functions: Functions) -> None:
+    """Send the alerts of functions from now on, instead of another gateway."""
+    # Without the store, the conditions that had begun are not known, and their ends are not sent.
+    with contextlib.suppress(JobStoreFailed):
+        await alerts.start()
+    for function in functions.all():
+        alerts.follow(function)

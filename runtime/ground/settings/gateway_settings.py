@@ -78,6 +78,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Folder of everything deployed.",
         json_schema_extra={"shown_default": "~/.local/state/pilotflame"},
     )
+    database: SecretStr | None = Field(
+        None,
+        description="PostgreSQL database that several gateways share, as postgresql://user:password@host/name: their jobs, webhooks and event"
+        " sources.",
+    )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
         description="Folder of the node's cache of fetched snapshots. It does not follow state_dir, unless the user has no home:"

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from ....errors import JobStoreFailed, PilotflameError, WebhookRefused
 from ...calls.serving.live_function import LiveFunction
 from ...ground.settings.alerts import Alerts
+from ...ground.storing.duties import Duties
 from ...ground.telemetry.invocation_end import InvocationEnd
 from ...ground.telemetry.logs import LogChannel
 from ..stored.alert import Alert
 from ..stored.job_store import JobStore
 from .conditions import CONDITIONS, Condition, CountedCall
 
+ALERTS = "alerts"
+"""The duty to send alerts."""
 FAILED = 500
 """From this HTTP status on, the function is at fault for a failed call. Below this status, the caller is at fault."""
 
@@ -43,14 +46,18 @@ class _Watch:
 class FunctionAlerts:
     """The alerts of all functions. Its methods must be called on the event loop."""
 
-    def __init__(self, store: JobStore, tasks: asyncio.TaskGroup, check_url: Callable[[str], object]) -> None:
-        """`check_url` raises WebhookRefused for a URL that may not be called."""
+    def __init__(
+        self, store: JobStore, tasks: asyncio.TaskGroup, check_url: Callable[[str], object], duties: Duties | None = None
+    ) -> None:  # fmt: skip
+        """`check_url` raises WebhookRefused for a URL that may not be called. If several gateways share jobs, one of them sends alerts, about its own calls."""
         self._store, self._tasks, self._check_url = store, tasks, check_url
+        self._duties = duties or Duties()
         self._watches: dict[str, _Watch] = {}
         self._begun: dict[str, set[str]] = {}
 
     async def start(self) -> None:
-        """Read which conditions had begun when the previous gateway ended. Raise JobStoreFailed."""
+        """Read which conditions had begun when the previous gateway ended, and watch no function yet. Raise JobStoreFailed."""
+        self.close()
         for function, condition in await self._store.begun_alerts():
             self._begun.setdefault(function, set()).add(condition)
 
@@ -126,6 +133,8 @@ class FunctionAlerts:
         """Send alerts for the conditions that have changed. Set the timer to the time when a condition may change
         without a call.
         """
+        if not self._duties.has(ALERTS):
+            return
         for condition in watch.conditions:
             if condition.changed(now_s):
                 alert = Alert(

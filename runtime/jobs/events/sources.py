@@ -12,6 +12,7 @@ from importlib import import_module
 from ....errors import BusFailed, SourceDenied
 from ...ground.settings.event_source import EventSource
 from ...ground.settings.function_settings import FunctionSettings
+from ...ground.storing.duties import Duties
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Reading
 from ...node.functions.status import SourceStatus
@@ -51,11 +52,13 @@ class Sources:
     def __init__(
         self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float,
         on_backlog: Callable[[str, int], None] = lambda _function, _messages: None, plugins: Collection[str] | None = None,
-        identity: Callable[[str], Identity] = lambda _function: Identity(),
+        identity: Callable[[str], Identity] = lambda _function: Identity(), duties: Duties | None = None,
     ) -> None:  # fmt: skip
         """The consumers call `on_backlog` with a function and the number of its messages that run or that are about to
-        be received. `plugins` are the kinds of sources that are on; None for all.
+        be received. `plugins` are the kinds of sources that are on; None for all. The sources of a function are a duty: one gateway reads
+        them.
         """
+        self._duties = duties or Duties()
         self._plugins, self._identity, self._jobs, self._tasks = plugins, identity, jobs, tasks
         self._log, self._on_backlog, self._drain_s = log, on_backlog, drain_s
         self._consumers: dict[str, list[Consumer]] = {}
@@ -77,6 +80,18 @@ class Sources:
 
     def start(self, name: str, settings: FunctionSettings) -> None:
         """Start consumers for the new sources of a live function. Stop consumers whose source was removed."""
+        if settings.source:
+            self._duties.keep(f"sources {name}", partial(self._follow_duty, name, settings))
+        else:
+            self.stop(name)
+
+    def _follow_duty(self, name: str, settings: FunctionSettings, mine: bool) -> None:
+        if mine:
+            self._start(name, settings)
+        else:
+            self._close(self._consumers.pop(name, []))
+
+    def _start(self, name: str, settings: FunctionSettings) -> None:
         if self._closed:
             return
         identity = self._identity(name)
@@ -105,6 +120,7 @@ class Sources:
 
     def stop(self, name: str) -> None:
         """Stop the consumers of a deleted function, in the background; see `Consumer.close`."""
+        self._duties.drop(f"sources {name}")
         self._close(self._consumers.pop(name, []))
 
     async def close(self) -> None:

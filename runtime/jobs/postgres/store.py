@@ -52,7 +52,10 @@ def _requeue_dead(transaction: Transaction) -> tuple[int, int]:
     free = f"""UPDATE jobs SET incarnation = '' WHERE state = 'IN_QUEUE' AND incarnation <> '' AND incarnation NOT IN ({marks})
         RETURNING function"""  # noqa: S608
     transaction.changes.queued.update(function for (function,) in execute(free, alive))
-    return transitions.requeue_dead(transaction, alive)
+    requeued = transitions.requeue_dead(transaction, alive)
+    # Only now: a gateway that is in this table may have jobs.
+    execute("DELETE FROM nodes WHERE until <= now()")
+    return requeued
 
 
 class PostgresJobStore(SqlJobStore):

@@ -39,6 +39,13 @@ def glance_any(connection: SqlConnection, job_id: str) -> Job:
     return job_of(row)
 
 
+def glances(connection: SqlConnection, job_ids: Collection[str]) -> list[Job]:
+    marks = ", ".join("?" * len(job_ids))
+    return (
+        [job_of(row) for row in find_rows(connection, f"WHERE id IN ({marks})", *job_ids)] if job_ids else []
+    )
+
+
 def find(
     connection: SqlConnection,
     job_id: str,

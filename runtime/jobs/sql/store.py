@@ -121,17 +121,18 @@ class SqlJobStore(ABC):
         clock: Callable[[], float] = time.time,
         bodies: WebhookBodies = MappingProxyType({}),
         together: RunTogether | None = None,
+        incarnation: str = "",
     ) -> None:
         """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
-        pilotflame's own. `together` runs several JobChanges that have `job_ids`.
+        pilotflame's own. `together` runs several JobChanges that have `job_ids`. `incarnation` is the name of this gateway
+        for the other ones, until it ends.
         """
         self._database = database
         self._large = large
         self.keep_s = keep_s
         self.bodies = bodies
         self._together = together
-        self.incarnation = secrets.token_hex(8)
-        """The name of this gateway for the other ones, until it ends."""
+        self.incarnation = incarnation or secrets.token_hex(8)
         self.on_commit: Callable[[JobChanges], object] = lambda _: None
         self.most_stored_bytes = sys.maxsize
         self.clock = clock
@@ -153,6 +154,7 @@ class SqlJobStore(ABC):
     get = _whole(query(queries.get))
     glance = query(queries.glance)
     glance_any = query(queries.glance_any)
+    glances = query(queries.glances)
     _found = query(queries.find)
     find = _whole(_found)
     next_due = query(queries.next_due)

@@ -148,7 +148,7 @@ class JobAttempt:
         """
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
-        self._fence = self._stored_bytes = 0
+        self.fence = self._stored_bytes = 0
         now_s, waited_s = time.monotonic(), max(0.0, store.clock() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
@@ -233,8 +233,8 @@ class JobAttempt:
     async def _store_early(self, new: NewJob) -> None:
         """Store an unstored job before its end, as IN_PROGRESS if a worker has it."""
         if self.invocation.worker:
-            self._fence = await self._store.start(new, self.job.id, self.invocation.worker) or 0
-            self.reports.begin(self._fence)
+            self.fence = await self._store.start(new, self.job.id, self.invocation.worker) or 0
+            self.reports.begin(self.fence)
         else:
             await self._store.admit(new, self.job.id)
         if self._log_channel.ended:
@@ -269,11 +269,11 @@ class JobAttempt:
 
     async def _take(self) -> bool:
         """Store the start of the attempt if it is not stored yet. Return False if the job was not queued."""
-        if not self._fence:
+        if not self.fence:
             fence = await self._retried(self._store.take, self.job.id, self.invocation.worker)
-            self._fence = fence or 0
-            self.reports.begin(self._fence)
-        return bool(self._fence)
+            self.fence = fence or 0
+            self.reports.begin(self.fence)
+        return bool(self.fence)
 
     async def _store_pieces(self) -> bool:
         """Store the start of the attempt and its streamed output. Raise OutputInvalid if the output is too large.
@@ -290,7 +290,7 @@ class JobAttempt:
                     f"The streamed output is larger than {MAX_STREAM_BYTES >> 20} MiB.",
                     remedy="Yield less, or store large results elsewhere and yield their addresses.",
                 )
-            if not await self._retried(self._store.add_pieces, self.job.id, self._fence, number, pieces):
+            if not await self._retried(self._store.add_pieces, self.job.id, self.fence, number, pieces):
                 return False
             number += len(pieces)
             stream.consumed(len(pieces))
@@ -340,18 +340,18 @@ class JobAttempt:
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
         # attempt that does not count. An attempt that counts is started first, which increments `attempts`.
-        if not self._fence and not counted:
+        if not self.fence and not counted:
             await self._retried(self._store.unclaim, (self.job.id,))
         elif await self._take():
             failure = JobOutcome(JobState.FAILED, error=error, logs=self.reports.lines)
             requeue = partial(self._store.requeue, failure=failure, delay_s=delay_s, counted=counted)
-            await self._retried(requeue, self.job.id, self._fence)
+            await self._retried(requeue, self.job.id, self.fence)
 
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
             outcome = replace(outcome, metrics=self.reports.metrics)
             await self._retried(self.reports.send_new_lines)
-            await self._retried(self._store.finish, self.job.id, self._fence, outcome)
+            await self._retried(self._store.finish, self.job.id, self.fence, outcome)
 
     async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Repeat a call of the store until it succeeds, so that the result of a finished job is not lost.

@@ -48,6 +48,9 @@ class JobQueries(Protocol):
     async def glance_any(self, job_id: str) -> Job:
         """Return the job with this id, of any function and owner, without input, output and logs. Raise UnknownJob."""
 
+    async def glances(self, job_ids: Collection[str]) -> list[Job]:
+        """Return the jobs with these ids, of any functions and owners, without input, output and logs. Leave out unknown ids."""
+
     async def find(
         self, job_id: str, allows: Callable[[str], bool], among: Collection[str], owner: str = ALL
     ) -> Job:

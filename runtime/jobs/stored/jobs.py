@@ -13,6 +13,7 @@ from ....errors import GatewayError, JobStoreFailed, UnknownFunction
 from ...calls.serving.live_function import LiveFunction
 from ...ground.access.keys import ALL
 from ...ground.settings.gateway_settings import GatewaySettings
+from ...ground.storing.duties import Duties
 from ...ground.telemetry.background import BackgroundTasks
 from ...ground.telemetry.metrics import Numbers, Reading
 from ..webhooks.http_post import AddressPolicy
@@ -22,11 +23,14 @@ from .dispatcher import JobDispatcher
 from .job import Job, NewJob, new_job_id
 from .job_changes import JobChanges
 from .job_store import JobStore
+from .other_gateways import OtherGateways
 from .steady_clock import SteadyClock
 from .stored_bytes import StoredBytes
 
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits until attempts are stored, and how long it then waits for webhook requests."""
+WEBHOOKS = "webhooks"
+"""The duty to send webhooks, which keeps them in their order."""
 EXPIRY_RETRY_S = 5.0
 """The pause after the store failed, before jobs are expired again."""
 
@@ -35,7 +39,7 @@ class Expiry:
     """Expires the jobs of a store that have waited or have been kept for long enough, each at its time."""
 
     def __init__(self, store: JobStore, keep_s: float, clock: SteadyClock) -> None:
-        """Ended jobs are kept for `keep_s`. `clock` is the clock of the store."""
+        """Ended jobs are kept for `keep_s`. `clock` says how much the system's clock was set."""
         self._store, self._keep_s, self._clock = store, keep_s, clock
         self._next_s = 0.0
         self._earlier = asyncio.Event()
@@ -53,7 +57,7 @@ class Expiry:
 
     def expect_ended(self) -> None:
         """Look when jobs expire that end now."""
-        self._expect(self._clock() + self._keep_s)
+        self._expect(self._store.clock() + self._keep_s)
 
     def _expect(self, at_s: float) -> None:
         if at_s < self._next_s:
@@ -63,17 +67,17 @@ class Expiry:
     async def _run(self) -> None:
         while True:
             self._earlier.clear()
-            self._next_s = self._clock() + MAX_SLEEP_S
+            self._next_s = self._store.clock() + MAX_SLEEP_S
             try:
                 if by_s := self._clock.behind_s:
                     await self._store.shift(by_s, partial(self._clock.follow, by_s))
                     continue
-                while (due_s := await self._store.next_expiry(self._clock())) <= self._clock():
+                while (due_s := await self._store.next_expiry(self._store.clock())) <= self._store.clock():
                     await self._store.expire()
             except JobStoreFailed:
-                due_s = self._clock() + EXPIRY_RETRY_S
+                due_s = self._store.clock() + EXPIRY_RETRY_S
             self._next_s = min(self._next_s, due_s)
-            await wait(self._earlier, self._next_s - self._clock())
+            await wait(self._earlier, self._next_s - self._store.clock())
 
 
 class Jobs:
@@ -81,9 +85,9 @@ class Jobs:
 
     def __init__(
         self, store: JobStore, clock: SteadyClock, key: SigningKey, live: Callable[[str], LiveFunction],
-        tasks: BackgroundTasks, settings: GatewaySettings,
+        tasks: BackgroundTasks, settings: GatewaySettings, duties: Duties | None = None,
     ) -> None:  # fmt: skip
-        """`clock` is the clock of the store. `key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
+        """For `clock` see Expiry. `key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
         self._tasks, self._live = tasks, live
         self.addresses = AddressPolicy.parse(settings.webhook_networks)
         """The addresses to which webhooks may be sent."""
@@ -97,7 +101,14 @@ class Jobs:
         self._most_stored = settings.max_stored_bytes
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self.key = key
-        self._sender = WebhookSender(store, key, self.addresses, on_attempt=self._attempted)
+        self._duties = duties or Duties()
+        self._sender = WebhookSender(
+            store,
+            key,
+            self.addresses,
+            on_attempt=self._attempted,
+            may_send=lambda: self._duties.has(WEBHOOKS),
+        )
         self._webhook_attempts: Counter[tuple[str, ...]] = Counter()
 
     # -- startup and shutdown
@@ -113,6 +124,7 @@ class Jobs:
             most_bytes = self._stored.of_all + await self.store.free_bytes() // 2
         self._stored.most = self.store.most_stored_bytes = most_bytes
         self._sender.start(self._tasks)
+        self._duties.keep(WEBHOOKS, lambda _mine: self._sender.wake())
         recovered = await self.store.requeue_dead()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
@@ -130,6 +142,10 @@ class Jobs:
         self._expiry.close()
         await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
         await self.store.close()
+
+    def others(self) -> OtherGateways:
+        """Return the part that follows the changes of other gateways in a shared store."""
+        return OtherGateways(self.store, self._dispatcher, self._watchers, self._stored, self._sender.wake)
 
     # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 

@@ -63,11 +63,12 @@ class WebhookSender:
 
     def __init__(
         self, outbox: Outbox, key: SigningKey, policy: AddressPolicy, schedule: RetrySchedule | None = None, *,
-        on_attempt: Callable[[str, str], None] = lambda _function, _outcome: None,
+        on_attempt: Callable[[str, str], None] = lambda _function, _outcome: None, may_send: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """`key` is the gateway's key, from which the key of each function is derived.
 
-        After each attempt, the sender calls `on_attempt` with the function and the outcome.
+        After each attempt, the sender calls `on_attempt` with the function and the outcome. While `may_send()` is False, another gateway
+        sends.
         """
         self._outbox, self._key, self._policy = outbox, key, policy
         self._schedule = schedule or RetrySchedule()
@@ -78,7 +79,7 @@ class WebhookSender:
         """For each sending task, its delivery."""
         self._running: asyncio.Task[None]
         self._paused = False
-        self._on_attempt = on_attempt
+        self._on_attempt, self._may_send = on_attempt, may_send
 
     def start(self, tasks: BackgroundTasks) -> None:
         """Start to send deliveries, including the deliveries that the previous run of the gateway left pending."""
@@ -115,8 +116,8 @@ class WebhookSender:
 
         Return the seconds after which to call this again, unless the sender is woken before.
         """
-        if len(self._requests) >= MAX_REQUESTS:
-            # When a request ends, `_ended` wakes the loop.
+        if len(self._requests) >= MAX_REQUESTS or not self._may_send():
+            # When a request ends, `_ended` wakes the loop. When this gateway may send, its duty does.
             return MAX_SLEEP_S
         try:
             deliveries, next_s = await self._outbox.due_deliveries(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pilotflame.runtime.ground.settings.event_source import EventSource
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
+from pilotflame.runtime.ground.storing.duties import SharedDuties
 from pilotflame.runtime.ground.telemetry.background import BackgroundTasks
 from pilotflame.runtime.jobs.events import sources
 from pilotflame.runtime.jobs.events.message_queue import Identity, Message
@@ -64,3 +65,31 @@ async def test_a_source_is_opened_and_checked_again_only_with_another_rule(
         assert [access for access, _ in opened] == [ANY, *[Access(own_only=True)] * 2]
         await found.close()
     assert all(queue.closed for _, queue in opened)
+
+
+async def test_one_of_several_gateways_reads_the_sources_of_a_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[Silent] = []
+
+    def open_silent(_source: EventSource, _identity: Identity) -> tuple[Silent, None]:
+        opened.append(Silent())
+        return opened[-1], None
+
+    monkeypatch.setattr(sources, "_opened", open_silent)
+    source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/orders")
+    settings = FunctionSettings(name="f", source=(source,))
+    jobs: Any = None
+    duties = SharedDuties(lambda: True)
+    async with asyncio.timeout(20), BackgroundTasks() as tasks:
+        found = sources.Sources(jobs, tasks, lambda *_: None, drain_s=0.0, duties=duties)
+        found.start("f", settings)
+        assert (duties.names, opened) == (("sources f",), [])
+        duties.note(["sources f"])
+        assert (len(opened), len(found.statuses("f"))) == (1, 1)
+        duties.note([])
+        assert found.statuses("f") == []
+        # Without sources, a function is no duty.
+        found.start("f", FunctionSettings(name="f"))
+        assert duties.names == ()
+        await found.close()

@@ -1,0 +1,155 @@
+"""Keeps a gateway among those that share a database. Each second, a heartbeat renews its lease and learns what the others do.
+
+If the lease ends because the database cannot be reached, or the gateway stood still, the other gateways may run its jobs again
+and take its duties. The gateway goes on with its calls, and with jobs, whose results count only while no other gateway runs
+them. With the next heartbeat it is a member again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import orjson
+import psycopg
+
+from ....errors import GatewayError
+from .duties import SharedDuties
+from .postgres import PostgresConnection, migrate
+
+LOG = logging.getLogger(__name__)
+BEAT_S = 1.0
+LEASE_S = 10.0
+"""Longer than a restart of PostgreSQL, or a stop of the whole machine for a snapshot. After a gateway's death, its jobs wait for this time."""
+CLOSE_TIMEOUT_S = 5.0
+_BEAT = "SELECT heartbeat(?, ?, ?, ?, ?, ?)::text"
+_LEAVE = (
+    "WITH left_duties AS (DELETE FROM duties WHERE incarnation = ?1) DELETE FROM nodes WHERE incarnation = ?1"
+)
+
+
+class GatewayMember(NamedTuple):
+    """A gateway, as of the latest heartbeat."""
+
+    incarnation: str
+    """The name of one run of a gateway. No other run has it."""
+    name: str
+    version: str
+    generation: int
+    """The newest change of functions that it has followed."""
+    alive: bool
+
+
+class Membership:
+    """The membership of this gateway. Its methods, except `open` and `close`, must be called on the event loop."""
+
+    def __init__(self, url: str, incarnation: str, name: str, version: str) -> None:
+        """`url` is a connection string of libpq."""
+        self.url, self.incarnation = url, incarnation
+        self._told = (incarnation, name, version)
+        self.generation = 0
+        """Told to the other gateways with each heartbeat."""
+        self.members: tuple[GatewayMember, ...] = ()
+        self.followers: list[Callable[[], object]] = []
+        """Called on the event loop after each heartbeat, and when the lease has ended."""
+        self.duties = SharedDuties(lambda: self.alive)
+        self._until_s = 0.0
+        self._news, self._ending = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._connection: PostgresConnection | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while the other gateways count on this one."""
+        return time.monotonic() < self._until_s
+
+    def open(self, previous: str) -> None:
+        """Upgrade the tables, and become a member. `previous` is the incarnation of this gateway's last run, which has ended.
+
+        Blocks. Raise GatewayError if the database cannot be used.
+        """
+        try:
+            self._connection = PostgresConnection(self.url)
+            migrate(self._connection)
+            self._connection.execute(_LEAVE, (previous,))
+            self._note(*self._beat([]))
+        except psycopg.Error as error:
+            message = f"The database cannot be used: {str(error).strip()}."
+            remedy = "Check the setting `database`, and whether PostgreSQL runs."
+            raise GatewayError(message, remedy=remedy) from error
+
+    def start(self) -> None:
+        """Begin with heartbeats. Call it on the event loop, after `open`."""
+        run = self._run
+        self._thread = threading.Thread(
+            target=run, args=(asyncio.get_running_loop(),), name="members", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the membership, so that other gateways take jobs and duties at once. Blocks."""
+        self._ending = True
+        self._news.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def beat(self) -> None:
+        """Make the next heartbeat at once."""
+        self._news.set()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        failing = False
+        while not self._ending:
+            self._news.wait(BEAT_S)
+            self._news.clear()
+            try:
+                beat = self._beat([*self.duties.names])
+                failing = False
+            except psycopg.Error as error:
+                self._disconnect()
+                if not failing:
+                    LOG.warning("the database of the gateways does not answer: %s", str(error).strip())
+                failing, beat = True, (self._until_s, self.members, [])
+            # The loop has ended if the gateway is killed by an error.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._follow, beat, failing)
+        with suppress(psycopg.Error):
+            self._connected().execute(_LEAVE, (self.incarnation,))
+        self._disconnect()
+
+    def _beat(self, duties: list[str]) -> tuple[float, tuple[GatewayMember, ...], list[str]]:
+        """Renew the lease. Return the monotonic time of its end, the members, and the duties of this gateway."""
+        begun_s = time.monotonic()
+        values = (*self._told, self.generation, LEASE_S, duties)
+        ((text,),) = self._connected().execute(_BEAT, values).fetchall()
+        found = orjson.loads(text)
+        return begun_s + LEASE_S, tuple(GatewayMember(**one) for one in found["members"]), found["duties"]
+
+    def _follow(self, beat: tuple[float, tuple[GatewayMember, ...], list[str]], failing: bool) -> None:
+        if not failing:
+            self._note(*beat)
+        elif not self.alive:
+            self.duties.note(())
+        else:
+            return
+        for follower in self.followers:
+            follower()
+
+    def _note(self, until_s: float, members: tuple[GatewayMember, ...], duties: list[str]) -> None:
+        self._until_s, self.members = until_s, members
+        self.duties.note(duties)
+
+    def _connected(self) -> PostgresConnection:
+        if self._connection is None:
+            self._connection = PostgresConnection(self.url)
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None

@@ -1,0 +1,89 @@
+"""Follows what the other gateways of a shared store do with its jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+from ....errors import JobStoreFailed
+from ...ground.telemetry.background import BackgroundTasks
+from .dispatcher import JobDispatcher
+from .job import Job
+from .job_store import JobStore
+from .stored_bytes import StoredBytes
+
+POLL_S = 0.25
+"""The pause between two looks at the jobs that run elsewhere and for which callers wait here."""
+MOST_ASKED = 500
+RECOVER_EVERY = 30
+"""A gateway that stood still may have claimed jobs after the others had given it up, and then died. So every 30th call of `look` looks for
+its jobs.
+"""
+
+
+class OtherGateways:
+    """Brings the changes of other gateways to the parts that follow the commits of this one."""
+
+    def __init__(
+        self, store: JobStore, dispatcher: JobDispatcher, watchers: Mapping[str, set[asyncio.Event]],
+        stored: StoredBytes, wake_webhooks: Callable[[], object],
+    ) -> None:  # fmt: skip
+        self._store, self._dispatcher, self._watchers, self._stored = store, dispatcher, watchers, stored
+        self._wake_webhooks = wake_webhooks
+        self._looks = 0
+        self._known: dict[str, tuple[object, ...]] = {}
+        """The latest known facts of each job for which callers wait."""
+
+    def start(self, tasks: BackgroundTasks) -> None:
+        """Begin to watch the jobs for which callers wait."""
+        self._watching = tasks.keep(self._watch, name="jobs_elsewhere")
+
+    def close(self) -> None:
+        self._watching.cancel()
+
+    async def look(self, *, dead: bool) -> None:
+        """Run jobs that wait, end attempts of jobs that others have ended or run, and count what is stored. Call it each second.
+
+        If a gateway is `dead`, its jobs are queued again.
+        """
+        with contextlib.suppress(JobStoreFailed):
+            self._looks += 1
+            if dead or self._looks % RECOVER_EVERY == 0:
+                await self._store.requeue_dead()
+            for function in await self._store.functions_waiting():
+                self._dispatcher.wake(function)
+            self._wake_webhooks()
+            await self._end_attempts()
+            self._stored.load(await self._store.stored_bytes())
+
+    async def _end_attempts(self) -> None:
+        fences = self._dispatcher.fences()
+        found = {job.id: job for job in await self._glances([job_id for _, job_id in fences])}
+        for (function, job_id), fence in fences.items():
+            job = found.get(job_id)
+            if job is not None and (job.state.final or (fence and job.attempts > fence)):
+                self._dispatcher.cancel(function, job_id)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(JobStoreFailed):
+                await self._tell_watchers()
+
+    async def _tell_watchers(self) -> None:
+        here = {job_id for _, job_id in self._dispatcher.fences()}
+        asked = [job_id for job_id in self._watchers if job_id not in here]
+        before, self._known = self._known, {}
+        for job in await self._glances(asked):
+            self._known[job.id] = (job.state, job.attempts, job.pieces, job.progress)
+            # The first look at a job counts as a change: the job may have changed before it.
+            if before.get(job.id) != self._known[job.id]:
+                for news in self._watchers.get(job.id, ()):
+                    news.set()
+
+    async def _glances(self, job_ids: list[str]) -> list[Job]:
+        found: list[Job] = []
+        for at in range(0, len(job_ids), MOST_ASKED):
+            found += await self._store.glances(job_ids[at : at + MOST_ASKED])
+        return found

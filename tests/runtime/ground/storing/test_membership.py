@@ -1,0 +1,143 @@
+"""Leases and duties of gateways on a real PostgreSQL: joins, ends, deaths, and a database that is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import psycopg
+import pytest
+import pytest_asyncio
+from live import until
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.storing import membership as module
+from pilotflame.runtime.ground.storing.membership import Membership
+from postgres import PostgresServer, postgres_server
+
+Join = Callable[..., Awaitable[Membership]]
+
+
+@pytest_asyncio.fixture
+async def join(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Join]:
+    """Joins a gateway with duties. Heartbeats come often."""
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    joined: list[Membership] = []
+
+    async def make(name: str, *duties: str, url: str = postgres_url, previous: str = "") -> Membership:
+        members = Membership(url, f"incarnation-{name}", name, "1.0")
+        joined.append(members)
+        for duty in duties:
+            members.duties.keep(duty, lambda _mine: None)
+        await asyncio.to_thread(members.open, previous)
+        members.start()
+        return members
+
+    yield make
+    for members in joined:
+        await asyncio.to_thread(members.close)
+
+
+def end_lease(url: str, incarnation: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("UPDATE nodes SET until = now() WHERE incarnation = %s", [incarnation])
+
+
+async def has(members: Membership, duty: str) -> None:
+    async def so() -> bool:
+        return members.duties.has(duty)
+
+    await until(so, f"{duty} on {members.incarnation}")
+
+
+async def test_gateways_see_each_other_and_what_they_have_followed(join: Join) -> None:
+    first, second = await join("a"), await join("b")
+    second.generation = 7
+
+    async def seen() -> bool:
+        return [(one.name, one.version, one.generation, one.alive) for one in first.members] == [
+            ("a", "1.0", 0, True), ("b", "1.0", 7, True),
+        ]  # fmt: skip
+
+    await until(seen, "the generation of the other gateway")
+
+
+async def test_a_duty_has_one_gateway_which_leaves_it_to_another_at_its_end(join: Join) -> None:
+    first = await join("a", "webhooks", "only a")
+    await has(first, "webhooks")
+    second = await join("b", "webhooks", "only b")
+    await has(second, "only b")
+    assert not second.duties.has("webhooks")
+    await asyncio.to_thread(first.close)
+    await has(second, "webhooks")
+    assert [one.name for one in second.members] == ["b"]
+
+
+async def test_a_dropped_duty_is_free(join: Join) -> None:
+    first, second = await join("a", "webhooks"), await join("b", "other")
+    await has(first, "webhooks")
+    second.duties.keep("webhooks", lambda _mine: None)
+    first.duties.drop("webhooks")
+    await has(second, "webhooks")
+
+
+async def test_a_dead_gateway_is_named_until_its_jobs_are_queued_again(join: Join, postgres_url: str) -> None:
+    first = await join("a", "webhooks")
+    await has(first, "webhooks")
+    await asyncio.to_thread(_kill, first)
+    end_lease(postgres_url, first.incarnation)
+    second = await join("b", "webhooks")
+    await has(second, "webhooks")
+    assert [(one.name, one.alive) for one in second.members] == [("a", False), ("b", True)]
+    # A new run of the gateway that has died removes what is left of it.
+    third = await join("a2", previous=first.incarnation)
+
+    async def gone() -> bool:
+        return first.incarnation not in {one.incarnation for one in third.members}
+
+    await until(gone, "the end of the dead gateway")
+
+
+async def test_a_gateway_whose_row_was_removed_joins_again(join: Join, postgres_url: str) -> None:
+    members = await join("a", "webhooks")
+    await has(members, "webhooks")
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("DELETE FROM nodes")
+
+        async def back() -> bool:
+            return connection.execute("SELECT incarnation FROM nodes").fetchall() == [(members.incarnation,)]
+
+        await until(back, "the row of the gateway")
+    assert members.duties.has("webhooks")
+
+
+async def test_duties_end_with_the_lease_if_the_database_is_away(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEASE_S", 0.5)
+    with postgres_server() as server:
+        members = await join("a", url=server.url)
+        told: list[bool] = []
+        members.duties.keep("webhooks", told.append)
+        await has(members, "webhooks")
+        heard = asyncio.Event()
+        server.kill()
+        members.followers.append(lambda: None if members.alive else heard.set())
+        await asyncio.wait_for(heard.wait(), 30)
+        assert (told, members.duties.has("webhooks")) == ([True, False], False)
+        server.start()
+        await has(members, "webhooks")
+        assert told == [True, False, True]
+
+
+async def test_a_database_that_cannot_be_reached(postgres: PostgresServer) -> None:
+    members = Membership("host=/nowhere user=postgres", "i", "a", "1.0")
+    with pytest.raises(GatewayError, match="The database cannot be used") as raised:
+        await asyncio.to_thread(members.open, "")
+    assert "the setting `database`" in (raised.value.remedy or "")
+
+
+def _kill(members: Membership) -> None:
+    """End the heartbeats without a word to the database."""
+    members._told = ("nobody", "nobody", "0")
+    members.incarnation = "nobody"
+    members.close()

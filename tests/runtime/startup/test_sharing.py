@@ -1,0 +1,209 @@
+"""Gateways that share a PostgreSQL database, with jobs, waiting callers, webhooks and deaths. Gateways, workers and PostgreSQL are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import pytest_asyncio
+from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, gone, short_folder, until
+from pilotflame.runtime.jobs.alerting import conditions
+from pilotflame.runtime.jobs.alerting.alerts import ALERTS
+from pilotflame.runtime.startup.sharing import INCARNATION_FILE
+from postgres import PostgresServer, new_schema, postgres_server
+from receiver import receiving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SIGNS = """
+import gate
+async def handler(event):
+    if event == "held":
+        await gate.wait_async("{name}")
+    return "{name}"
+"""
+"""A handler that says on which gateway it runs."""
+ONE = {"scale.max": 1}
+NAMES = ("a", "b")
+LOCAL = {"webhook_networks": ["127.0.0.0/8"]}
+
+
+@pytest.fixture(scope="module")
+def url(postgres: PostgresServer) -> str:
+    return new_schema(postgres.url, f"t{secrets.token_hex(8)}")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(url: str) -> AsyncIterator[list[Gateway]]:
+    """The gateways "a" and "b"."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                gateway_here(stack.enter_context(short_folder()) / "state", database=url, **LOCAL)
+            )
+            for _ in NAMES
+        ]
+
+
+async def deployed(gateways: list[Gateway], gate: Gate, **settings: Any) -> list[Function]:
+    name = f"f{secrets.token_hex(4)}"
+    return [
+        await gateway.deploy(SIGNS.format(name=sign), {**ONE, **settings}, name=name, gate=gate)
+        for gateway, sign in zip(gateways, NAMES, strict=True)
+    ]
+
+
+async def run(function: Function, event: Any, **more: Any) -> str:
+    answer = await function.client.post(f"/v2/{function.name}/run", json={"input": event, **more})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+async def ended(function: Function, job: str) -> dict[str, Any]:
+    """Wait for the end of a job, and return it."""
+    answer = await function.client.get(f"/v2/{function.name}/status-sync/{job}?wait=60000")
+    found: dict[str, Any] = answer.json()
+    assert found["status"] not in ("IN_QUEUE", "IN_PROGRESS"), found
+    return found
+
+
+async def test_a_gateway_waits_for_a_job_that_runs_on_another_one(pair: list[Gateway], gate: Gate) -> None:
+    first, second = await deployed(pair, gate)
+    job = await run(first, "held")
+    arrival = await gate.next("a")
+    waiting = asyncio.create_task(ended(second, job))
+    arrival.go()
+    found = await waiting
+    assert (found["status"], found["output"]) == ("COMPLETED", "a")
+
+
+async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
+    """One gateway claims no more jobs than its workers soon run."""
+    first, second = await deployed(pair, gate)
+    jobs = [await run(first, "held") for _ in range(30)]
+    await asyncio.gather(gate.next("a"), gate.next("b"))
+    gate.open()
+    found = await asyncio.gather(*(ended(second, job) for job in jobs))
+    assert {one["status"] for one in found} == {"COMPLETED"}
+    assert {one["output"] for one in found} == {"a", "b"}
+
+
+async def test_a_job_that_another_gateway_has_cancelled_leaves_its_worker(
+    pair: list[Gateway], gate: Gate
+) -> None:
+    first, second = await deployed(pair, gate)
+    job = await run(first, "held")
+    await gate.next("a")
+    cancelled = await second.client.post(f"/v2/{second.name}/cancel/{job}")
+    assert cancelled.json()["status"] == "CANCELLED"
+    # The only worker is free again.
+    assert (await ended(first, await run(first, "free")))["output"] in NAMES
+    assert (await ended(second, job))["status"] == "CANCELLED"
+
+
+async def test_one_gateway_sends_webhooks(pair: list[Gateway], gate: Gate) -> None:
+    functions = await deployed(pair, gate)
+    async with receiving() as receiver:
+        jobs = [await run(function, "free", webhook=f"{receiver.url}/done") for function in functions * 10]
+        came = await receiver.received(len(jobs))
+    assert len({one.id for one in came}) == len(came) == len(jobs)
+    senders = [one for one in pair if one.server is not None and one.server.jobs._duties.has("webhooks")]
+    assert len(senders) == 1
+
+
+async def test_one_gateway_sends_alerts_and_another_one_sends_their_ends(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "MIN_CALLS", 2)
+    monkeypatch.setattr(conditions, "PAUSE_S", 0.0)
+    fails, name = "def handler(event):\n    assert not event\n", "fails"
+    async with receiving() as receiver, contextlib.AsyncExitStack() as stack:
+        settings = {"alerts.url": f"{receiver.url}/alerts", "alerts.error_share": 0.5}
+        states = [stack.enter_context(short_folder()) / "state" for _ in NAMES]
+        async with gateway_here(states[0], database=postgres_url, **LOCAL) as first:
+            await _judges(first)
+            second = await stack.enter_async_context(gateway_here(states[1], database=postgres_url, **LOCAL))
+            functions = [await gateway.deploy(fails, settings, name=name) for gateway in (second, first)]
+            for function in (*functions, *functions):
+                await function.call(1)
+            (came,) = await receiver.received(1)
+            assert came.event == "alert.begun"
+        await _judges(second)
+        for _ in range(3):
+            await functions[0].answer(0)
+        assert [came.event for came in await receiver.received(2)] == ["alert.begun", "alert.ended"]
+
+
+async def _judges(gateway: Gateway) -> None:
+    async def so() -> bool:
+        assert gateway.server is not None
+        return gateway.server.jobs._duties.has(ALERTS)
+
+    await until(so, "the duty of alerts")
+
+
+async def test_jobs_of_a_killed_gateway_run_on_another_one(url: str, pair: list[Gateway], gate: Gate) -> None:
+    with short_folder() as folder:
+        async with gateway_process(folder / "state", database=url) as killed:
+            functions = await deployed([killed, pair[1]], gate)
+            jobs = [await run(functions[0], "held") for _ in range(3)]
+            await gate.next("a")
+            assert killed.process is not None
+            killed.process.kill()
+            await gone(killed.process.pid)
+        gate.open()
+        _end_lease(url, (folder / "state" / INCARNATION_FILE).read_text())
+        found = [await ended(functions[1], job) for job in jobs]
+    assert [(one["status"], one["output"]) for one in found] == [("COMPLETED", "b")] * 3
+
+
+async def test_a_gateway_that_starts_again_takes_its_jobs_at_once(url: str, gate: Gate) -> None:
+    """Its lease has not ended."""
+    with short_folder() as folder:
+        async with gateway_process(folder / "state", database=url) as killed:
+            (function,) = [await killed.deploy(SIGNS.format(name="a"), ONE, gate=gate)]
+            job = await run(function, "held")
+            await gate.next("a")
+            assert killed.process is not None
+            killed.process.kill()
+            await gone(killed.process.pid)
+        gate.open()
+        async with gateway_here(folder / "state", database=url) as again:
+            assert (await ended(again.function(function.name), job))["output"] == "a"
+
+
+async def test_calls_go_on_while_the_database_is_away(gate: Gate) -> None:
+    with postgres_server() as server, short_folder() as folder:
+        async with gateway_here(folder / "state", database=server.url) as gateway:
+            function = await gateway.deploy(SIGNS.format(name="a"), ONE, gate=gate)
+            job = await run(function, "free")
+            assert (await ended(function, job))["status"] == "COMPLETED"
+            server.kill()
+            assert await function.answer("free") == "a"
+            refused = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
+            assert (failure(refused)["status"], int(refused.headers["retry-after"]) > 0) == (503, True)
+            server.start()
+
+            async def accepted() -> bool:
+                again = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
+                return again.status_code == 200 and bool(await ended(function, again.json()["id"]))
+
+            await until(accepted, "a job after the database was away")
+
+
+async def test_a_gateway_does_not_start_without_its_database(state: Path) -> None:
+    with pytest.raises(Exception, match="The database cannot be used") as raised:
+        async with gateway_here(state, database="host=/nowhere user=postgres"):
+            pass
+    assert "the setting `database`" in str(getattr(raised.value, "remedy", ""))
+
+
+def _end_lease(url: str, incarnation: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        ended = connection.execute("UPDATE nodes SET until = now() WHERE incarnation = %s", [incarnation])
+        assert ended.rowcount == 1
