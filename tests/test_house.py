@@ -625,7 +625,7 @@ WRITES = {
     "plugins.sagemaker.async_answers": 2, "plugins.sagemaker.failures": 2, "plugins.tensorflow_serving.errors": 1, "plugins.tgi.errors": 1,
     "plugins.torchserve.errors": 1, "plugins.vertex.routes": 1,
     # The state of functions, keys, jobs (without outputs), logs and files. Lists have no schemas.
-    "front.api.admin": 10, "front.api.credentials": 6, "front.api.deploys": 4, "front.api.invoke": 1, "front.api.jobs": 3, "front.api.logs": 1,
+    "front.api.admin": 10, "front.api.credentials": 6, "front.api.deploys": 4, "front.api.invoke": 1, "front.api.jobs": 3, "front.api.logs": 1, "front.api.nodes": 1,
     "front.api.openapi": 6, "front.api.revisions": 6, "front.api.usage": 1, "front.api.warmup": 1, "front.api.webhooks": 3,
     "front.pages.console": 4, "front.pages.docs_page": 1, "jobs.webhooks.signing": 2, "plugins.aws_lambda.functions": 4,
     "plugins.aws_lambda.routes": 2, "plugins.cloudevents.routes": 1, "plugins.cog.routes": 8, "plugins.oip.infer_call": 2,

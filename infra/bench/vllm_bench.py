@@ -118,7 +118,7 @@ class Ours:
             (function / "handler.py").write_text(text)
             settings = tomllib.loads((template / "pilotflame.toml").read_text())
             kept = {key: settings[key] for key in ("idempotent", "timeout_s", "concurrency")}
-            kept |= {"snapshot": str(folder), "build_timeout_s": 600, "scale.max": 2}
+            kept |= {"snapshot": str(folder), "build_timeout_s": 600, "scale.max": 2, "hold_s": START_S}
             with closing(Control(self.server.url)) as control:
                 control.deploy(str(function), name=self.name, **kept)
 

@@ -18,6 +18,7 @@ from ..front.api.history import HistoryApi
 from ..front.api.invoke import Invoker
 from ..front.api.jobs import JobsApi
 from ..front.api.logs import LogsApi
+from ..front.api.nodes import NodesApi
 from ..front.api.openapi import OpenApi
 from ..front.api.plain_calls import PlainCalls
 from ..front.api.plugin import ApiPlugin, Plugins
@@ -46,6 +47,7 @@ from ..ground.access.control_socket import ControlSocket, control_socket
 from ..ground.access.keys import ANYBODY
 from ..ground.settings.function_settings import FunctionSettings
 from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.storing.members import GatewayMember
 from ..ground.telemetry.gateway_log import Format, print_log
 from ..ground.telemetry.log_files import ACCESS, AUDIT
 from ..ground.telemetry.logs import Logs
@@ -53,6 +55,7 @@ from ..ground.telemetry.metrics import Metrics
 from ..node.functions.registry import Functions
 from .address import GatewayAddress
 from .node import RunningNode
+from .sharing import node_name
 from .state import State
 from .stored_calls import StoredCalls
 
@@ -145,9 +148,16 @@ def _other_routes(parts: FrontParts, endless: EndlessAnswers, plugins: Plugins) 
         RevisionsApi(node.rollouts),
         CredentialsApi(state.keyring, state.secrets, node.rollouts, endless, parts.engine),
         WebhooksApi(functions, parts.calls.jobs), HistoryApi(functions, node.recorder), DocsPage(plugins.root),
-        UsageApi(node.ledger), Console(functions, node.metrics, endless), WarmupApi(functions),
+        UsageApi(node.ledger), _nodes(parts), Console(functions, node.metrics, endless), WarmupApi(functions),
     )  # fmt: skip
     return [row for api in apis for row in api.routes()]
+
+
+def _nodes(parts: FrontParts) -> NodesApi:
+    if (members := parts.state.members) is not None:
+        return NodesApi(members.incarnation, lambda: members.members)
+    alone = GatewayMember("", node_name(parts.settings), __version__, 0, alive=True)
+    return NodesApi("", lambda: [alone])
 
 
 def _standalone(

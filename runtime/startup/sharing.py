@@ -35,8 +35,7 @@ async def join(
     with needs("The setting database", "psycopg"):
         from ..ground.storing.membership import Membership  # noqa: PLC0415
     incarnation, file = secrets.token_hex(8), folder / INCARNATION_FILE
-    name = f"{socket.gethostname()}:{settings.port}"
-    members = Membership(settings.database.get_secret_value(), incarnation, name, __version__)
+    members = Membership(settings.database.get_secret_value(), incarnation, node_name(settings), __version__)
     # The lock of the state folder says that the gateway of this file has ended, so its jobs need not wait for the end of its lease.
     previous = await asyncio.to_thread(private_files.read, file) or b""
     await asyncio.to_thread(members.open, previous.decode())
@@ -44,6 +43,11 @@ async def join(
     await asyncio.to_thread(private_files.write, file, incarnation.encode())
     members.start()
     return members
+
+
+def node_name(settings: GatewaySettings) -> str:
+    """Return what other gateways and people call this gateway."""
+    return f"{socket.gethostname()}:{settings.port}"
 
 
 def follow(members: Membership, jobs: Jobs, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack) -> None:

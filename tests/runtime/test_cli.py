@@ -19,10 +19,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.command.commands.doctor import containers, peers_answer, private_files
+from pilotflame.runtime.command.commands.doctor import (
+    containers,
+    database_answers,
+    peers_answer,
+    private_files,
+)
 from pilotflame.runtime.command.commands.lazy_group import LazyGroup
 from pilotflame.runtime.command.commands.snapshot import snapshot
 from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.ground.storing.postgres import PostgresConnection, migrate
 from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
 from pilotflame.snapshot.peering.served_chunks import ServedChunks
 from safetensors.numpy import save_file
@@ -710,6 +716,21 @@ def test_doctor_asks_the_peers():
     alone = peers_answer([*urls, "http://name.invalid:1"], token)
     assert alone.found.startswith("0 of 2 answer; http://127.0.0.1:")
     assert "PILOTFLAME_PEERS_PORT" in alone.remedy
+
+
+def test_doctor_examines_the_database(postgres_url: str):
+    check = database_answers(postgres_url)
+    assert (check.name, check.verdict) == ("database", "ok")
+    assert "0004_pre_members.sql" in check.found
+    connection = PostgresConnection(postgres_url)
+    migrate(connection)
+    connection.close()
+    assert re.fullmatch(
+        r"PostgreSQL 1\d\.\S+, \d+\.\d ms away, its clock [+-]0\.\d s", database_answers(postgres_url).found
+    )
+    away = database_answers("host=/nowhere user=postgres")
+    assert (away.verdict, away.found[:27]) == ("fail", "The database cannot be used")
+    assert "the setting `database`" in away.remedy
 
 
 def test_doctor_says_what_is_wrong_and_what_to_do(run, tmp_path: Path):

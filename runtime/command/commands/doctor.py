@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple
 
 import click
 
-from ....errors import GatewayError, SourceError
+from ....errors import GatewayError, PilotflameError, SourceError
 from ....machine import free_memory_bytes, processors
+from ....snapshot.extras import needs
 from ...calls.worker.confinement import SINCE_SCOPE, landlock_version
 from ...front.listening.tls import examine_hosts
 from ...ground.access.keyring import stored_keys
@@ -40,6 +41,9 @@ LINK_SOCKET = Path("run", "link.sock")
 NO_SNAPSHOT = "0" * 64
 PROBE_BYTES = 64 << 20
 SLOW_FORK_MS = 50.0
+SLOW_DATABASE_MS = 5.0
+# A larger difference of clocks shows in the times of jobs.
+CLOCK_S = 5.0
 SLOW_READ_BYTES_S = 1 << 30
 SLOW = "Slow: check whether this machine is busy."
 
@@ -100,6 +104,8 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield from (_noted(*found) for found in examine_hosts(settings))
     if settings.peers and settings.peers_token is not None:
         yield peers_answer(settings.peers, settings.peers_token.get_secret_value())
+    if settings.database is not None:
+        yield database_answers(settings.database.get_secret_value())
 
 
 def _noted(name: str, found: str, remedy: str) -> Check:
@@ -177,6 +183,27 @@ def peers_answer(urls: Sequence[str], token: str) -> Check:
     missing = "Start them, and let this machine reach their PILOTFLAME_PEERS_PORT."
     remedy = next((error.remedy for error in faults if error.remedy), missing) if faults or not nodes else ""
     return _noted("peers", found, remedy)
+
+
+def database_answers(url: str) -> Check:
+    """Check the database that gateways share: its version, the time of a round trip, its clock, and its tables."""
+    try:
+        with needs("The setting database", "psycopg"):
+            # Imported here because most gateways have no database.
+            from ...ground.storing.postgres import examine_database  # noqa: PLC0415
+        facts = examine_database(url)
+    except PilotflameError as error:
+        return Check("database", "fail", error.message, error.remedy or "")
+    missing = f"; the next gateway that starts adds {', '.join(facts.missing)}" if facts.missing else ""
+    found = f"PostgreSQL {facts.version}, {facts.round_trip_ms:.1f} ms away, its clock {facts.ahead_s:+.1f} s{missing}"
+    remedy = ""
+    if not facts.may_create:
+        remedy = "Let the user of the setting `database` create tables: GRANT CREATE ON SCHEMA."
+    elif facts.round_trip_ms > SLOW_DATABASE_MS:
+        remedy = "Each job takes several round trips: run the gateway in the same zone as the database."
+    elif abs(facts.ahead_s) > CLOCK_S:
+        remedy = "Let both machines set their clocks, for example with chrony."
+    return _noted("database", found, remedy)
 
 
 def _open_files() -> Check:

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 import orjson
 import psycopg
 
 from ....errors import GatewayError
 from .duties import SharedDuties
+from .members import GatewayMember
 from .postgres import PostgresConnection, migrate
 
 LOG = logging.getLogger(__name__)
@@ -31,18 +31,6 @@ _BEAT = "SELECT heartbeat(?, ?, ?, ?, ?, ?)::text"
 _LEAVE = (
     "WITH left_duties AS (DELETE FROM duties WHERE incarnation = ?1) DELETE FROM nodes WHERE incarnation = ?1"
 )
-
-
-class GatewayMember(NamedTuple):
-    """A gateway, as of the latest heartbeat."""
-
-    incarnation: str
-    """The name of one run of a gateway. No other run has it."""
-    name: str
-    version: str
-    generation: int
-    """The newest change of functions that it has followed."""
-    alive: bool
 
 
 class Membership:
@@ -114,7 +102,7 @@ class Membership:
                 self._disconnect()
                 if not failing:
                     LOG.warning("the database of the gateways does not answer: %s", str(error).strip())
-                failing, beat = True, (self._until_s, self.members, [])
+                failing, beat = True, (self._until_s, self.members)
             # The loop has ended if the gateway is killed by an error.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._follow, beat, failing)
@@ -122,15 +110,14 @@ class Membership:
             self._connected().execute(_LEAVE, (self.incarnation,))
         self._disconnect()
 
-    def _beat(self, duties: list[str]) -> tuple[float, tuple[GatewayMember, ...], list[str]]:
-        """Renew the lease. Return the monotonic time of its end, the members, and the duties of this gateway."""
+    def _beat(self, duties: list[str]) -> tuple[float, tuple[GatewayMember, ...]]:
+        """Renew the lease. Return the monotonic time of its end, and the members."""
         begun_s = time.monotonic()
         values = (*self._told, self.generation, LEASE_S, duties)
         ((text,),) = self._connected().execute(_BEAT, values).fetchall()
-        found = orjson.loads(text)
-        return begun_s + LEASE_S, tuple(GatewayMember(**one) for one in found["members"]), found["duties"]
+        return begun_s + LEASE_S, tuple(GatewayMember(**one) for one in orjson.loads(text))
 
-    def _follow(self, beat: tuple[float, tuple[GatewayMember, ...], list[str]], failing: bool) -> None:
+    def _follow(self, beat: tuple[float, tuple[GatewayMember, ...]], failing: bool) -> None:
         if not failing:
             self._note(*beat)
         elif not self.alive:
@@ -140,9 +127,11 @@ class Membership:
         for follower in self.followers:
             follower()
 
-    def _note(self, until_s: float, members: tuple[GatewayMember, ...], duties: list[str]) -> None:
+    def _note(self, until_s: float, members: tuple[GatewayMember, ...]) -> None:
         self._until_s, self.members = until_s, members
-        self.duties.note(duties)
+        self.duties.note(
+            [duty for one in members if one.incarnation == self.incarnation for duty in one.duties]
+        )
 
     def _connected(self) -> PostgresConnection:
         if self._connection is None:

@@ -11,11 +11,12 @@ of that version is left.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -42,6 +43,8 @@ _MARK = re.compile(r"\?(\d*)")
 _MIGRATION = re.compile(r"\d{4}_(pre|post)_\w+\.sql")
 _MIGRATION_LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame migrations ' || current_schema()))"
 _MIGRATIONS = "CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied TIMESTAMPTZ NOT NULL DEFAULT now())"
+_EXAMINE = """SELECT current_setting('server_version'), extract(epoch FROM clock_timestamp())::float8,
+has_schema_privilege(current_schema(), 'CREATE')"""
 MIGRATIONS: Traversable = files(__package__) / "migrations"
 
 
@@ -144,6 +147,54 @@ def _rows(cursor: Any) -> type[PostgresRow]:
     return _row_class(*(column.name for column in cursor.description or ()))
 
 
+class DatabaseFacts(NamedTuple):
+    """What an operator needs to know of a database."""
+
+    version: str
+    round_trip_ms: float
+    ahead_s: float
+    """By how much the database's clock is ahead of this machine's."""
+    may_create: bool
+    """True if the user may create tables."""
+    missing: list[str]
+    """The migrations that the database lacks."""
+
+
+def examine_database(url: str) -> DatabaseFacts:
+    """Look at a database, and change nothing. Blocks. Raise JobStoreFailed if it cannot be reached."""
+    try:
+        connection = PostgresConnection(url)
+        try:
+            begun_s = time.monotonic()
+            ((version, database_s, may_create),) = connection.run(_EXAMINE)
+            took_s = time.monotonic() - begun_s
+            done = (
+                {name for (name,) in connection.run("SELECT name FROM migrations")}
+                if _has_tables(connection)
+                else set[str]()
+            )
+        finally:
+            connection.close()
+    except psycopg.Error as error:
+        message = f"The database cannot be used: {str(error).strip()}."
+        raise JobStoreFailed(
+            message, remedy="Check the setting `database`, and whether PostgreSQL runs."
+        ) from error
+    ahead_s = database_s + took_s / 2 - time.time()
+    return DatabaseFacts(
+        version, took_s * 1000, ahead_s, may_create, [name for name in _known(MIGRATIONS) if name not in done]
+    )
+
+
+def _has_tables(connection: PostgresConnection) -> bool:
+    return connection.run("SELECT to_regclass('migrations') IS NOT NULL")[0][0] is True
+
+
+def _known(folder: Traversable) -> list[str]:
+    """Return the names of the migrations in a folder, in their order."""
+    return sorted(file.name for file in folder.iterdir() if _MIGRATION.fullmatch(file.name))
+
+
 def migrate(
     connection: PostgresConnection, folder: Traversable = MIGRATIONS, *, kinds: Collection[str] = ("pre",)
 ) -> list[str]:
@@ -152,7 +203,7 @@ def migrate(
     If another gateway applies them, wait for it. Raises JobStoreFailed if a file fails, or if a newer pilotflame has removed what this
     one needs. Raises psycopg.Error if the connection fails.
     """
-    known = sorted(file.name for file in folder.iterdir() if _MIGRATION.fullmatch(file.name))
+    known = _known(folder)
     connection.run(f"BEGIN; {_MIGRATION_LOCK}; {_MIGRATIONS}")
     done = {name for (name,) in connection.run("SELECT name FROM migrations")}
     if removed := sorted(name for name in done - {*known} if "_post_" in name):

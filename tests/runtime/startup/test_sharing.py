@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,25 @@ async def _judges(gateway: Gateway) -> None:
         return gateway.server.jobs._duties.has(ALERTS)
 
     await until(so, "the duty of alerts")
+
+
+async def test_the_gateways_are_listed(pair: list[Gateway]) -> None:
+    answer = await pair[1].client.get("/v1/nodes")
+    rows = [one for one in answer.json()["nodes"] if one["alive"]]
+    assert [one["this"] for one in rows].count(True) == 1
+    assert len(rows) == len(pair)
+    duties = sorted(duty for one in rows for duty in one["duties"] if not duty.startswith("sources"))
+    assert duties == ["alerts", "webhooks"]
+    command = [sys.executable, "-m", "pilotflame.runtime.cli", "nodes", "--url", pair[1].url]
+    shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert shown.stdout.count("live") == len(pair)
+    assert shown.stdout.count("* ") == 1
+
+
+async def test_a_gateway_that_is_alone_is_listed(state: Path) -> None:
+    async with gateway_here(state) as gateway:
+        (only,) = (await gateway.client.get("/v1/nodes")).json()["nodes"]
+    assert (only["this"], only["alive"], only["duties"]) == (True, True, [])
 
 
 async def test_jobs_of_a_killed_gateway_run_on_another_one(url: str, pair: list[Gateway], gate: Gate) -> None:

@@ -4,7 +4,7 @@ ALTER TABLE nodes ADD COLUMN generation BIGINT NOT NULL DEFAULT 0;
 -- Work that one gateway at a time does. A duty is free when the lease of its gateway has ended.
 CREATE TABLE duties (name TEXT COLLATE "C" PRIMARY KEY, incarnation TEXT NOT NULL);
 
--- Renews a gateway's lease, takes the free ones of the duties that it can do, gives up its others, and returns its duties and all gateways.
+-- Renews a gateway's lease, takes the free ones of the duties that it can do, gives up its others, and returns all gateways.
 -- The lock lets each heartbeat see what the one before has done.
 CREATE FUNCTION heartbeat(
     me TEXT, its_name TEXT, its_version TEXT, its_generation BIGINT, lease_s DOUBLE PRECISION, can TEXT[]
@@ -17,10 +17,8 @@ BEGIN
     DELETE FROM duties WHERE (incarnation = me AND name <> ALL (can))
         OR incarnation NOT IN (SELECT incarnation FROM nodes WHERE until > clock_timestamp());
     INSERT INTO duties SELECT one, me FROM unnest(can) AS one ON CONFLICT DO NOTHING;
-    RETURN json_build_object(
-        'duties', (SELECT coalesce(json_agg(name), '[]') FROM duties WHERE incarnation = me),
-        'members', (SELECT json_agg(json_build_object(
-            'incarnation', incarnation, 'name', name, 'version', version, 'generation', generation, 'alive', until > clock_timestamp()
-        ) ORDER BY name, incarnation) FROM nodes)
-    );
+    RETURN (SELECT json_agg(json_build_object(
+        'incarnation', incarnation, 'name', name, 'version', version, 'generation', generation, 'alive', until > clock_timestamp(),
+        'duties', (SELECT coalesce(json_agg(duties.name ORDER BY duties.name), '[]') FROM duties WHERE duties.incarnation = nodes.incarnation)
+    ) ORDER BY name, incarnation) FROM nodes);
 END $$;
