@@ -1,4 +1,4 @@
-"""Defines `Documents`: what any store of documents does. `FileDocuments` is the store of one gateway.
+"""Defines `Documents`: what any store of documents does. `FileDocuments` is for one gateway, `PostgresDocuments` for several.
 
 A document is small bytes with a name, for example `access/keys.json`. Several gateways may have the same documents. All methods
 block, and are safe to call from several threads. A change is durably stored when its method returns. All methods raise

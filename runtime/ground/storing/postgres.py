@@ -10,12 +10,14 @@ of that version is left.
 
 from __future__ import annotations
 
+import queue
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -37,6 +39,7 @@ _KEEPALIVE = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
+T = TypeVar("T")
 _MARK = re.compile(r"\?(\d*)")
 
 _MIGRATION = re.compile(r"\d{4}_(pre|post)_\w+\.sql")
@@ -115,6 +118,45 @@ class PostgresConnection:
 
     def close(self) -> None:
         self.session.close()
+
+
+class PostgresPool:
+    """Connections that threads share. Each call takes a free connection, or a new one."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._free = queue.SimpleQueue[PostgresConnection]()
+
+    def run(self, work: Callable[[PostgresConnection], T], begin: str = BEGIN) -> T:
+        """Run `work` in a transaction, and return its result. Blocks. Raise psycopg.Error if PostgreSQL fails.
+
+        If the connection breaks, for example because the server has restarted, run `work` again with a new one. The first transaction
+        may have been committed.
+        """
+        try:
+            connection = self._free.get_nowait()
+        except queue.Empty:
+            connection = PostgresConnection(self._url)
+        for tries_left in (1, 0):
+            try:
+                connection.run(begin)
+                found = work(connection)
+                connection.run("COMMIT")
+                break
+            except BaseException:
+                broken = connection.broken
+                connection.close()
+                if not (broken and tries_left):
+                    raise
+            connection = PostgresConnection(self._url)
+        self._free.put(connection)
+        return found
+
+    def close(self) -> None:
+        """Close the connections. No other call may run, or follow."""
+        with suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().close()
 
 
 @lru_cache(1024)
