@@ -28,8 +28,8 @@ MAX_SECRETS = 100
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
-class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
-    """The content of `<function>.json`."""
+class SecretsFile(BaseModel, frozen=True, extra="allow", strict=True):
+    """The content of `<function>.json`. Members that another version of pilotflame has written are ignored, and written again."""
 
     version: int = 1
     secrets: dict[str, str] = Field(repr=False)
@@ -51,7 +51,7 @@ class Secrets:
         """Read the secrets of all functions. Raise GatewayError if a document is damaged."""
         with self._lock:
             self._secrets = {
-                function: self._parsed(name, data)
+                function: self._parsed(name, data).secrets
                 for name, data in self._documents.all(FOLDER).items()
                 if name_problem(function := name.removeprefix(FOLDER).removesuffix(".json")) is None
                 and name == _document(function)
@@ -104,15 +104,17 @@ class Secrets:
 
         def changed(stored: bytes | None) -> bytes | None:
             nonlocal secrets
-            secrets = change({} if stored is None else self._parsed(name, stored))
-            return SecretsFile(secrets=secrets).model_dump_json().encode() if secrets else None
+            file = SecretsFile(secrets={}) if stored is None else self._parsed(name, stored)
+            secrets = change(dict(file.secrets))
+            file = file.model_copy(update={"secrets": secrets})
+            return file.model_dump_json().encode() if secrets else None
 
         with self._lock:
             self._documents.update(name, changed)
             self._secrets[function] = secrets
 
-    def _parsed(self, name: str, data: bytes) -> dict[str, str]:
-        return parse(data, SecretsFile, self._documents.place(name)).secrets
+    def _parsed(self, name: str, data: bytes) -> SecretsFile:
+        return parse(data, SecretsFile, self._documents.place(name))
 
 
 def _document(function: str) -> str:
