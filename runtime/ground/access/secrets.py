@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pydantic import BaseModel, Field
 
-from ....errors import BadInput, UnknownSecret
+from ....errors import BadInput, GatewayError, UnknownSecret
 from ..settings.function_settings import check_name, name_problem
 from ..storing.documents import Documents
 from ..storing.private_files import parse
@@ -49,13 +49,30 @@ class Secrets:
 
     def load(self) -> None:
         """Read the secrets of all functions. Raise GatewayError if a document is damaged."""
+        _, damaged = self.reload()
+        if damaged:
+            raise damaged[0]
+
+    def reload(self) -> tuple[frozenset[str], list[GatewayError]]:
+        """Read the secrets of all functions. Return the functions whose secrets another gateway has changed, and the errors of damaged
+        documents, whose functions keep the secrets in memory. Raise GatewayError if the documents cannot be read.
+        """
+        read, damaged = dict[str, dict[str, str]](), list[GatewayError]()
         with self._lock:
-            self._secrets = {
-                function: self._parsed(name, data).secrets
-                for name, data in self._documents.all(FOLDER).items()
-                if name_problem(function := name.removeprefix(FOLDER).removesuffix(".json")) is None
-                and name == _document(function)
-            }
+            before = self._secrets
+            for name, data in self._documents.all(FOLDER).items():
+                function = name.removeprefix(FOLDER).removesuffix(".json")
+                if name_problem(function) is not None or name != _document(function):
+                    continue
+                try:
+                    read[function] = self._parsed(name, data).secrets
+                except GatewayError as error:
+                    damaged.append(error)
+                    read[function] = before.get(function, {})
+            names = before.keys() | read.keys()
+            changed = frozenset(name for name in names if before.get(name, {}) != read.get(name, {}))
+            self._secrets = read
+        return changed, damaged
 
     def of(self, function: str) -> dict[str, str]:
         """Return the values of a function's secrets by their names, which become environment variables."""
