@@ -81,6 +81,17 @@ def test_two_gateways_with_eight_threads_each_lose_no_change(documents: Document
     assert other.generation("access/") == before + 2 * THREADS * ROUNDS
 
 
+def test_no_change_is_lost_in_a_database_whose_transactions_see_one_state(
+    documents: Documents, postgres_url: str
+):
+    isolated = postgres_url.replace("options='", "options='-c default_transaction_isolation=serializable ")
+    assert isolated != postgres_url
+    other = PostgresDocuments(isolated)
+    count_together(documents, other)
+    assert documents.get(NAME) == b"%d" % (2 * THREADS * ROUNDS)
+    other.close()
+
+
 def test_a_reader_of_generations_misses_no_change(documents: Documents, other: Documents):
     """A gateway that reads documents after each new generation has the last ones in the end."""
     ended, seen = threading.Event(), list[tuple[int, bytes | None]]()
