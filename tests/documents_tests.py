@@ -186,7 +186,11 @@ class DocumentsTests:
             with pytest.raises(GatewayError, match="cannot be the name of a document"):
                 use()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+    )
     @given(
         st.lists(PART, min_size=1, max_size=4).map("/".join)
         | st.text(max_size=12)

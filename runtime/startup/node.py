@@ -85,7 +85,7 @@ async def open_node(
     )  # fmt: skip
     revisions = Revisions(
         functions, state.folder / "environments", launcher, fetcher,
-        await FunctionHistories.open(state.documents, tasks, ledger.account),
+        await FunctionHistories.open(state.own_documents, tasks, ledger.account),
         Reconciler(GpuBookings(gpus, driver), settings.max_workers, state.keyring.max_workers, settings.drain_s),
         Dialects(load(DIALECTS, settings.plugins).values()),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from ..node.launching.container_engine import find_engine
 from .address import open_address, warn_of_keys
 from .front import FrontParts, open_front
 from .node import RunningNode, open_node
+from .sharing import follow_access
 from .state import open_state
 from .stored_calls import open_stored_calls
 
@@ -102,6 +103,7 @@ async def startup(
         await Restoration(node.functions, node.revisions).run()
     calls = await open_stored_calls(settings, state, node, plugins.values(), stack)
     front = await open_front(FrontParts(settings, address, state, node, calls, plugins, engine, alone), stack)
+    follow_access(state, node.rollouts, front.endless, node.functions.tasks, stack)
     server = Server(
         address.url, node, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
         front.endless, front.standalone, _lame_duck_s(settings, local=address.local), address.certificate,

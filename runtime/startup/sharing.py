@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING
 
 from ..._version import __version__
 from ...snapshot.extras import needs
+from ..front.http.endless_answers import EndlessAnswers
+from ..ground.access.access_watch import AccessWatch
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.storing import private_files
 from ..ground.telemetry.background import BackgroundTasks
 from ..jobs.stored.jobs import Jobs
+from ..node.functions.rollouts import Rollouts
 
 if TYPE_CHECKING:
     # It needs psycopg, which a gateway without the setting need not have.
     from ..ground.storing.membership import Membership
+    from .state import State
 
 INCARNATION_FILE = "incarnation"
 
@@ -64,3 +68,25 @@ def follow(members: Membership, jobs: Jobs, tasks: BackgroundTasks, stack: conte
 
     members.followers.append(news.set)
     stack.callback(tasks.keep(look, name="other_gateways").cancel)
+
+
+def follow_access(
+    state: State, rollouts: Rollouts, endless: EndlessAnswers, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
+) -> None:  # fmt: skip
+    """Follow, after each heartbeat, which keys and secrets the other gateways have changed."""
+    if (members := state.members) is None:
+        return
+    watch, news = AccessWatch(state.documents, state.keyring, state.secrets), asyncio.Event()
+
+    async def look() -> None:
+        while True:
+            await news.wait()
+            news.clear()
+            changes = await asyncio.to_thread(watch.look)
+            for key in changes.revoked:
+                endless.end_of_key(key)
+            for name in changes.functions:
+                rollouts.renew(name)
+
+    members.followers.append(news.set)
+    stack.callback(tasks.keep(look, name="access").cancel)

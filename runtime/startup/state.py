@@ -17,6 +17,7 @@ from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_d
 from ..ground.storing.documents import Documents
 from ..ground.storing.duties import Duties
 from ..ground.storing.file_documents import FileDocuments
+from ..ground.storing.open_documents import open_documents
 from ..ground.telemetry.disk import Disk
 from ..ground.telemetry.gateway_log import collected, gateway_logging
 from ..ground.telemetry.log_files import LogFiles
@@ -41,7 +42,10 @@ class State:
     disk: Disk
     logs: Logs
     store: Store
+    own_documents: Documents
+    """What describes this machine alone."""
     documents: Documents
+    """Keys, secrets and the key that signs webhooks. Gateways with a common database share them."""
     keyring: Keyring
     secrets: Secrets
     members: Membership | None
@@ -67,12 +71,14 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     logs = await _open_logs(folder, settings, disk, stack)
     store = Store(folder, LOG.warning, Retention(settings.keep_revisions))
     await asyncio.to_thread(store.start)
-    documents = FileDocuments(folder)
-    await asyncio.to_thread(documents.remove_leftovers, ACCESS)
+    own_documents = FileDocuments(folder)
+    await asyncio.to_thread(own_documents.remove_leftovers, ACCESS)
+    documents = await asyncio.to_thread(open_documents, folder, settings.database)
+    stack.push_async_callback(asyncio.to_thread, documents.close)
     keyring, secrets = Keyring(documents), Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
-    return State(folder, previous, disk, logs, store, documents, keyring, secrets, members)
+    return State(folder, previous, disk, logs, store, own_documents, documents, keyring, secrets, members)
 
 
 async def _open_logs(

@@ -124,6 +124,7 @@ async def _connect(
     await alerts.start()
     stack.callback(prewarming.close)
     stack.callback(alerts.close)
+    stack.callback(duties.close)
 
     def follow(name: str) -> None:
         # `get` raises GatewayError if the gateway is shutting down. Then no event source is started.
@@ -158,8 +159,10 @@ async def _connect(
     events.refused.append(alerts.note_refused)
     events.deploying.append(deploying)
     events.live.append(live)
-    # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it.
-    events.creating.append(functools.partial(jobs.store.purge, running=True))
+    if not duties.shared:
+        # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it. With a common
+        # database, the function may be new on this gateway alone.
+        events.creating.append(functools.partial(jobs.store.purge, running=True))
     events.deleted.append(gone)
 
 

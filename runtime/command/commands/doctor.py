@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import click
 
-from ....errors import GatewayError, PilotflameError, SourceError
+from ....errors import GatewayError, PackageMissing, PilotflameError, SourceError
 from ....machine import free_memory_bytes, processors
 from ....snapshot.extras import needs
 from ...calls.worker.confinement import SINCE_SCOPE, landlock_version
@@ -26,7 +26,7 @@ from ...front.listening.tls import examine_hosts
 from ...ground.access.keyring import stored_keys
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.settings.state_dir import is_disk_full
-from ...ground.storing.file_documents import FileDocuments
+from ...ground.storing.open_documents import open_documents
 from ...node.launching import gpus
 from ...node.launching.cgroups import CONTROLLERS, find_controllers
 from ...node.launching.container_engine import find_engine
@@ -310,8 +310,10 @@ def private_files(version: int) -> Check:
 def _container_only(settings: GatewaySettings) -> list[str]:
     """Return the names of the gateway's API keys with which only code in containers may be deployed."""
     try:
-        file = stored_keys(FileDocuments(settings.state_dir))
-    except GatewayError:
+        documents = open_documents(settings.state_dir, settings.database)
+        file = stored_keys(documents)
+        documents.close()
+    except (GatewayError, PackageMissing):
         return []
     return [key.name for key in file.keys if key.container_only] if file else []
 

@@ -24,6 +24,7 @@ from ...ground.access.keys import check_engine, check_first, check_issuer, parse
 from ...ground.settings.gateway_settings import GatewaySettings
 from ...ground.settings.state_dir import check_user, locked_state_dir
 from ...ground.storing.file_documents import FileDocuments
+from ...ground.storing.open_documents import open_documents
 from ...ground.telemetry.log_files import AUDIT, LogFiles, LogLine
 from ...node.launching.container_engine import find_engine
 from ..client import display, options
@@ -79,8 +80,8 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
                 )
             display.say(f"made the state folder {state_dir}: no gateway has used it yet")
         with locked_state_dir(settings.state_dir) as state:
-            documents = FileDocuments(state)
-            documents.remove_leftovers(ACCESS)
+            FileDocuments(state).remove_leftovers(ACCESS)
+            documents = open_documents(state, settings.database)
             keyring = Keyring(documents)
             keyring.load()
             before = {key.id for key in keyring.all()}
@@ -88,6 +89,7 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
             try:
                 yield keyring
             finally:
+                documents.close()
                 _audit(settings, before, {key.id for key in keyring.all()})
 
 

@@ -111,6 +111,15 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
                 yield f"resources.{name} is {shown}; allowed: at most {most}"
 
 
+class StoredPolicy(DeployPolicy, extra="allow"):
+    """The policy of a stored key. If a newer pilotflame has given it limits that this one does not know, it allows no deploy."""
+
+    def faults(self, settings: FunctionSettings, outside: Mapping[str, str]) -> Iterator[str]:
+        for name in unknown_members(self):
+            yield f"this version of pilotflame does not know the limit {name}"
+        yield from super().faults(settings, outside)
+
+
 class Deployer(NamedTuple):
     """An API key that has deployed something, or wants to; "" without a key."""
 
@@ -206,6 +215,11 @@ class DeployPolicies:
 
 ALL_ALLOWED = DeployPolicies()
 """The policies of a gateway without settings and keys. They allow everything."""
+
+
+def unknown_members(stored: BaseModel) -> list[str]:
+    """Return the members that a newer pilotflame has stored, except those that are null: that is how a limit is stored that is not set."""
+    return [name for name, value in (stored.model_extra or {}).items() if value is not None]
 
 
 def _matches(text: str, patterns: tuple[str, ...]) -> bool:

@@ -22,7 +22,7 @@ from ....errors import GatewayError, QuotaExceeded, UnknownKey
 from ..storing.documents import Documents
 from ..storing.private_files import parse
 from ..telemetry.metrics import Numbers, Reading
-from .deploy_policy import DeployPolicy
+from .deploy_policy import DeployPolicy, StoredPolicy, unknown_members
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
 # The time of a key's last use is rounded down to a multiple of USE_GRAIN_S, because each saved change costs an fsync.
@@ -41,16 +41,19 @@ KEYS, CLOSED = f"{ACCESS}keys.json", f"{ACCESS}closed"
 MOST_REVOKED = 10_000
 
 
-class RevokedKey(BaseModel, frozen=True, extra="forbid"):
+class RevokedKey(BaseModel, frozen=True, extra="allow"):
     """The limits of a key that was revoked. They still hold for the functions that were deployed with it."""
 
     id: str
     max_workers: int | None = None
-    policy: DeployPolicy | None = None
+    policy: StoredPolicy | None = None
 
 
-class KeysFile(BaseModel, frozen=True, extra="forbid"):
-    """The content of the document KEYS."""
+class KeysFile(BaseModel, frozen=True, extra="allow"):
+    """The content of the document KEYS.
+
+    A gateway of another version may have written it. So unknown members of it, and of its keys, are ignored, and written again.
+    """
 
     version: int = 1
     keys: tuple[ApiKey, ...] = ()
@@ -62,7 +65,7 @@ class KeysFile(BaseModel, frozen=True, extra="forbid"):
         if key.max_workers is not None or key.policy is not None:
             limits = RevokedKey(id=key.id, max_workers=key.max_workers, policy=key.policy)
             revoked = (*revoked, limits)[-MOST_REVOKED:]
-        return KeysFile(keys=kept, revoked=revoked)
+        return self.model_copy(update={"keys": kept, "revoked": revoked})
 
 
 def stored_keys(documents: Documents) -> KeysFile | None:
@@ -243,6 +246,10 @@ class Held:
         found.caller = replace(self.caller, owner=name, expires_s=ends_s)
         return found
 
+    def is_of(self, key: ApiKey) -> bool:
+        """Return True if `key` is the held one, perhaps with another time of last use."""
+        return self.key == key.model_copy(update={"last_used_s": self.key.last_used_s})
+
     def to_store(self) -> ApiKey:
         return self.key.model_copy(update={"last_used_s": self.last_used_s or None})
 
@@ -261,6 +268,8 @@ class Keyring:
         without a key.
         """
         self._held: dict[str, Held] = {}
+        self._others = KeysFile()
+        """All that is stored beside the keys."""
         self._revoked: dict[str, RevokedKey] = {}
         self._stored: bytes | None = None
         """The document as this gateway has written it last."""
@@ -268,7 +277,7 @@ class Keyring:
 
     def load(self) -> None:
         """Read the stored keys, if there are any. Raise GatewayError if they are damaged, or missing although there were
-        keys.
+        keys; then the keys in memory stay. The meters of unchanged keys go on.
         """
         with self._lock:
             if (file := stored_keys(self._documents)) is not None:
@@ -311,7 +320,10 @@ class Keyring:
         return [
             held
             for held in list(self._held.values())
-            if held.key.issuer is not None and held.key.issuer.url == url and not held.key.expired(now_s)
+            if held.key.issuer is not None
+            and held.key.issuer.url == url
+            and not unknown_members(held.key.issuer)
+            and not held.key.expired(now_s)
         ]
 
     @property
@@ -384,7 +396,7 @@ class Keyring:
                 # Another gateway has written this document, or it was only read.
                 self._hold(parse(stored, KeysFile, self._documents.place(KEYS)))
             keys = tuple(held.to_store() for held in self._held.values())
-            file = change(KeysFile(keys=keys, revoked=tuple(self._revoked.values())))
+            file = change(self._others.model_copy(update={"keys": keys}))
             return file.model_dump_json(indent=1).encode()
 
         with self._lock:
@@ -396,10 +408,16 @@ class Keyring:
         held = dict[str, Held]()
         for key in file.keys:
             # The meter of a known key goes on.
-            one = held[key.id] = self._held.get(key.id) or Held(key)
+            known = self._held.get(key.id)
+            one = held[key.id] = known if known is not None and known.is_of(key) else Held(key)
             if (used_s := key.last_used_s or 0.0) > one.last_used_s:
                 one.last_used_s = used_s
-        self._held, self._revoked = held, {key.id: key for key in file.revoked}
+        # Other threads read these without the lock, so the limits of a key that was revoked come before the key goes.
+        self._revoked, self._others = (
+            {key.id: key for key in file.revoked},
+            file.model_copy(update={"keys": ()}),
+        )
+        self._held = held
         self.exists = True
 
     def _note_keys(self) -> None:

@@ -20,7 +20,7 @@ from ....foreign_json import first_errors
 from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 from .aws_signature import signing_digest
-from .deploy_policy import DeployPolicy
+from .deploy_policy import DeployPolicy, StoredPolicy
 
 TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 """Matches a token. Its only group is the id of the token's key."""
@@ -143,6 +143,10 @@ class TokenIssuer(BaseModel, frozen=True, extra="forbid"):
         return url
 
 
+class StoredIssuer(TokenIssuer, extra="allow"):
+    """The issuer of a stored key. If a newer pilotflame has given it conditions that this one does not know, no token of it is accepted."""
+
+
 class KeyFields(BaseModel, frozen=True, extra="forbid"):
     """The fields of a key that its creator chooses."""
 
@@ -218,9 +222,15 @@ class NewKey(KeyFields, strict=True):
         return self.policy
 
 
-class ApiKey(KeyFields):
-    """The stored form of a key. Times are Unix timestamps in seconds."""
+class ApiKey(KeyFields, extra="allow"):
+    """The stored form of a key. Times are Unix timestamps in seconds.
 
+    Gateways of several versions may read and write it. A member that a newer version has given the key itself is ignored and kept. A new
+    condition that must never be ignored belongs in the policy or the issuer.
+    """
+
+    policy: StoredPolicy | None = None
+    issuer: StoredIssuer | None = None
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
     # SHA-256 of the token, computed for every request. A slow hash would protect passwords, which can be
     # guessed. A token has 256 random bits and cannot be guessed.
@@ -247,7 +257,14 @@ class ApiKey(KeyFields):
 
     def shown(self) -> dict[str, Any]:
         """Return the key as JSON, without its digests."""
-        hidden = {"digest", "signing_digest", "created_s", "expires_s", "last_used_s"}
+        hidden = {
+            "digest",
+            "signing_digest",
+            "created_s",
+            "expires_s",
+            "last_used_s",
+            *(self.model_extra or ()),
+        }
         fields = self.model_dump(mode="json", exclude=hidden)
         fields["aws"] = self.signing_digest is not None
         times = {"created_at": self.created_s, "expires_at": self.expires_s, "last_used_at": self.last_used_s}
@@ -269,7 +286,8 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     token = f"pf_{key_id}_{secret}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
     digests = {"digest": _digest(token), "signing_digest": signing_digest(secret) if new.aws else None}
-    fields = new.model_dump(exclude={"expires_in_s", "policy", "aws"}) | {"policy": new.granted} | digests
+    policy = None if new.granted is None else new.granted.model_dump()
+    fields = new.model_dump(exclude={"expires_in_s", "policy", "aws"}) | {"policy": policy} | digests
     # The random token of a key of an issuer is forgotten here.
     return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), "" if new.issuer else token
 

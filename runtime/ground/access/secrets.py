@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pydantic import BaseModel, Field
 
-from ....errors import BadInput, UnknownSecret
+from ....errors import BadInput, GatewayError, UnknownSecret
 from ..settings.function_settings import check_name, name_problem
 from ..storing.documents import Documents
 from ..storing.private_files import parse
@@ -28,8 +28,8 @@ MAX_SECRETS = 100
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
-class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
-    """The content of `<function>.json`."""
+class SecretsFile(BaseModel, frozen=True, extra="allow", strict=True):
+    """The content of `<function>.json`. Members that another version of pilotflame has written are ignored, and written again."""
 
     version: int = 1
     secrets: dict[str, str] = Field(repr=False)
@@ -49,13 +49,30 @@ class Secrets:
 
     def load(self) -> None:
         """Read the secrets of all functions. Raise GatewayError if a document is damaged."""
+        _, damaged = self.reload()
+        if damaged:
+            raise damaged[0]
+
+    def reload(self) -> tuple[frozenset[str], list[GatewayError]]:
+        """Read the secrets of all functions. Return the functions whose secrets another gateway has changed, and the errors of damaged
+        documents, whose functions keep the secrets in memory. Raise GatewayError if the documents cannot be read.
+        """
+        read, damaged = dict[str, dict[str, str]](), list[GatewayError]()
         with self._lock:
-            self._secrets = {
-                function: self._parsed(name, data)
-                for name, data in self._documents.all(FOLDER).items()
-                if name_problem(function := name.removeprefix(FOLDER).removesuffix(".json")) is None
-                and name == _document(function)
-            }
+            before = self._secrets
+            for name, data in self._documents.all(FOLDER).items():
+                function = name.removeprefix(FOLDER).removesuffix(".json")
+                if name_problem(function) is not None or name != _document(function):
+                    continue
+                try:
+                    read[function] = self._parsed(name, data).secrets
+                except GatewayError as error:
+                    damaged.append(error)
+                    read[function] = before.get(function, {})
+            names = before.keys() | read.keys()
+            changed = frozenset(name for name in names if before.get(name, {}) != read.get(name, {}))
+            self._secrets = read
+        return changed, damaged
 
     def of(self, function: str) -> dict[str, str]:
         """Return the values of a function's secrets by their names, which become environment variables."""
@@ -104,15 +121,17 @@ class Secrets:
 
         def changed(stored: bytes | None) -> bytes | None:
             nonlocal secrets
-            secrets = change({} if stored is None else self._parsed(name, stored))
-            return SecretsFile(secrets=secrets).model_dump_json().encode() if secrets else None
+            file = SecretsFile(secrets={}) if stored is None else self._parsed(name, stored)
+            secrets = change(dict(file.secrets))
+            file = file.model_copy(update={"secrets": secrets})
+            return file.model_dump_json().encode() if secrets else None
 
         with self._lock:
             self._documents.update(name, changed)
             self._secrets[function] = secrets
 
-    def _parsed(self, name: str, data: bytes) -> dict[str, str]:
-        return parse(data, SecretsFile, self._documents.place(name)).secrets
+    def _parsed(self, name: str, data: bytes) -> SecretsFile:
+        return parse(data, SecretsFile, self._documents.place(name))
 
 
 def _document(function: str) -> str:

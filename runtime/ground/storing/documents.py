@@ -1,4 +1,4 @@
-"""Defines `Documents`: what any store of documents does. `FileDocuments` is the store of one gateway.
+"""Defines `Documents`: what any store of documents does. `FileDocuments` is for one gateway, `PostgresDocuments` for several.
 
 A document is small bytes with a name, for example `access/keys.json`. Several gateways may have the same documents. All methods
 block, and are safe to call from several threads. A change is durably stored when its method returns. All methods raise
@@ -51,6 +51,9 @@ class Documents(Protocol):
 
         So a gateway can look for the changes of other gateways without reading documents. Compare it with a number from this object only.
         """
+
+    def close(self) -> None:
+        """Close connections, if there are any. No other call may run, or follow."""
 
     def place(self, name: str) -> str:
         """Return where a document is, for messages to operators."""

@@ -24,6 +24,9 @@ class Duties:
         """Return True while this gateway may do a duty."""
         return True
 
+    def close(self) -> None:
+        """Leave all duties to other gateways. No `changed` is called."""
+
 
 class SharedDuties(Duties):
     """The duties of one of several gateways. `may_act` returns True while its lease lasts."""
@@ -56,3 +59,7 @@ class SharedDuties(Duties):
         for name in sorted(before ^ self._mine):
             if (changed := self._kept.get(name)) is not None:
                 changed(name in self._mine)
+
+    def close(self) -> None:
+        self._kept.clear()
+        self.names, self._mine = (), frozenset()

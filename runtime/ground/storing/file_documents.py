@@ -57,6 +57,9 @@ class FileDocuments:
         with self._lock:
             return sum(count for name, count in self._changes.items() if name.startswith(prefix))
 
+    def close(self) -> None:
+        """Do nothing: files are closed after each call."""
+
     def place(self, name: str) -> str:
         return str(self._path(name))
 

@@ -1,4 +1,4 @@
-"""Defines what a gateway knows of each of the gateways that share a database."""
+"""Defines the facts that a gateway has about each gateway that shares its database."""
 
 from __future__ import annotations
 

@@ -17,10 +17,9 @@ from contextlib import suppress
 import orjson
 import psycopg
 
-from ....errors import GatewayError
 from .duties import SharedDuties
 from .members import GatewayMember
-from .postgres import PostgresConnection, migrate
+from .postgres import PostgresConnection, migrate, usable
 
 LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -61,15 +60,11 @@ class Membership:
 
         Blocks. Raise GatewayError if the database cannot be used.
         """
-        try:
+        with usable():
             self._connection = PostgresConnection(self.url)
             migrate(self._connection)
             self._connection.execute(_LEAVE, (previous,))
             self._note(*self._beat([]))
-        except psycopg.Error as error:
-            message = f"The database cannot be used: {str(error).strip()}."
-            remedy = "Check the setting `database`, and whether PostgreSQL runs."
-            raise GatewayError(message, remedy=remedy) from error
 
     def start(self) -> None:
         """Begin with heartbeats. Call it on the event loop, after `open`."""

@@ -10,18 +10,20 @@ of that version is left.
 
 from __future__ import annotations
 
+import queue
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from ....errors import JobStoreFailed
+from ....errors import GatewayError, JobStoreFailed
 
 CONNECT_TIMEOUT_S = 10
 STATEMENT_TIMEOUT_S = 30
@@ -38,6 +40,7 @@ _KEEPALIVE = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
+T = TypeVar("T")
 _MARK = re.compile(r"\?(\d*)")
 
 _MIGRATION = re.compile(r"\d{4}_(pre|post)_\w+\.sql")
@@ -120,6 +123,45 @@ class PostgresConnection:
         self.session.close()
 
 
+class PostgresPool:
+    """Connections that threads share. Each call takes a free connection, or a new one."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._free = queue.SimpleQueue[PostgresConnection]()
+
+    def run(self, work: Callable[[PostgresConnection], T], begin: str = BEGIN) -> T:
+        """Run `work` in a transaction, and return its result. Blocks. Raise psycopg.Error if PostgreSQL fails.
+
+        If the connection breaks, for example because the server has restarted, run `work` again with a new one. The first transaction
+        may have been committed.
+        """
+        try:
+            connection = self._free.get_nowait()
+        except queue.Empty:
+            connection = PostgresConnection(self._url)
+        for tries_left in (1, 0):
+            try:
+                connection.run(begin)
+                found = work(connection)
+                connection.run("COMMIT")
+                break
+            except BaseException:
+                broken = connection.broken
+                connection.close()
+                if not (broken and tries_left):
+                    raise
+            connection = PostgresConnection(self._url)
+        self._free.put(connection)
+        return found
+
+    def close(self) -> None:
+        """Close the connections. No other call may run, or follow."""
+        with suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().close()
+
+
 @lru_cache(1024)
 def _numbered(sql: str) -> str:
     """Return the statement with PostgreSQL's placeholders."""
@@ -148,21 +190,43 @@ def _rows(cursor: Any) -> type[PostgresRow]:
 
 
 class DatabaseFacts(NamedTuple):
-    """What an operator needs to know of a database."""
+    """Facts about a database, for operators."""
 
     version: str
     round_trip_ms: float
     ahead_s: float
-    """By how much the database's clock is ahead of this machine's."""
+    """The time of the database's clock minus the time of this machine's clock, in seconds."""
     may_create: bool
     """True if the user may create tables."""
     missing: list[str]
     """The migrations that the database lacks."""
 
 
-def examine_database(url: str) -> DatabaseFacts:
-    """Look at a database, and change nothing. Blocks. Raise JobStoreFailed if it cannot be reached."""
+@contextmanager
+def usable() -> Iterator[None]:
+    """Raise GatewayError if PostgreSQL fails in the block."""
     try:
+        yield
+    except psycopg.Error as error:
+        message = f"The database cannot be used: {str(error).strip()}."
+        raise GatewayError(
+            message, remedy="Check the setting `database`, and whether PostgreSQL runs."
+        ) from error
+
+
+def prepare_database(url: str) -> None:
+    """Upgrade the tables. Blocks. Raise GatewayError if the database cannot be used."""
+    with usable():
+        connection = PostgresConnection(url)
+        try:
+            migrate(connection)
+        finally:
+            connection.close()
+
+
+def examine_database(url: str) -> DatabaseFacts:
+    """Look at a database, and change nothing. Blocks. Raise GatewayError if it cannot be used."""
+    with usable():
         connection = PostgresConnection(url)
         try:
             begun_s = time.monotonic()
@@ -175,11 +239,6 @@ def examine_database(url: str) -> DatabaseFacts:
             )
         finally:
             connection.close()
-    except psycopg.Error as error:
-        message = f"The database cannot be used: {str(error).strip()}."
-        raise JobStoreFailed(
-            message, remedy="Check the setting `database`, and whether PostgreSQL runs."
-        ) from error
     ahead_s = database_s + took_s / 2 - time.time()
     return DatabaseFacts(
         version, took_s * 1000, ahead_s, may_create, [name for name in _known(MIGRATIONS) if name not in done]

@@ -14,7 +14,18 @@ from typing import Any
 import psycopg
 import pytest
 import pytest_asyncio
-from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, gone, short_folder, until
+from live import (
+    Arrival,
+    Function,
+    Gate,
+    Gateway,
+    failure,
+    gateway_here,
+    gateway_process,
+    gone,
+    short_folder,
+    until,
+)
 from pilotflame.runtime.jobs.alerting import conditions
 from pilotflame.runtime.jobs.alerting.alerts import ALERTS
 from pilotflame.runtime.startup.sharing import INCARNATION_FILE
@@ -40,8 +51,8 @@ def url(postgres: PostgresServer) -> str:
     return new_schema(postgres.url, f"t{secrets.token_hex(8)}")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(url: str) -> AsyncIterator[list[Gateway]]:
+@contextlib.asynccontextmanager
+async def gateways(url: str) -> AsyncIterator[list[Gateway]]:
     """The gateways "a" and "b"."""
     async with contextlib.AsyncExitStack() as stack:
         yield [
@@ -52,12 +63,23 @@ async def pair(url: str) -> AsyncIterator[list[Gateway]]:
         ]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(url: str) -> AsyncIterator[list[Gateway]]:
+    async with gateways(url) as found:
+        yield found
+
+
 async def deployed(gateways: list[Gateway], gate: Gate, **settings: Any) -> list[Function]:
     name = f"f{secrets.token_hex(4)}"
     return [
         await gateway.deploy(SIGNS.format(name=sign), {**ONE, **settings}, name=name, gate=gate)
         for gateway, sign in zip(gateways, NAMES, strict=True)
     ]
+
+
+def _other(functions: list[Function], arrival: Arrival) -> Function:
+    """Return the function on the gateway on which the handler does not run."""
+    return functions[1 - NAMES.index(arrival.word)]
 
 
 async def run(function: Function, event: Any, **more: Any) -> str:
@@ -75,13 +97,13 @@ async def ended(function: Function, job: str) -> dict[str, Any]:
 
 
 async def test_a_gateway_waits_for_a_job_that_runs_on_another_one(pair: list[Gateway], gate: Gate) -> None:
-    first, second = await deployed(pair, gate)
-    job = await run(first, "held")
-    arrival = await gate.next("a")
-    waiting = asyncio.create_task(ended(second, job))
+    functions = await deployed(pair, gate)
+    job = await run(functions[0], "held")
+    arrival = await gate.next()
+    waiting = asyncio.create_task(ended(_other(functions, arrival), job))
     arrival.go()
     found = await waiting
-    assert (found["status"], found["output"]) == ("COMPLETED", "a")
+    assert (found["status"], found["output"]) == ("COMPLETED", arrival.word)
 
 
 async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
@@ -98,14 +120,14 @@ async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
 async def test_a_job_that_another_gateway_has_cancelled_leaves_its_worker(
     pair: list[Gateway], gate: Gate
 ) -> None:
-    first, second = await deployed(pair, gate)
-    job = await run(first, "held")
-    await gate.next("a")
-    cancelled = await second.client.post(f"/v2/{second.name}/cancel/{job}")
+    functions = await deployed(pair, gate)
+    job = await run(functions[0], "held")
+    arrival = await gate.next()
+    other = _other(functions, arrival)
+    cancelled = await other.client.post(f"/v2/{other.name}/cancel/{job}")
     assert cancelled.json()["status"] == "CANCELLED"
-    # The only worker is free again.
-    assert (await ended(first, await run(first, "free")))["output"] in NAMES
-    assert (await ended(second, job))["status"] == "CANCELLED"
+    await arrival.left()
+    assert (await ended(other, job))["status"] == "CANCELLED"
 
 
 async def test_one_gateway_sends_webhooks(pair: list[Gateway], gate: Gate) -> None:
@@ -136,9 +158,13 @@ async def test_one_gateway_sends_alerts_and_another_one_sends_their_ends(
             (came,) = await receiver.received(1)
             assert came.event == "alert.begun"
         await _judges(second)
-        for _ in range(3):
+
+        async def told() -> bool:
             await functions[0].answer(0)
-        assert [came.event for came in await receiver.received(2)] == ["alert.begun", "alert.ended"]
+            return len(receiver.came) > 1
+
+        await until(told, "the end of the alert")
+        assert [came.event for came in receiver.came] == ["alert.begun", "alert.ended"]
 
 
 async def _judges(gateway: Gateway) -> None:
@@ -147,6 +173,39 @@ async def _judges(gateway: Gateway) -> None:
         return gateway.server.jobs._duties.has(ALERTS)
 
     await until(so, "the duty of alerts")
+
+
+async def test_gateways_share_keys_and_secrets(pair: list[Gateway], gate: Gate) -> None:
+    sources = {"handler.py": "import os\ndef handler(event):\n    return os.environ.get('TOKEN', '')\n"}
+    name = f"f{secrets.token_hex(4)}"
+    first, second = [await gateway.deploy(None, name=name, files=sources) for gateway in pair]
+    assert await second.answer(1) == ""
+    await first.client.put(f"/v1/functions/{name}/secrets/TOKEN", json={"value": "shared"})
+
+    async def renewed() -> bool:
+        return await second.answer(1) == "shared"
+
+    await until(renewed, "a worker with the secret")
+
+
+async def test_gateways_share_keys(postgres_url: str) -> None:
+    async with gateways(postgres_url) as pair, pair[0].at_home() as home, pair[1].at_home() as other:
+        made = (await home.post("/v1/keys", json={"name": "team", "scopes": ["read"]})).json()
+        headers = {"Authorization": f"Bearer {made['key']}"}
+
+        async def status(headers: dict[str, str]) -> int:
+            return (await pair[1].client.get("/v1/usage", headers=headers)).status_code
+
+        async def closed() -> bool:
+            return await status({}) == 401 and await status(headers) == 200
+
+        await until(closed, "the key on the other gateway")
+        assert (await other.delete(f"/v1/keys/{made['id']}")).status_code == 200
+
+        async def refused() -> bool:
+            return (await pair[0].client.get("/v1/usage", headers=headers)).status_code == 401
+
+        await until(refused, "the end of the key on the first gateway")
 
 
 async def test_the_gateways_are_listed(pair: list[Gateway]) -> None:
@@ -171,15 +230,16 @@ async def test_a_gateway_that_is_alone_is_listed(state: Path) -> None:
 async def test_jobs_of_a_killed_gateway_run_on_another_one(url: str, pair: list[Gateway], gate: Gate) -> None:
     with short_folder() as folder:
         async with gateway_process(folder / "state", database=url) as killed:
-            functions = await deployed([killed, pair[1]], gate)
-            jobs = [await run(functions[0], "held") for _ in range(3)]
+            function = await killed.deploy(SIGNS.format(name="a"), ONE, name="killed", gate=gate)
+            jobs = [await run(function, "held") for _ in range(3)]
             await gate.next("a")
+            other = await pair[1].deploy(SIGNS.format(name="b"), ONE, name="killed", gate=gate)
             assert killed.process is not None
             killed.process.kill()
             await gone(killed.process.pid)
         gate.open()
         _end_lease(url, (folder / "state" / INCARNATION_FILE).read_text())
-        found = [await ended(functions[1], job) for job in jobs]
+    found = [await ended(other, job) for job in jobs]
     assert [(one["status"], one["output"]) for one in found] == [("COMPLETED", "b")] * 3
 
 

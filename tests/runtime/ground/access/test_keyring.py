@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError, UnknownKey
+from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies
 from pilotflame.runtime.ground.access.keyring import ACCESS, KEYS, MOST_CALL_MIN, USE_GRAIN_S, Keyring, Meter
-from pilotflame.runtime.ground.access.keys import NewKey, Scope
+from pilotflame.runtime.ground.access.keys import NewKey, Scope, TokenIssuer
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.storing.file_documents import FileDocuments
 
 
@@ -116,7 +120,7 @@ def test_an_expired_key_still_limits_workers(tmp_path: Path):
         ("{", "it is no JSON object"),
         ("[]", "it is no JSON object"),
         ('{"keys": [{}]}', r"the field keys\.0\.name is wrong \(missing\)"),
-        ('{"version": 1, "keys": [], "more": 1}', "the field more is wrong"),
+        ('{"version": 1, "keys": 1}', "the field keys is wrong"),
     ],
 )
 def test_a_damaged_file_stops_the_gateway(tmp_path: Path, text: str, fault: str):
@@ -125,6 +129,83 @@ def test_a_damaged_file_stops_the_gateway(tmp_path: Path, text: str, fault: str)
     (tmp_path / KEYS).write_text(text)
     with pytest.raises(GatewayError, match=rf"keys\.json is damaged: {fault}"):
         Keyring(FileDocuments(tmp_path)).load()
+
+
+def stored(state: Path) -> Any:
+    return json.loads((state / KEYS).read_text())
+
+
+def store(state: Path, file: Any) -> None:
+    (state / KEYS).write_text(json.dumps(file))
+
+
+def test_what_a_newer_version_has_stored_is_kept_and_not_shown(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    key, token = keyring.create(NewKey(name="a"), 0.0)
+    gone, _ = keyring.create(NewKey(name="b", scopes=(Scope.DEPLOY,), max_workers=3), 1.0)
+    keyring.revoke(gone.id)
+    file = stored(tmp_path)
+    file["more"], file["keys"][0]["secret_digest"], file["revoked"][0]["zone"] = {"of": [1]}, "d", None
+    store(tmp_path, file)
+    older = loaded(tmp_path)
+    held = older.find(token, 1.0)
+    assert held is not None
+    assert held.key.shown() == key.shown()
+    assert held.used(9 * USE_GRAIN_S)
+    older.save()
+    other, _ = older.create(NewKey(name="c"), 2.0)
+    older.revoke(other.id)
+    file["keys"][0]["last_used_s"] = 9 * USE_GRAIN_S
+    assert stored(tmp_path) == file | {"revoked": file["revoked"]}
+    assert older.max_workers(gone.id) == 3
+
+
+SETTINGS = FunctionSettings.model_validate(
+    {"name": "f", "image": {"name": "x"}, "resources": {"memory_mb": 64}}
+)
+
+
+def test_limits_of_deploys_that_only_a_newer_version_knows_allow_nothing(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    key, _ = keyring.create(NewKey(name="a", scopes=(Scope.DEPLOY,)), 0.0)
+    policies = DeployPolicies(of_key=lambda key_id: loaded(tmp_path).policy(key_id))
+    file = stored(tmp_path)
+    # A limit that is not set is null.
+    file["keys"][0]["policy"]["regions"] = None
+    store(tmp_path, file)
+    assert policies.fault(SETTINGS, {}, key.id) == ""
+    file["keys"][0]["policy"]["regions"] = ["eu"]
+    store(tmp_path, file)
+    assert "does not know the limit regions" in policies.fault(SETTINGS, {}, key.id)
+    older = loaded(tmp_path)
+    older.revoke(key.id)
+    assert "does not know the limit regions" in policies.fault(SETTINGS, {}, key.id)
+    assert stored(tmp_path)["revoked"][0]["policy"]["regions"] == ["eu"]
+
+
+def test_conditions_of_tokens_that_only_a_newer_version_knows_refuse_them(tmp_path: Path):
+    issuer = TokenIssuer(url="https://issuer", audience="a", subject="*")
+    keyring = loaded(tmp_path)
+    keyring.create(NewKey(name="a", issuer=issuer), 0.0)
+    file = stored(tmp_path)
+    for unknown, count in ((None, 1), ("x", 0)):
+        file["keys"][0]["issuer"]["branch"] = unknown
+        store(tmp_path, file)
+        assert len(loaded(tmp_path).of_issuer("https://issuer", 1.0)) == count
+
+
+def test_a_key_that_was_changed_gets_its_new_limits(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    keys = [keyring.create(NewKey(name=name, concurrency=1), 0.0) for name in "ab"]
+    before = [keyring.find(token, 0.0) for _, token in keys]
+    file = stored(tmp_path)
+    file["keys"][0]["concurrency"] = 2
+    store(tmp_path, file)
+    keyring.load()
+    changed, same = (keyring.find(token, 0.0) for _, token in keys)
+    assert changed is not None
+    assert [changed.meter.enter(0.0) for _ in range(2)] == [0.0, 0.0]
+    assert same is before[1]
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -170,3 +171,29 @@ def test_files_of_other_names_are_no_secrets(tmp_path: Path):
     for name in ("F.json", "f", "g", "f.json.json", "models.json", "f.json.bak"):
         (tmp_path / "access" / "secrets" / name).write_text("{")
     assert loaded(tmp_path)._secrets == {"f": {"A": "1"}}
+
+
+def test_what_a_newer_version_has_stored_is_kept(tmp_path: Path):
+    secrets, file = loaded(tmp_path), tmp_path / "access" / "secrets" / "f.json"
+    secrets.set("f", "A", "1")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"more": {"A": 1}}))
+    older = loaded(tmp_path)
+    older.set("f", "B", "2")
+    assert json.loads(file.read_text()) == {"version": 1, "secrets": {"A": "1", "B": "2"}, "more": {"A": 1}}
+
+
+def test_a_damaged_document_keeps_no_other_function_from_its_secrets(tmp_path: Path):
+    one, other = two_gateways(tmp_path)
+    for function in ("f", "g"):
+        one.set(function, "A", "1")
+    other.load()
+    (tmp_path / "access" / "secrets" / "f.json").write_text("{")
+    one.set("g", "A", "2")
+    one.set("h", "A", "3")
+    changed, [error] = other.reload()
+    assert changed == {"g", "h"}
+    assert "f.json is damaged" in str(error)
+    assert [other.of(function) for function in "fgh"] == [{"A": "1"}, {"A": "2"}, {"A": "3"}]
+    one.forget("f")
+    assert other.reload() == ({"f"}, [])
+    assert other.of("f") == {}

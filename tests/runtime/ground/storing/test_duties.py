@@ -45,6 +45,15 @@ def test_a_dropped_duty_is_not_told() -> None:
     assert (told, duties.names, duties.has("a")) == ([True], (), False)
 
 
+def test_a_gateway_that_ends_takes_no_duty() -> None:
+    duties, told = SharedDuties(lambda: True), list[bool]()
+    duties.keep("a", told.append)
+    duties.note(["a"])
+    duties.close()
+    duties.note(["a"])
+    assert (told, duties.names, duties.has("a")) == ([True], (), False)
+
+
 def test_without_a_lease_a_gateway_has_no_duty() -> None:
     alive = True
     duties, told = SharedDuties(lambda: alive), list[bool]()

@@ -1,0 +1,79 @@
+"""Notices keys and secrets that another gateway with the same documents has changed."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from ....errors import GatewayError
+from ..storing.documents import Documents
+from .keyring import ACCESS, Keyring
+from .secrets import Secrets
+
+LOG = logging.getLogger(__name__)
+
+
+class AccessChanges(NamedTuple):
+    """The changes since the last look."""
+
+    revoked: frozenset[str] = frozenset()
+    """The ids of the keys that are gone. "" if callers without a key are no longer admitted."""
+    functions: frozenset[str] = frozenset()
+    """The functions whose secrets have changed."""
+
+
+class AccessWatch:
+    """Keeps the keys and secrets in memory as the documents have them. One thread at a time calls it."""
+
+    def __init__(self, documents: Documents, keyring: Keyring, secrets: Secrets) -> None:
+        """The keys and secrets are loaded already."""
+        self._documents, self._keyring, self._secrets = documents, keyring, secrets
+        self._admitted = self._admitted_now()
+        self._seen: int | None = None
+        """The generation whose keys and secrets are all in memory. The documents may have changed since they were loaded, so the first
+        `look` loads them again.
+        """
+        self._warned: tuple[int | None] | None = None
+        """Holds the generation for which a warning was logged; None if the last `look` has succeeded."""
+
+    def look(self) -> AccessChanges:
+        """Load keys and secrets again if a document has changed, and return their changes. Blocks.
+
+        If a document is damaged or cannot be read, log one warning for each change, keep the keys or secrets in memory, and read it again in
+        the next call. It raises no GatewayError.
+        """
+        generation: int | None = None
+        functions, errors = frozenset[str](), list[GatewayError]()
+        try:
+            # Read the number first: a change that comes after it raises the number again.
+            generation = self._documents.generation(ACCESS)
+            if generation == self._seen:
+                self._warned = None
+                return AccessChanges()
+            errors += self._load_keys()
+            functions, damaged = self._secrets.reload()
+            errors += damaged
+        except GatewayError as error:
+            errors.append(error)
+        self._note(generation, errors)
+        before, self._admitted = self._admitted, self._admitted_now()
+        return AccessChanges(before - self._admitted, functions)
+
+    def _load_keys(self) -> list[GatewayError]:
+        try:
+            self._keyring.load()
+        except GatewayError as error:
+            return [error]
+        return []
+
+    def _note(self, generation: int | None, errors: list[GatewayError]) -> None:
+        if not errors:
+            self._seen, self._warned = generation, None
+        elif self._warned != (generation,):
+            self._warned = (generation,)
+            for error in errors:
+                LOG.warning("Keys or secrets that another gateway has changed are not loaded: %s", error)
+
+    def _admitted_now(self) -> frozenset[str]:
+        """Return the ids of all keys; "" if callers need no key."""
+        return frozenset(key.id for key in self._keyring.all()) if self._keyring.exists else frozenset([""])

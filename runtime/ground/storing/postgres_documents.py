@@ -1,0 +1,112 @@
+"""Stores the documents that several gateways share in a table of PostgreSQL.
+
+All changes of documents take a lock of the database, so they happen one after the other, also if a document does not exist yet.
+Changes are rare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TypeVar
+
+import psycopg
+
+from ....errors import GatewayError
+from .documents import check_document_name
+from .postgres import BEGIN, PostgresConnection, PostgresPool
+
+T = TypeVar("T")
+_BEGIN_CHANGE = f"""{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
+SELECT pg_advisory_xact_lock(hashtext('pilotflame documents ' || current_schema()))"""
+"""Begins a transaction whose statements see what was committed before it got the lock, whatever the default of the database."""
+_PUT = (
+    "INSERT INTO documents (name, data) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET data = excluded.data"
+)
+_COUNT_CHANGE = """INSERT INTO document_folders (folder, changes) SELECT unnest(?::text[]), 1
+ON CONFLICT (folder) DO UPDATE SET changes = document_folders.changes + 1"""
+
+
+class PostgresDocuments:
+    """A `Documents` in the table `documents`, which a migration has made."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is a connection string of libpq."""
+        self._pool = PostgresPool(url)
+
+    def all(self, prefix: str) -> dict[str, bytes]:
+        check_document_name(prefix.removesuffix("/"))
+        query = "SELECT name, data FROM documents WHERE name ^@ ? ORDER BY name"
+        place = f"the documents {prefix}"
+        rows = self._read(place, lambda connection: connection.execute(query, (prefix,)).fetchall())
+        return dict(rows)
+
+    def get(self, name: str) -> bytes | None:
+        place, query = self.place(name), "SELECT data FROM documents WHERE name = ?"
+        row = self._read(place, lambda connection: connection.execute(query, (name,)).fetchone())
+        return None if row is None else bytes(row[0])
+
+    def put(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        self._change(name, lambda _: data, durable=durable)
+
+    def remove(self, name: str) -> None:
+        self._change(name, lambda _: None)
+
+    def update(self, name: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
+        return self._change(name, change)
+
+    def generation(self, prefix: str) -> int:
+        place, query = f"the changes of {prefix}", "SELECT changes FROM document_folders WHERE folder = ?"
+        row = self._read(place, lambda connection: connection.execute(query, (prefix,)).fetchone())
+        return 0 if row is None else int(row[0])
+
+    def place(self, name: str) -> str:
+        return f"the document {check_document_name(name)} in the database"
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _change(
+        self, name: str, change: Callable[[bytes | None], bytes | None], *, durable: bool = True
+    ) -> bytes | None:
+        place = self.place(name)
+        # The new document by the transaction that has written it, if there was one.
+        written = dict[str, bytes | None]()
+
+        def run(connection: PostgresConnection) -> bytes | None:
+            for transaction, after in written.items():
+                # The connection broke. This transaction has ended, since it had the lock.
+                status = connection.execute("SELECT pg_xact_status(?::text::xid8)", (transaction,)).fetchone()
+                if status is not None and status[0] == "committed":
+                    return after
+            written.clear()
+            query = "SELECT pg_current_xact_id()::text, (SELECT data FROM documents WHERE name = ?)"
+            [(transaction, before)] = connection.execute(query, (name,))
+            after = change(before)
+            if after != before:
+                _write(connection, name, after)
+                written[transaction] = after
+            return after
+
+        begin = _BEGIN_CHANGE if durable else f"{_BEGIN_CHANGE}; SET LOCAL synchronous_commit = off"
+        return self._run("write", place, run, begin)
+
+    def _read(self, place: str, run: Callable[[PostgresConnection], T]) -> T:
+        return self._run("read", place, run, BEGIN)
+
+    def _run(self, verb: str, place: str, run: Callable[[PostgresConnection], T], begin: str) -> T:
+        try:
+            return self._pool.run(run, begin)
+        except psycopg.Error as error:
+            message = f"PostgreSQL could not {verb} {place}: {str(error).strip()}."
+            remedy = "Check whether PostgreSQL runs, and whether its disk is full."
+            raise GatewayError(message, remedy=remedy) from error
+
+
+def _write(connection: PostgresConnection, name: str, data: bytes | None) -> None:
+    if data is None:
+        connection.execute("DELETE FROM documents WHERE name = ?", (name,))
+    else:
+        connection.execute(_PUT, (name, data))
+    folders = list(accumulate(f"{part}/" for part in name.split("/")[:-1]))
+    connection.execute(_COUNT_CHANGE, (folders,))
