@@ -5,8 +5,8 @@ Changes take a lock of the database, so each has a larger generation than all th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TypeVar
 
 import orjson
@@ -14,13 +14,12 @@ import psycopg
 
 from ....errors import GatewayError
 from .postgres import BEGIN, PostgresConnection, PostgresPool, PostgresRow
-from .revision_index import FunctionEntry, IndexedRevision, Share
+from .revision_index import FunctionEntry, IndexedRevision, TrafficShare
 
 T = TypeVar("T")
 _BEGIN_CHANGE = f"""{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SELECT pg_advisory_xact_lock(hashtext('pilotflame functions ' || current_schema()))"""
 """Begins a transaction whose statements see what was committed before it got the lock, whatever the default of the database."""
-
 _ENTRIES = """SELECT name, traffic::text, paused, deleted, generation, revision, number, record, files FROM functions
 LEFT JOIN revisions ON function = name AND revision = traffic -> 0 ->> 'revision'"""
 _REVISIONS = (
@@ -50,13 +49,13 @@ class PostgresRevisionIndex:
         return self._run(lambda connection: [_entry(row) for row in connection.execute(query, (since,))])
 
     def entry(self, name: str) -> FunctionEntry | None:
-        return self._run(lambda connection: _read(connection, name))
+        return self._run(lambda connection: next(_read(connection, name), None))
 
     def change(
         self, name: str, decide: Callable[[FunctionEntry | None], FunctionEntry], new: IndexedRevision | None = None
     ) -> FunctionEntry:  # fmt: skip
         def run(connection: PostgresConnection) -> FunctionEntry:
-            after = replace(decide(_read(connection, name)), name=name)
+            after = decide(next(_read(connection, name), None))
             if new is not None:
                 values = (new.function, new.revision, new.number, new.record, new.files)
                 connection.execute(_ADD, values)
@@ -64,9 +63,7 @@ class PostgresRevisionIndex:
             connection.execute(_PUT, (name, traffic, after.paused, after.deleted))
             kept = [share.revision for share in after.traffic]
             connection.execute(_PRUNE, (name, kept, 0 if after.deleted else self._keep))
-            made = _read(connection, name)
-            assert made is not None
-            return made
+            return next(_read(connection, name))
 
         return self._run(run, _BEGIN_CHANGE)
 
@@ -75,9 +72,8 @@ class PostgresRevisionIndex:
         return [IndexedRevision(*row) for row in rows]
 
     def reserve(self, function: str, least: int) -> int:
-        row = self._run(lambda connection: connection.execute(_RESERVE, (function, least)).fetchone())
-        assert row is not None
-        return int(row[0])
+        [(number,)] = self._run(lambda connection: connection.execute(_RESERVE, (function, least)).fetchall())
+        return int(number)
 
     def files(self) -> list[str]:
         query = "SELECT DISTINCT files FROM revisions"
@@ -95,14 +91,13 @@ class PostgresRevisionIndex:
             raise GatewayError(message, remedy=remedy) from error
 
 
-def _read(connection: PostgresConnection, name: str) -> FunctionEntry | None:
-    row = connection.execute(f"{_ENTRIES} WHERE name = ?", (name,)).fetchone()
-    return None if row is None else _entry(row)
+def _read(connection: PostgresConnection, name: str) -> Iterator[FunctionEntry]:
+    return map(_entry, connection.execute(f"{_ENTRIES} WHERE name = ?", (name,)))
 
 
 def _entry(row: PostgresRow) -> FunctionEntry:
     name, traffic, paused, deleted, generation, *revision = row
     # A newer gateway may have stored more about a share.
-    shares = tuple(Share(one["revision"], one["weight"], one["tag"]) for one in orjson.loads(traffic))
+    shares = tuple(TrafficShare(one["revision"], one["weight"], one["tag"]) for one in orjson.loads(traffic))
     live = None if revision[0] is None else IndexedRevision(name, *revision)
     return FunctionEntry(name, shares, paused, deleted, generation, live)

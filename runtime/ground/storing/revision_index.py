@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TrafficShare:
     """A revision that a function's calls go to. `weight` is its part of them. A function has one share today."""
 
     revision: str
@@ -32,7 +32,7 @@ class FunctionEntry:
     """What all gateways shall serve as a function."""
 
     name: str
-    traffic: tuple[Share, ...] = ()
+    traffic: tuple[TrafficShare, ...] = ()
     paused: bool = False
     deleted: bool = False
     """True if the function does not exist any more. Then it has no traffic and no revisions."""

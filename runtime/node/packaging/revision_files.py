@@ -1,7 +1,7 @@
 """Exchanges the files of revisions between gateways: packs a revision's folder, stores it in blobs, and unpacks it elsewhere.
 
-The files are one tar.gz, whose blobs are named by its SHA-256. The same files always give the same bytes, so they are stored once. What
-is about one machine does not travel: the record of the revision, and the versions of local files.
+The files are one tar.gz, whose blobs are named by its SHA-256. The same files always give the same bytes, so they are stored once. The
+record of the revision and the versions of local files are about one machine, so they are not packed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.ground.storing.postgres import PostgresConnection, migrate
 from pilotflame.runtime.ground.storing.postgres_revision_index import PostgresRevisionIndex
-from pilotflame.runtime.ground.storing.revision_index import FunctionEntry, IndexedRevision, Share
+from pilotflame.runtime.ground.storing.revision_index import FunctionEntry, IndexedRevision, TrafficShare
 from postgres import postgres_server
 
 KEEP = 2
@@ -36,14 +36,14 @@ def revision(number: int, function: str = "tone") -> IndexedRevision:
 def serve(
     index: PostgresRevisionIndex, number: int, name: str = "tone", *, new: bool = True
 ) -> FunctionEntry:
-    entry = FunctionEntry(name, (Share(f"r{number}-0"),))
+    entry = FunctionEntry(name, (TrafficShare(f"r{number}-0"),))
     return index.change(name, lambda _: entry, revision(number, name) if new else None)
 
 
 def test_a_change_is_read_with_its_revision(index: PostgresRevisionIndex) -> None:
     assert index.entry("tone") is None
     made = serve(index, 1)
-    assert made == FunctionEntry("tone", (Share("r1-0", 1, ""),), generation=1, live=revision(1))
+    assert made == FunctionEntry("tone", (TrafficShare("r1-0", 1, ""),), generation=1, live=revision(1))
     assert index.entry("tone") == made
     assert index.changes(0) == [made]
     assert index.changes(1) == []
@@ -56,7 +56,7 @@ def test_generations_count_the_changes_of_all_functions(index: PostgresRevisionI
 
 
 def test_traffic_of_several_revisions_is_kept(index: PostgresRevisionIndex) -> None:
-    shares = (Share("r2-0", 9), Share("r1-0", 1, "canary"))
+    shares = (TrafficShare("r2-0", 9), TrafficShare("r1-0", 1, "canary"))
     index.change("tone", lambda _: FunctionEntry("tone", shares, paused=True), revision(1))
     found = index.entry("tone")
     assert found is not None
@@ -84,7 +84,7 @@ def test_old_revisions_go_but_not_the_live_one(index: PostgresRevisionIndex) -> 
     assert [one.number for one in index.revisions("tone")] == [4, 3]
     serve(index, 3, new=False)
     for number in (5, 6):
-        index.change("tone", lambda _: FunctionEntry("tone", (Share("r3-0"),)), revision(number))
+        index.change("tone", lambda _: FunctionEntry("tone", (TrafficShare("r3-0"),)), revision(number))
     assert [one.number for one in index.revisions("tone")] == [6, 5, 3]
     assert sorted(index.files()) == ["files3", "files5", "files6"]
 
@@ -141,7 +141,7 @@ def test_of_two_decisions_about_one_function_the_second_sees_the_first(
     def slow(_: FunctionEntry | None) -> FunctionEntry:
         first.set()
         assert go.wait(30)
-        return FunctionEntry("tone", (Share("r1-0"),))
+        return FunctionEntry("tone", (TrafficShare("r1-0"),))
 
     def pause(present: FunctionEntry | None) -> FunctionEntry:
         assert present is not None
@@ -155,7 +155,7 @@ def test_of_two_decisions_about_one_function_the_second_sees_the_first(
         go.set()
         assert deploy.result(30).generation == 1
         assert paused.result(30) == FunctionEntry(
-            "tone", (Share("r1-0"),), paused=True, generation=2, live=revision(1)
+            "tone", (TrafficShare("r1-0"),), paused=True, generation=2, live=revision(1)
         )
     other.close()
 
@@ -187,4 +187,4 @@ def test_a_newer_gateway_may_store_more_about_a_share(
         connection.execute("""UPDATE functions SET traffic = jsonb_set(traffic, '{0,sticky}', 'true')""")
     found = index.entry("tone")
     assert found is not None
-    assert found.traffic == (Share("r1-0"),)
+    assert found.traffic == (TrafficShare("r1-0"),)
