@@ -160,6 +160,8 @@ class Functions:
                 return live
             await asyncio.to_thread(self.store.pause, name, paused=paused)
             live = self.get(name)
+            if shared is not None and not followed:
+                shared.confirm(name)
             if live.function.paused != paused:
                 live.function.paused = paused
                 live.function.decisions.note("pause" if paused else "resume", "owner")

@@ -286,6 +286,8 @@ class Rollouts:
             _log_failure(live.logs, live.record, error)
             await self._abandon(live.record, live, withdraw)
             raise
+        if publish is not None and self.functions.shared is not None:
+            self.functions.shared.confirm(name)
         self.functions.proving.remove((name, live.record.revision))
         # A revision that the policies allow may replace a revision that they do not allow any more.
         live.function.barred = ""

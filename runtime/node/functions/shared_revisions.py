@@ -63,6 +63,8 @@ class SharedRevisions:
     """Why this gateway cannot serve the latest change of a function."""
     # The changes that this gateway has made, by function.
     _made: dict[str, int] = field(default_factory=dict, init=False)
+    # The changes that this gateway has committed, and does not serve yet.
+    _committed: dict[str, int] = field(default_factory=dict, init=False)
     # The gateways that did not follow a change in time, with the generations that they had then.
     _given_up: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -154,6 +156,11 @@ class SharedRevisions:
         self._made[entry.name] = self.applied[entry.name] = entry.generation
         self.threads.start(self._discard_unused)
 
+    def confirm(self, name: str) -> None:
+        """Note that this gateway serves the change that it has committed. Otherwise it would follow its own change."""
+        if (generation := self._committed.pop(name, None)) is not None:
+            self.applied[name] = generation
+
     async def settle(self, name: str) -> None:
         """Wait until the other gateways serve the change of a function that this gateway has made, or are given up."""
         generation = self._made.get(name, 0)
@@ -224,7 +231,7 @@ class SharedRevisions:
         """
         self._made[entry.name] = entry.generation
         if (entry.traffic[0].revision, entry.paused) == (revision, paused):
-            self.applied[entry.name] = entry.generation
+            self._committed[entry.name] = entry.generation
 
     def _behind(self, generation: int, *, waits: bool = True) -> dict[str, int]:
         """Return the other gateways that have not followed a change. If `waits`, without those that are given up."""

@@ -17,6 +17,7 @@ from pilotflame.errors import GatewayError, RequirementsError
 from pilotflame.runtime.ground.storing.postgres import PostgresConnection, migrate
 from pilotflame.runtime.node.functions import follower as follower_module
 from pilotflame.runtime.node.functions import shared_revisions
+from pilotflame.runtime.node.functions.store import Store
 from pilotflame.runtime.node.packaging.code import pack
 from postgres import PostgresServer, new_schema
 from safetensors.numpy import save_file
@@ -299,6 +300,25 @@ async def test_a_resume_without_effect_restarts_nothing(pair: Pair):
     await pair.one.even()
     assert pair.one.follower.generation == generation
     assert await function.answer() == before
+
+
+async def test_what_is_committed_and_cannot_be_stored_here_is_followed_here(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    await pair.one.gateway.deploy(version("old"), name="full")
+    with monkeypatch.context() as patched:
+        right, fails = Store.promote, [OSError("The disk is full.")]
+
+        def promote(self, record):
+            if fails:
+                raise fails.pop()
+            right(self, record)
+
+        patched.setattr(Store, "promote", promote)
+        assert failure(await pair.one.gateway.send(version("new"), name="full"))["status"] != 201
+        for member in (pair.one, pair.other):
+            await member.even()
+            assert await member.gateway.function("full").answer() == "new"
 
 
 async def test_what_cannot_be_published_is_not_live_anywhere(pair: Pair, monkeypatch: pytest.MonkeyPatch):
