@@ -145,7 +145,6 @@ async def _connect(
         prewarming.forget(name)
         alerts.forget(name)
         sources.stop(name)
-        jobs.forget(name)
 
     async def deploying(settings: FunctionSettings, key_id: str) -> None:
         await sources.check(settings, _identity_of(functions, settings.name, key_id))
@@ -164,6 +163,7 @@ async def _connect(
         # database, the function may be new on this gateway alone.
         events.creating.append(functools.partial(jobs.store.purge, running=True))
     events.deleted.append(gone)
+    events.disowned.append(jobs.forget)
 
 
 async def _judge(alerts: FunctionAlerts, functions: Functions) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import TypeVar
 
 import psycopg
 
 from ....errors import JobStoreFailed
-from .postgres import BEGIN, PostgresConnection
+from .postgres import PostgresConnection, PostgresPool
 
 LOG = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
@@ -22,58 +20,43 @@ T = TypeVar("T")
 
 
 class PostgresBlobs:
-    """`Blobs` in the table `blobs`. Each call takes a connection of its own from those that are free, or a new one."""
+    """`Blobs` in a table."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._free = queue.SimpleQueue[PostgresConnection]()
+    def __init__(self, url: str, table: str = "blobs") -> None:
+        self._pool, self._table = PostgresPool(url), table
 
     def put(self, name: str, data: bytes) -> None:
         parts = [(name, at, data[at : at + PART_BYTES]) for at in range(0, len(data), PART_BYTES)]
-        # The answer of an earlier try may have been lost after its commit.
-        insert = "INSERT INTO blobs (name, part, bytes) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+        # The answer of an earlier try may have been lost after its commit. A blob that is stored again is new again.
+        insert = f"""INSERT INTO {self._table} (name, part, bytes) VALUES (?, ?, ?)
+        ON CONFLICT (name, part) DO UPDATE SET created = now()"""  # noqa: S608
         self._run(lambda connection: connection.executemany(insert, parts))
 
     def get(self, name: str) -> bytes | None:
-        query = "SELECT bytes FROM blobs WHERE name = ? ORDER BY part"
+        query = f"SELECT bytes FROM {self._table} WHERE name = ? ORDER BY part"  # noqa: S608
         parts = self._run(lambda connection: connection.execute(query, (name,)).fetchall())
         return b"".join(part for (part,) in parts) if parts else None
 
     def delete(self, names: Collection[str]) -> None:
-        self._delete("DELETE FROM blobs WHERE name = ANY(?)", names)
+        self._delete("name = ANY(?)", names)
 
     def keep(self, names: Collection[str]) -> None:
-        self._delete(f"DELETE FROM blobs WHERE name <> ALL(?) AND created < now() - {NEW}", names)  # noqa: S608
+        self._delete(f"name <> ALL(?) AND created < now() - {NEW}", names)
 
     def close(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._free.get_nowait().close()
+        self._pool.close()
 
-    def _delete(self, delete: str, names: Collection[str]) -> None:
+    def _delete(self, which: str, names: Collection[str]) -> None:
+        delete = f"DELETE FROM {self._table} WHERE {which}"  # noqa: S608
         try:
             self._run(lambda connection: connection.execute(delete, (list(names),)))
         except JobStoreFailed as error:
-            LOG.warning("large bodies could not be deleted: %s", error)
+            LOG.warning("%s could not be deleted: %s", self._table, error)
 
     def _run(self, run: Callable[[PostgresConnection], T]) -> T:
-        """Run `run` in a transaction. If a connection that has waited is broken, use a new one."""
-        with suppress(queue.Empty, psycopg.OperationalError):
-            return self._transaction(run, self._free.get_nowait())
         try:
-            return self._transaction(run, PostgresConnection(self._url))
+            return self._pool.run(run)
         except psycopg.Error as error:
-            message = f"The store of jobs could not be written or read: {str(error).strip()}."
+            message = f"PostgreSQL could not be written or read: {str(error).strip()}."
             remedy = "Check whether PostgreSQL runs, and whether its disk is full."
             raise JobStoreFailed(message, remedy=remedy) from error
-
-    def _transaction(self, run: Callable[[PostgresConnection], T], connection: PostgresConnection) -> T:
-        try:
-            connection.run(BEGIN)
-            found = run(connection)
-            connection.run("COMMIT")
-        except BaseException:
-            connection.close()
-            raise
-        self._free.put(connection)
-        return found

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,18 +207,12 @@ class Preparation:
         RequirementsError if the requirements are not met and the request does not ask to install them, or if their
         installation fails.
         """
-        text, name = function_requirements(code_folder, needs)
-        digest = requirements.requirements_digest(text)
-        try:
-            if settings.image.name is None:
-                stood_in = frozenset[str]() if self.request.install else self.dialects.stands_in
-                requirements.check_requirements(text, file=name, stood_in=stood_in)
-        except RequirementsError:
-            if not self.request.install:
-                raise
-            return ensure_environment(self.environments, text, self.log), digest
-        # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
-        return Path(sys.executable), digest
+        install = self.request.install
+        build = (
+            functools.partial(ensure_environment, self.environments, progress=self.log) if install else None
+        )
+        stood_in = frozenset[str]() if install else self.dialects.stands_in
+        return choose_python(code_folder, settings, needs, stood_in, build)
 
     def _snapshots(
         self, staged: Path, settings: FunctionSettings, local: Mapping[str, Path]
@@ -377,6 +372,28 @@ def _unbuilt(settings: FunctionSettings) -> SettingsError:
     )
     message = f"[image] of {settings.name} says how its image is built, but image.name is not set."
     return SettingsError(message, remedy=remedy, details={"problems": ["image.name is missing"]})
+
+
+def choose_python(
+    code_folder: Path, settings: FunctionSettings, needs: Requirements, stood_in: Collection[str],
+    build: Callable[[str], Path] | None,
+) -> tuple[Path, str]:  # fmt: skip
+    """Return the path of the Python that runs a function, and the digest of its requirements.
+
+    If the requirements are not met, `build` returns the Python of an environment that meets them; without it, raise
+    RequirementsError. `check_requirements` describes `stood_in`.
+    """
+    text, name = function_requirements(code_folder, needs)
+    digest = requirements.requirements_digest(text)
+    try:
+        if settings.image.name is None:
+            requirements.check_requirements(text, file=name, stood_in=stood_in)
+    except RequirementsError:
+        if build is None:
+            raise
+        return build(text), digest
+    # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
+    return Path(sys.executable), digest
 
 
 def requirements_of(spec: WorkerSpec, dialects: Dialects) -> str:

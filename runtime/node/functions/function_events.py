@@ -53,6 +53,8 @@ class FunctionEvents:
     """Awaited with a function's name before the first revision of the function becomes live. An error refuses the deploy."""
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
+    disowned: Callbacks[[str]] = field(default_factory=Callbacks)
+    """Called with a function's name after `deleted`, on the gateway where it was deleted. So it may delete what all gateways share."""
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)
     """Called with each line of a function's log when it is written."""
     removed: Callbacks[[str]] = field(default_factory=Callbacks)

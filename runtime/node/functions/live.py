@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import fmean
 
@@ -55,8 +55,11 @@ class Live:
     During a deploy, there is a Live for the new revision before that revision is live.
     """
 
-    def __init__(self, record: RevisionRecord, workers: RevisionWorkers, logs: LogChannel) -> None:
-        self.record = record
+    def __init__(
+        self, record: RevisionRecord, workers: RevisionWorkers, logs: LogChannel, told: Callable[[], list[str]] = list
+    ) -> None:  # fmt: skip
+        """`told` returns present warnings about the function on the other gateways."""
+        self.record, self._told = record, told
         self.workers, self.revision = workers, workers.revision
         self.logs = logs
         self.warnings = list(record.warnings)
@@ -176,7 +179,7 @@ class Live:
         facts, settings = record.handler, record.settings
         budget, account = self.budget(), self.function.account
         told = (account.describe() if account.scarce else "", self.function.barred)
-        warnings = [*self.warnings, *filter(None, told)]
+        warnings = [*self.warnings, *filter(None, told), *self._told()]
         snapshots, step = snapshots_of(record), self.function.ladder.next_step
         # The URLs without their credentials.
         settings = settings.with_snapshots({name: snapshots[name] for name in settings.snapshot_urls})

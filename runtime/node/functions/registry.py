@@ -21,6 +21,7 @@ from ...ground.telemetry.metrics import Numbers, Reading, WorkerCounts
 from ..scaling.rung_figures import HoldingPrices
 from .function_events import FunctionEvents
 from .live import Live, ladder_spec_of
+from .shared_revisions import SharedRevisions
 from .store import Store
 
 
@@ -35,6 +36,8 @@ class Functions:
     logs: Logs
     settings: GatewaySettings
     policies: DeployPolicies
+    shared: SharedRevisions | None = field(default=None, init=False)
+    """What all gateways with the same database serve; None: this gateway is alone."""
     closing: bool = field(default=False, init=False)
     """True once the gateway is shutting down."""
     proving: list[tuple[str, str]] = field(default_factory=list, init=False)
@@ -126,10 +129,12 @@ class Functions:
         memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
         return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
-    def remove(self, name: str) -> None:
-        """Forget a function, because its deletion begins."""
+    def remove(self, name: str, *, followed: bool = False) -> None:
+        """Forget a function, because its deletion begins. `followed`: another gateway deletes it."""
         del self._live[name]
         self.events.deleted(name)
+        if not followed:
+            self.events.disowned(name)
 
     # -- what its owner wants of it
 
@@ -140,23 +145,31 @@ class Functions:
         self.events.live(name)
         return live
 
-    async def pause(self, name: str, *, paused: bool) -> Live:
+    async def pause(self, name: str, *, paused: bool, followed: int = 0) -> Live:
         """Pause a function, or resume it if `paused` is False. Raise the errors of `get`.
 
         A pause also holds after a restart of the gateway. New calls are refused, and jobs and messages of queues wait.
-        Running calls end, and then the function's processes end.
+        Running calls end, and then the function's processes end. If another gateway has done this, `followed` is its generation.
         """
-        self.get(name)
+        live, shared = self.get(name), self.shared
         # Do not take the function's own lock here, because a deploy may hold it for minutes.
         async with self._pausing:
+            if shared is not None and not followed:
+                await shared.pause(live.record, paused=paused)
+            elif shared is not None and shared.applied.get(name, 0) >= followed:
+                return live
             await asyncio.to_thread(self.store.pause, name, paused=paused)
             live = self.get(name)
+            if shared is not None and not followed:
+                shared.confirm(name)
             if live.function.paused != paused:
                 live.function.paused = paused
                 live.function.decisions.note("pause" if paused else "resume", "owner")
                 live.logs.write("gateway", f"{name} is paused" if paused else f"{name} is resumed")
                 live.workers.look()
                 self.events.live(name)
+        if shared is not None and not followed:
+            await shared.settle(name)
         return live
 
     def expect(self, name: str, invocations: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -80,10 +81,21 @@ class Retirements:
             live = functions.find(name)
             if live is None or live.record.revision != revision:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
-            await functions.tasks.complete(self._take_away(name, live))
+            await functions.tasks.complete(self._delete(name, live))
+        if functions.shared is not None:
+            await functions.shared.settle(name)
         ending = [task for task, old in self._ending.items() if old is live]
         if ending and not live.workers.observed.unfinished:
             await asyncio.wait(ending, timeout=DELETED_S)
+
+    async def leave(self, name: str) -> None:
+        """Delete a function here that another gateway has deleted. The caller holds the function's lock."""
+        if (live := self.functions.find(name)) is not None:
+            await self.functions.tasks.complete(self._take_away(name, live, followed=True))
+            return
+        # Its first revision here may have failed to start.
+        with contextlib.suppress(UnknownFunction):
+            await self.revisions.threads.run(functools.partial(self.functions.store.delete, name))
 
     async def close(self) -> None:
         """Refuse new requests, finish accepted requests within `drain_s`, and end all processes."""
@@ -115,18 +127,30 @@ class Retirements:
         store = self.functions.store
         await self._tidy(name, lambda: store.prune(name, busy=busy) + store.sweep(name, busy=busy))
 
-    async def _take_away(self, name: str, live: Live) -> None:
+    async def _delete(self, name: str, live: Live) -> None:
+        functions = self.functions
+        if functions.shared is not None:
+            # Remove the secrets first, as below.
+            live.function.secrets = functions.secrets.of(name)
+            await asyncio.to_thread(functions.secrets.forget, name)
+            await functions.shared.delete(live.record)
+        await self._take_away(name, live)
+
+    async def _take_away(self, name: str, live: Live, *, followed: bool = False) -> None:
         functions, deleted = self.functions, asyncio.Event()
-        functions.remove(name)
+        functions.remove(name, followed=followed)
         # End the log before the files are gone. Then, after a crash in between, the next owner does not get the old lines.
         live.logs.end()
-        live.function.secrets = functions.secrets.of(name)
+        if live.function.secrets is None:
+            live.function.secrets = functions.secrets.of(name)
         self._begin(self._retire_deleted(name, live, deleted), live)
         try:
             await self.revisions.histories.forget(name)
             # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
             # get the old secrets.
-            await asyncio.to_thread(functions.secrets.forget, name)
+            # With other gateways, `_delete` has removed them, on one of the gateways.
+            if functions.shared is None:
+                await asyncio.to_thread(functions.secrets.forget, name)
             delete = functools.partial(functions.store.delete, name, busy=self.busy(name))
             await self.revisions.threads.run(delete)
         finally:

@@ -15,6 +15,7 @@ from ...calls.link.handler_facts import checked
 from ...ground.access.deploy_policy import Deployer
 from ...ground.settings.function_settings import FunctionSettings
 from ...ground.settings.removed import REMOVED, without_removed
+from ...ground.storing import private_files
 
 
 class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
@@ -81,12 +82,23 @@ class RevisionRecord(RevisionFields):
         return False
 
     @classmethod
+    def parse(cls, text: str) -> RevisionRecord:
+        """Read the JSON of a record that another gateway has written. Raise GatewayError if it cannot be used."""
+        return private_files.parse(
+            text.encode(), _ReceivedRevision, "The record of a revision in the database"
+        )
+
+    @classmethod
     def of(cls, fields: RevisionFields, number: int) -> RevisionRecord:
         """Return the record of a new revision, with the id that the revision gets."""
         name, now = fields.settings.name, datetime.now(UTC)
         content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
         revision = f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}"
         return cls(**dict(fields), function=name, revision=revision, number=number, created_at=now)
+
+
+class _ReceivedRevision(RevisionRecord, extra="ignore"):
+    """Ignores what a newer gateway has written in addition."""
 
 
 class LostRevision(RevisionRecord):

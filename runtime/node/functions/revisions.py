@@ -76,7 +76,9 @@ class Revisions:
             logs.of(record.revision), functools.partial(self._secrets_of, function), curves, function,
             self._listeners(function, logs),
         )  # fmt: skip
-        live = Live(record, workers, logs)
+        shared = functions.shared
+        told = functools.partial(shared.warnings, function.name) if shared is not None else list[str]
+        live = Live(record, workers, logs, told)
         self.running.add(live)
         return live
 

@@ -8,9 +8,10 @@ import functools
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from ....errors import Forbidden, FunctionBarred, PilotflameError
 from ...ground.access.deploy_policy import Deployer
@@ -19,15 +20,17 @@ from ...ground.telemetry.log_files import NOT_DEPLOYED
 from ...ground.telemetry.logs import LogChannel
 from ...ground.telemetry.refusals import explaining
 from ..packaging.reuse import FileDigests, lacking
+from ..packaging.revision_files import PackedFiles
 from .deploy import Deployment, Preparation, stored_outside
 from .live import Live
 from .progress import DeployProgress
 from .registry import Functions
 from .retirements import MOST_DRAINING, Retirements
-from .revision_record import RevisionRecord
+from .revision_record import RevisionFields, RevisionRecord
 from .revisions import Revisions
 from .status import RevisionFacts
 
+PublishRevision: TypeAlias = Callable[[RevisionRecord], Awaitable[None]]
 LOG = logging.getLogger(__name__)
 
 
@@ -51,12 +54,12 @@ class Rollouts:
         If the deploy fails, raise its error.
         """
         with explaining():
-            return await self._deploy(request, progress)
+            return await self._settled(await self._deploy(request, progress))
 
     async def _deploy(self, request: Deployment, progress: DeployProgress | None) -> Live:
         functions, said, progress = self.functions, list[str](), progress or DeployProgress()
         deployer = Deployer(request.owner, request.deployer)
-        check = functools.partial(self._check, deployer=deployer, progress=progress)
+        check = functools.partial(self._check_new, deployer=deployer, progress=progress)
         preparation = Preparation(
             functions.store, self.revisions.environments, self.revisions.dialects, request, said.append,
             functions.secrets.of, progress, check, functions.policies,
@@ -80,17 +83,58 @@ class Rollouts:
                     request.authorize(name)
                     for accept in functions.events.deploying:
                         await accept(fields.settings, request.owner)
+                record, publish, withdraw = await self._place(staged, fields)
                 failing.pop_all()
                 logs = functions.logs.of_function(name)
                 for text in said:
                     logs.write("deploy", text)
-                place = functools.partial(functions.store.place, staged, fields)
-                record = await self.revisions.threads.run(place, undo=functions.store.withdraw)
-                withdraw = functools.partial(functions.store.withdraw, record)
                 old = functions.find(name)
-                live = await self._replace(record, check=request.check, withdraw=withdraw, progress=progress)
+                live = await self._replace(
+                    record, publish, check=request.check, withdraw=withdraw, progress=progress
+                )
                 live.warnings += _dropped(old.record if old is not None else record, record)
                 return live
+
+    async def _place(
+        self, staged: Path, fields: RevisionFields
+    ) -> tuple[RevisionRecord, PublishRevision, Callable[[], None]]:  # fmt: skip
+        """Place a staged revision. Return its record, and the calls that publish and withdraw it."""
+        store, shared, packed, least = self.functions.store, self.functions.shared, None, 1
+        with contextlib.ExitStack() as undo:
+            if shared is not None:
+                packed, least = await shared.prepare(staged, fields.settings.name)
+                undo.callback(packed.file.close)
+            place = functools.partial(store.place, staged, fields, least)
+            record = await self.revisions.threads.run(place, undo=store.withdraw)
+            undo.callback(store.withdraw, record)
+            return record, functools.partial(self._publish, packed=packed), undo.pop_all().close
+
+    async def _publish(self, record: RevisionRecord, packed: PackedFiles | None = None) -> None:
+        """Let a revision be live on all gateways, and prepare for a new function."""
+        functions, shared, name = self.functions, self.functions.shared, record.function
+        old = functions.find(name)
+        new = old is None and (shared is None or await shared.is_new(name))
+        for prepare in functions.events.creating if new else ():
+            await prepare(name)
+        if shared is not None:
+            await shared.publish(record, packed, paused=old is not None and old.function.paused)
+
+    async def _settled(self, live: Live) -> Live:
+        """Wait until the other gateways serve a revision that was made live here, as far as they can."""
+        if (shared := self.functions.shared) is not None:
+            await shared.settle(live.record.function)
+        return live
+
+    async def adopt(self, record: RevisionRecord) -> None:
+        """Make a placed revision live, as another gateway has done. The caller holds the function's lock.
+
+        Only if the function has ready workers here, start a worker to check the revision: the other gateway has checked it.
+        """
+        old = self.functions.find(record.function)
+        self.revisions.reconciler.gpus.hardware.check(record.function, record.settings.resources)
+        # Its start here finds its warnings again.
+        record = record.model_copy(update={"warnings": ()})
+        await self._replace(record, check=old is not None and bool(old.workers.replicas.ready))
 
     async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
@@ -118,14 +162,21 @@ class Rollouts:
 
         It replaces the live revision as in a deploy. Raise the errors of `Functions.get` and of `FunctionFolder.find`.
         """
-        return await self._revive(name, lambda live: self.functions.store.function(name).find(live, revision))
+
+        def choose(live: RevisionRecord) -> RevisionRecord:
+            if (shared := self.functions.shared) is not None:
+                shared.fetch_all(name)
+            return self.functions.store.function(name).find(live, revision)
+
+        return await self._revive(name, choose)
 
     async def _revive(self, name: str, choose: Callable[[RevisionRecord], RevisionRecord]) -> Live:
         self.functions.get(name)
         async with self.functions.lock(name):
             live = self.functions.get(name).record
             record = await self.revisions.threads.run(functools.partial(choose, live))
-            return await self._replace(record, check=True)
+            revived = await self._replace(record, self._publish, check=True)
+        return await self._settled(revived)
 
     async def stored(self, name: str) -> list[RevisionFacts]:
         """Return a function's stored revisions, the newest first. Raise the errors of `Functions.get`."""
@@ -177,10 +228,10 @@ class Rollouts:
         return {}
 
     async def _replace(
-        self, record: RevisionRecord, *, check: bool, withdraw: Callable[[], None] = lambda: None,
+        self, record: RevisionRecord, publish: PublishRevision | None = None, *, check: bool, withdraw: Callable[[], None] = lambda: None,
         progress: DeployProgress | None = None,
     ) -> Live:  # fmt: skip
-        """Check that a placed revision starts, make it live, and return its function.
+        """Check that a placed revision starts, make it live, and return its function. Before it is live, await `publish`.
 
         If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
         """
@@ -205,7 +256,7 @@ class Rollouts:
             _log_failure(logs, record, error)
             await functions.tasks.complete(self._abandon(record, live, withdraw))
             raise
-        await functions.tasks.complete(self._go_live(live, old, withdraw))
+        await functions.tasks.complete(self._go_live(live, old, withdraw, publish))
         return live
 
     async def _abandon(self, record: RevisionRecord, live: Live | None, withdraw: Callable[[], None]) -> None:
@@ -222,17 +273,21 @@ class Rollouts:
         finally:
             self.functions.proving.remove((record.function, record.revision))
 
-    async def _go_live(self, live: Live, old: Live | None, withdraw: Callable[[], None]) -> None:
+    async def _go_live(
+        self, live: Live, old: Live | None, withdraw: Callable[[], None], publish: PublishRevision | None
+    ) -> None:  # fmt: skip
         """Make a placed revision live, and begin to retire the old revision."""
         name = live.record.function
         try:
-            for prepare in self.functions.events.creating if old is None else ():
-                await prepare(name)
+            if publish is not None:
+                await publish(live.record)
             await self.revisions.threads.run(functools.partial(self.functions.store.promote, live.record))
         except BaseException as error:
             _log_failure(live.logs, live.record, error)
             await self._abandon(live.record, live, withdraw)
             raise
+        if publish is not None and self.functions.shared is not None:
+            self.functions.shared.confirm(name)
         self.functions.proving.remove((name, live.record.revision))
         # A revision that the policies allow may replace a revision that they do not allow any more.
         live.function.barred = ""
@@ -241,6 +296,14 @@ class Rollouts:
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         self.functions.events.live(name)
         self.retirements.retire(old, name)
+
+    def _check_new(
+        self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: DeployProgress
+    ) -> None:  # fmt: skip
+        """Check a deploy before anything is built. Raise the errors of `_check`, or SnapshotError."""
+        self._check(settings, outside, deployer, progress)
+        if self.functions.shared is not None:
+            self.functions.shared.check(settings, outside)
 
     def _check(
         self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: DeployProgress

@@ -188,16 +188,20 @@ class Store:
         path.mkdir(mode=0o700)
         return path
 
-    def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
+    def place(self, staged: Path, fields: RevisionFields, least: int = 1) -> RevisionRecord:
         """Give the revision in a staged folder its id, move the folder to its place, and return its record.
 
+        The number of the revision is at least `least`. A complete record keeps its id: another gateway has given it.
         The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to remove it.
         If an error is raised, the staged folder has been removed.
         """
         try:
             with self._lock:
                 folder = self.function(fields.settings.name)
-                record = RevisionRecord.of(fields, folder.next_number())
+                if isinstance(fields, RevisionRecord):
+                    record = fields
+                else:
+                    record = RevisionRecord.of(fields, max(least, folder.next_number()))
                 _write_record(staged, record)
                 for path in (staged, *staged.rglob("*")):
                     if not path.is_symlink():

@@ -26,8 +26,8 @@ MAX_SEGMENT_BYTES = 255
 
 _PACK_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf`."
 _WEIGHTS_REMEDY = "Put weights in a snapshot folder."
-# The limit of the decompressed stream. For the headers and the padding of a member, 4096 bytes suffice.
-_MAX_STREAM_BYTES = MAX_CODE_BYTES + MAX_FILES * 4096
+# How much longer the decompressed stream may be than the files. For the headers and the padding of a member, 4096 bytes suffice.
+_MAX_MORE_BYTES = MAX_FILES * 4096
 # The most bytes of the headers of a member, of an extending header, and of all extending headers. Extending headers
 # have long names, times and attributes. Python before 3.11.10 and 3.12.6 needs n**2 steps for n digits in one of them.
 _MAX_READ_BYTES, _MAX_EXTENDING_BYTES, _MAX_ALL_BYTES = 128 << 10, 4 << 10, 4 << 20
@@ -49,14 +49,14 @@ _BROKEN = (
 )  # fmt: skip
 
 
-def unpack(archive: bytes, into: Path) -> None:
-    """Unpack a tar.gz into the folder `into`, which must be empty or not exist.
+def unpack(archive: bytes | IO[bytes], into: Path, most_bytes: int = MAX_CODE_BYTES) -> None:
+    """Unpack a tar.gz into the folder `into`, which must be empty or not exist. Its files have at most `most_bytes`.
 
     Raise CodeError if the archive is refused. Then `into` is removed.
     """
     make_empty(into)
     try:
-        _Unpacker(into).run(archive)
+        _Unpacker(into, most_bytes).run(io.BytesIO(archive) if isinstance(archive, bytes) else archive)
     except BaseException as error:
         shutil.rmtree(into)
         if isinstance(error, _BROKEN):
@@ -67,14 +67,16 @@ def unpack(archive: bytes, into: Path) -> None:
 class _Bounded(gzip.GzipFile):
     """Decompresses a gzip stream. Raises CodeError if there are more bytes than an archive may have."""
 
+    most_bytes: int
+    """How many bytes the files may have in all."""
     header_bytes: float = _MAX_READ_BYTES
     """How many bytes the next reads may have in all."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
         self.header_bytes -= len(data)
-        if self.tell() > _MAX_STREAM_BYTES:
-            raise CodeError(f"The archive exceeds {MAX_CODE_BYTES / 2**20:.0f} MiB.", remedy=_WEIGHTS_REMEDY)
+        if self.tell() > self.most_bytes + _MAX_MORE_BYTES:
+            raise CodeError(f"The archive exceeds {self.most_bytes / 2**20:.0f} MiB.", remedy=_WEIGHTS_REMEDY)
         if self.header_bytes < 0:
             raise _large_headers()
         return data
@@ -99,25 +101,17 @@ def _counted_headers() -> type[tarfile.TarInfo]:
 
 
 class _Unpacker:
-    def __init__(self, into: Path) -> None:
-        self._into = into
+    def __init__(self, into: Path, most_bytes: int) -> None:
+        self._into, self._most_bytes = into, most_bytes
         # The target of each symbolic link, by the link's name. An empty file stands in the link's place until all
         # members are unpacked.
         self._links: dict[str, str] = {}
         self._bytes = 0
 
-    def run(self, archive: bytes) -> None:
-        with (
-            _Bounded(fileobj=io.BytesIO(archive)) as stream,
-            tarfile.open(fileobj=stream, mode="r|", tarinfo=_counted_headers()) as tar,
-        ):
-            for count, member in enumerate(_members(stream, tar), 1):
-                if count > MAX_FILES:
-                    raise _refused(member.name, f"exceeds the limit of {MAX_FILES} members")
-                self._take(tar, member)
-            # Read to the end of the stream, since gzip verifies its checksum only there.
-            while stream.read(1 << 16):
-                pass
+    def run(self, archive: IO[bytes]) -> None:
+        with _Bounded(fileobj=archive, mode="rb") as stream:
+            stream.most_bytes = self._most_bytes
+            self._unpack(stream)
         for name, target in self._links.items():
             if target in self._links or not (self._into / target).exists():
                 raise _refused(name, f"is a link to {target!r}, which is no file or folder of the archive")
@@ -126,6 +120,16 @@ class _Unpacker:
         for name, target in self._links.items():
             (self._into / name).unlink()
             (self._into / name).symlink_to(posixpath.relpath(target, posixpath.dirname(name) or "."))
+
+    def _unpack(self, stream: _Bounded) -> None:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_counted_headers()) as tar:
+            for count, member in enumerate(_members(stream, tar), 1):
+                if count > MAX_FILES:
+                    raise _refused(member.name, f"exceeds the limit of {MAX_FILES} members")
+                self._take(tar, member)
+            # Read to the end of the stream, since gzip verifies its checksum only there.
+            while stream.read(1 << 16):
+                pass
 
     def _take(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         name = checked_path(member.name, member.name)
@@ -164,8 +168,8 @@ class _Unpacker:
 
     def _count(self, member: tarfile.TarInfo, size: int) -> None:
         self._bytes += size
-        if self._bytes > MAX_CODE_BYTES:
-            limit = f"{MAX_CODE_BYTES / 2**20:.0f} MiB"
+        if self._bytes > self._most_bytes:
+            limit = f"{self._most_bytes / 2**20:.0f} MiB"
             raise CodeError(f"The archive's files exceed {limit} at {member.name!r}.", remedy=_WEIGHTS_REMEDY)
 
 

@@ -95,10 +95,15 @@ def present_python(root: Path, recorded: Path, requirements: str) -> Path | None
     If `recorded` is in an environment, return None if the environment is missing in `root`. Otherwise `recorded` was
     the gateway's Python, so return the gateway's present Python.
     """
-    if not any(_FOLDER.fullmatch(part) for part in recorded.parts):
+    if not is_environment(recorded):
         return Path(sys.executable)
     folder = root.absolute() / _key(requirements_digest(requirements))
     return folder / "bin" / "python" if _is_whole(folder) else None
+
+
+def is_environment(python: Path) -> bool:
+    """Return True if the path of a Python is in an environment, of any machine."""
+    return any(_FOLDER.fullmatch(part) for part in python.parts)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -116,6 +116,18 @@ def _write_versions(
     (folder / VERSIONS_FILE).write_bytes(orjson.dumps(known))
 
 
+def compare_received(snapshot: Path, folder: Path) -> None:
+    """Compare weights that came with the code from another gateway with the manifest in `folder`, and write their versions there.
+
+    Raise SnapshotCorrupt if they differ.
+    """
+    from ....snapshot.format.manifest import Manifest  # noqa: PLC0415
+
+    root, manifest = _root_of(snapshot), Manifest.read(folder / MANIFEST_FILE)
+    _write_versions(root, manifest, {}, folder, "Deploy again.")
+    _enlarge_pages(root, manifest)
+
+
 def _compared_earlier(manifest: Manifest, folder: Path | None) -> dict[str, str]:
     """Return the versions of the shards that were compared with the same manifest for a revision."""
     from ....snapshot.format.manifest import Manifest  # noqa: PLC0415

@@ -60,3 +60,22 @@ def test_a_server_that_ends_is_an_error_until_it_is_back() -> None:
         # The connection that has waited is broken.
         assert blobs.get("1-a-b") == b"1"
         blobs.close()
+
+
+def test_a_blob_that_is_stored_again_is_new_again(blobs: PostgresBlobs, postgres_url: str) -> None:
+    """Otherwise another gateway could delete it before the row that names it is written."""
+    blobs.put("1-a-b", b"1")
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("UPDATE blobs SET created = now() - interval '61 minutes'")
+    blobs.put("1-a-b", b"1")
+    blobs.keep([])
+    assert blobs.get("1-a-b") == b"1"
+
+
+def test_blobs_in_another_table_are_others(blobs: PostgresBlobs, postgres_url: str) -> None:
+    others = PostgresBlobs(postgres_url, "revision_files")
+    others.put("1-a-b", b"other")
+    assert blobs.get("1-a-b") is None
+    blobs.delete(["1-a-b"])
+    assert others.get("1-a-b") == b"other"
+    others.close()

@@ -1,0 +1,196 @@
+"""Follows the changes that other gateways with the same database make to functions."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ....errors import GatewayError, PilotflameError
+from ...ground.storing.revision_index import FunctionEntry
+from .retirements import Retirements
+from .revision_record import RevisionRecord
+from .rollouts import Rollouts
+from .shared_revisions import SharedRevisions
+
+LOG = logging.getLogger(__name__)
+AT_A_TIME = 4
+"""How many functions are changed at a time. The installation of requirements may take minutes."""
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+
+
+@dataclass(eq=False, slots=True)
+class _Change:
+    """A change that this gateway does not serve yet."""
+
+    entry: FunctionEntry
+    failures: int = 0
+    due_s: float = 0.0
+    running: bool = False
+
+
+@dataclass(eq=False)
+class Follower:
+    """Brings the functions of this gateway to what the index says."""
+
+    shared: SharedRevisions
+    rollouts: Rollouts
+    retirements: Retirements
+    advanced: Callable[[int], object]
+    """Called with the new `generation` when it has grown."""
+    _open: dict[str, _Change] = field(default_factory=dict, init=False)
+    # The newest change that was read, and the newest generation that `advanced` was called with.
+    _seen: int = field(default=0, init=False)
+    _told: int = field(default=0, init=False)
+    _wanted: bool = field(default=False, init=False)
+    _reading: bool = field(default=False, init=False)
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_A_TIME), init=False)
+
+    @property
+    def generation(self) -> int:
+        """The newest change up to which this gateway serves the changes of all functions."""
+        return min((change.entry.generation - 1 for change in self._open.values()), default=self._seen)
+
+    async def follow(self) -> None:
+        """Read the changes, and begin to follow those that are due. Call it about each second.
+
+        A change that fails is tried again later, until it succeeds or a newer change of the function replaces it.
+        """
+        self._wanted = True
+        if self._reading or self.rollouts.functions.closing:
+            return
+        self._reading = True
+        try:
+            while self._wanted:
+                self._wanted = False
+                await self._read()
+        except GatewayError as error:
+            LOG.debug("changes of functions cannot be read: %s", error)
+        finally:
+            self._reading = False
+        self._begin()
+        self._tell()
+
+    async def catch_up(self) -> None:
+        """Before the stored functions are restored, make their files what the index says. Publish functions that it never had."""
+        store, entries = self.shared.store, await asyncio.to_thread(self.shared.index.changes, 0)
+        await asyncio.gather(*map(self._restore, entries))
+        self._seen = max((entry.generation for entry in entries), default=0)
+        known, paused = {entry.name for entry in entries}, await asyncio.to_thread(store.paused)
+        for name, record in (await asyncio.to_thread(store.functions)).items():
+            if name not in known:
+                await self._introduce(record, paused=name in paused)
+        self._tell()
+
+    async def _restore(self, entry: FunctionEntry) -> None:
+        try:
+            if await self.shared.threads.run(functools.partial(self._bring, entry)):
+                self.rollouts.functions.logs.of_function(entry.name).end()
+            self.shared.applied[entry.name] = entry.generation
+        except (PilotflameError, OSError) as error:
+            change = self._open[entry.name] = _Change(entry)
+            self._fail(change, error)
+
+    async def _introduce(self, record: RevisionRecord, *, paused: bool) -> None:
+        introduce = functools.partial(self.shared.introduce, record, paused=paused)
+        try:
+            entry = await self.shared.threads.run(introduce)
+            self.shared.applied[entry.name] = entry.generation
+        except (PilotflameError, OSError) as error:
+            LOG.warning("%s is on this gateway only: %s", record.function, error)
+
+    def _bring(self, entry: FunctionEntry) -> bool:
+        """Make the stored files of a function what the index says. Return True if the function, or its earlier owner's, was deleted."""
+        shared, store = self.shared, self.shared.store
+        folder, name = store.function(entry.name), entry.name
+        record = None if entry.live is None else RevisionRecord.parse(entry.live.record)
+        present, deleted = folder.current() if folder.path.is_dir() else None, False
+        if folder.path.is_dir() and (record is None or (present and not self._may_replace(present, record))):
+            store.delete(name)
+            present, deleted = None, True
+        if entry.live is None:
+            return deleted
+        fetched = shared.fetch(entry.live)
+        if present is None or present.revision != fetched.revision:
+            store.promote(fetched)
+        if entry.paused != (name in store.paused()):
+            store.pause(name, paused=entry.paused)
+        return deleted
+
+    async def _read(self) -> None:
+        for entry in await asyncio.to_thread(self.shared.index.changes, self._seen):
+            self._seen = entry.generation
+            if self.shared.applied.get(entry.name, 0) < entry.generation:
+                self._open[entry.name] = _Change(entry)
+            else:
+                self._end(entry.name)
+
+    def _begin(self) -> None:
+        functions, now_s = self.rollouts.functions, time.monotonic()
+        for change in sorted(self._open.values(), key=lambda change: change.entry.generation):
+            # A deploy or a deletion here may hold the lock for minutes. The change waits for a later call.
+            locked = functions.lock(change.entry.name).locked()
+            if not (change.running or locked or functions.closing) and change.due_s <= now_s:
+                change.running = True
+                functions.tasks.create_task(self._try(change), name="follow")
+
+    async def _try(self, change: _Change) -> None:
+        entry, applied = change.entry, self.shared.applied
+        try:
+            async with self._slots, self.rollouts.functions.lock(entry.name):
+                if self._open.get(entry.name) is change and applied.get(entry.name, 0) < entry.generation:
+                    await self._apply(entry)
+                    applied[entry.name] = max(entry.generation, applied.get(entry.name, 0))
+        except Exception as error:  # noqa: BLE001  whatever it is, the gateway goes on to serve what it has
+            self._fail(change, error)
+        else:
+            if self._open.get(entry.name) is change:
+                self._end(entry.name)
+            self._tell()
+        finally:
+            change.running = False
+
+    async def _apply(self, entry: FunctionEntry) -> None:
+        functions, name = self.rollouts.functions, entry.name
+        if entry.live is None:
+            return await self.retirements.leave(name)
+        live, record = functions.find(name), RevisionRecord.parse(entry.live.record)
+        if live is not None and not self._may_replace(live.record, record):
+            await self.retirements.leave(name)
+            live = None
+        same = live is not None and live.record.revision == record.revision and not live.record.lost
+        if live is None or not same:
+            fetch = functools.partial(self.shared.fetch, entry.live)
+            await self.rollouts.adopt(await self.shared.threads.run(fetch))
+        elif live.function.paused == entry.paused and live.workers.inventory.exist:
+            # Nothing else has changed, so it was restarted.
+            await self.rollouts.adopt(live.record)
+        if functions.get(name).function.paused != entry.paused:
+            await functions.pause(name, paused=entry.paused, followed=entry.generation)
+        return None
+
+    def _may_replace(self, old: RevisionRecord, new: RevisionRecord) -> bool:
+        """Return True if both have the same owner. Otherwise the function was deleted in between."""
+        return self.shared.policies.same_owner(old.owner, new.owner)
+
+    def _fail(self, change: _Change, error: Exception) -> None:
+        name, change.failures = change.entry.name, change.failures + 1
+        wait_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** (change.failures - 1))
+        change.due_s = time.monotonic() + wait_s
+        if self._open.get(name) is change:
+            self.shared.failures[name] = f"{error}"
+            LOG.warning(
+                "the change of %s by another gateway failed, next try in %.0f s: %s", name, wait_s, error
+            )
+
+    def _end(self, name: str) -> None:
+        self._open.pop(name, None)
+        self.shared.failures.pop(name, None)
+
+    def _tell(self) -> None:
+        if (generation := self.generation) > self._told:
+            self._told = generation
+            self.advanced(generation)
