@@ -12,7 +12,7 @@ from live import LIMIT_S, Gateway, gateway_here, until
 from pilotflame.runtime.node.functions.follower import Follower
 from pilotflame.runtime.node.functions.restoration import Restoration
 from pilotflame.runtime.node.functions.shared_revisions import GatewayPeers, SharedRevisions
-from pilotflame.runtime.startup.shared_functions import share_functions
+from pilotflame.runtime.startup.sharing import share_functions
 
 
 @dataclass(eq=False)
@@ -68,24 +68,27 @@ class Group:
     @contextlib.asynccontextmanager
     async def member(self, name: str, state: Path) -> AsyncIterator[Shared]:
         """A gateway that follows what the other members do. Its stored functions are restored when it is a member."""
-        async with gateway_here(state, drain_s=5.0) as gateway:
-            with contextlib.ExitStack() as stack:
-                assert gateway.server is not None
-                node = gateway.server.node
-                for live in node.functions.all():
-                    await node.revisions.end(live, 0.0)
-                node.functions._live.clear()
-                peers = GatewayPeers(name, self.seen, self.news)
-                follower = share_functions(node, self.database, peers, lambda _: None, stack)
-                async with asyncio.timeout(LIMIT_S):
-                    await follower.catch_up()
-                await Restoration(node.functions, node.revisions).run()
-                self.beating[name], self.generations[name] = follower, follower.generation
-                try:
-                    yield Shared(gateway, follower)
-                finally:
-                    self.leave(name)
+        async with gateway_here(state, drain_s=5.0) as gateway, contextlib.AsyncExitStack() as stack:
+            assert gateway.server is not None
+            node = gateway.server.node
+            for live in node.functions.all():
+                await node.revisions.end(live, 0.0)
+            node.functions._live.clear()
+            peers = GatewayPeers(name, self.seen, self.news)
+            follower = share_functions(node, self.database, peers, lambda _: None, _nothing, stack)
+            async with asyncio.timeout(LIMIT_S):
+                await follower.catch_up()
+            await Restoration(node.functions, node.revisions).run()
+            self.beating[name], self.generations[name] = follower, follower.generation
+            try:
+                yield Shared(gateway, follower)
+            finally:
+                self.leave(name)
 
     def leave(self, name: str) -> None:
         self.beating.pop(name, None)
         self.generations.pop(name, None)
+
+
+async def _nothing() -> None:
+    """The gateways of a test have keys and secrets of their own."""

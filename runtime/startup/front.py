@@ -54,8 +54,8 @@ from ..ground.telemetry.logs import Logs
 from ..ground.telemetry.metrics import Metrics
 from ..node.functions.registry import Functions
 from .address import GatewayAddress
+from .joining import node_name
 from .node import RunningNode
-from .sharing import node_name
 from .state import State
 from .stored_calls import StoredCalls
 

@@ -26,7 +26,7 @@ from ..node.launching.container_engine import find_engine
 from .address import open_address, warn_of_keys
 from .front import FrontParts, open_front
 from .node import RunningNode, open_node
-from .sharing import follow_access
+from .sharing import SharedState
 from .state import open_state
 from .stored_calls import open_stored_calls
 
@@ -99,11 +99,16 @@ async def startup(
     warn_of_keys(address, engine, state.keyring, state.folder, local=local)
     node = await open_node(settings, state, engine, stack)
     # A gateway for one function deploys this function anew. It serves no other function of an older state folder.
+    shared = None
     if alone is None:
+        if state.members is not None:
+            shared = SharedState(state.members, state, node, stack)
+            await shared.catch_up()
         await Restoration(node.functions, node.revisions).run()
     calls = await open_stored_calls(settings, state, node, plugins.values(), stack)
     front = await open_front(FrontParts(settings, address, state, node, calls, plugins, engine, alone), stack)
-    follow_access(state, node.rollouts, front.endless, node.functions.tasks, stack)
+    if shared is not None:
+        shared.follow(front.endless.end_of_key)
     server = Server(
         address.url, node, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
         front.endless, front.standalone, _lame_duck_s(settings, local=address.local), address.certificate,

@@ -1,92 +1,130 @@
-"""Joins the gateways that share a database, if the setting `database` names one, and follows them."""
+"""Follows the gateways that share a database: their functions, jobs, keys and secrets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-import socket
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from ..._version import __version__
-from ...snapshot.extras import needs
-from ..front.http.endless_answers import EndlessAnswers
 from ..ground.access.access_watch import AccessWatch
-from ..ground.settings.gateway_settings import GatewaySettings
-from ..ground.storing import private_files
+from ..ground.storing.members import GatewayMember
 from ..ground.telemetry.background import BackgroundTasks
 from ..jobs.stored.jobs import Jobs
-from ..node.functions.rollouts import Rollouts
+from ..node.functions.follower import Follower
+from ..node.functions.shared_revisions import GatewayPeers, SharedRevisions
+from ..node.packaging.revision_files import RevisionFiles
+from .node import RunningNode
+from .state import State
 
 if TYPE_CHECKING:
     # It needs psycopg, which a gateway without the setting need not have.
     from ..ground.storing.membership import Membership
-    from .state import State
-
-INCARNATION_FILE = "incarnation"
 
 
-async def join(
-    settings: GatewaySettings, folder: Path, stack: contextlib.AsyncExitStack
-) -> Membership | None:
-    """Become one of the gateways that share the database. Return None without the setting.
-
-    Raise PackageMissing, or GatewayError if the database cannot be used.
-    """
-    if settings.database is None:
-        return None
-    with needs("The setting database", "psycopg"):
-        from ..ground.storing.membership import Membership  # noqa: PLC0415
-    incarnation, file = secrets.token_hex(8), folder / INCARNATION_FILE
-    members = Membership(settings.database.get_secret_value(), incarnation, node_name(settings), __version__)
-    # The lock of the state folder says that the gateway of this file has ended, so its jobs need not wait for the end of its lease.
-    previous = await asyncio.to_thread(private_files.read, file) or b""
-    await asyncio.to_thread(members.open, previous.decode())
-    stack.push_async_callback(asyncio.to_thread, members.close)
-    await asyncio.to_thread(private_files.write, file, incarnation.encode())
-    members.start()
-    return members
-
-
-def node_name(settings: GatewaySettings) -> str:
-    """Return what other gateways and people call this gateway."""
-    return f"{socket.gethostname()}:{settings.port}"
-
-
-def follow(members: Membership, jobs: Jobs, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack) -> None:
+def follow_jobs(
+    members: Membership, jobs: Jobs, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
+) -> None:
     """Follow, after each heartbeat, what the other gateways do with jobs."""
-    others, news = jobs.others(), asyncio.Event()
+    others = jobs.others()
     others.start(tasks)
     stack.callback(others.close)
 
     async def look() -> None:
-        while True:
-            await news.wait()
-            news.clear()
-            await others.look(dead=not all(one.alive for one in members.members))
+        await others.look(dead=not all(one.alive for one in members.members))
 
-    members.followers.append(news.set)
-    stack.callback(tasks.keep(look, name="other_gateways").cancel)
+    _after_heartbeats(members, look, "other_gateways", tasks, stack)
 
 
-def follow_access(
-    state: State, rollouts: Rollouts, endless: EndlessAnswers, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
+class SharedState:
+    """The functions, keys and secrets that gateways with a common database share."""
+
+    def __init__(
+        self, members: Membership, state: State, node: RunningNode, stack: contextlib.AsyncExitStack
+    ) -> None:
+        self._members, self._rollouts, self._tasks, self._stack = (
+            members,
+            node.rollouts,
+            node.functions.tasks,
+            stack,
+        )
+        self._watch = AccessWatch(state.documents, state.keyring, state.secrets)
+        self._news = asyncio.Condition()
+        self._revoked: Callable[[str], object] = lambda _key: None
+        own = next(one for one in members.members if one.incarnation == members.incarnation)
+        peers = GatewayPeers(_unique(own), self._generations, self._news)
+        self._follower = share_functions(node, members.url, peers, self._advanced, self._refresh, stack)
+
+    async def catch_up(self) -> None:
+        """Bring the state folder to what the gateways share. Call it before stored functions are restored."""
+        await self._follower.catch_up()
+
+    def follow(self, revoked: Callable[[str], object]) -> None:
+        """Follow the other gateways from now on, after each heartbeat. `revoked` is called with the id of a key that has gone."""
+        self._revoked = revoked
+        _after_heartbeats(self._members, self._look, "shared_state", self._tasks, self._stack)
+
+    async def _look(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+        await self._follower.follow()
+
+    async def _refresh(self) -> None:
+        changes = await asyncio.to_thread(self._watch.look)
+        for key in changes.revoked:
+            self._revoked(key)
+        for name in changes.functions:
+            self._rollouts.renew(name)
+
+    def _generations(self) -> dict[str, int]:
+        return {_unique(one): one.generation for one in self._members.members if one.alive}
+
+    def _advanced(self, generation: int) -> None:
+        self._members.generation = generation
+        self._members.beat()
+
+
+def share_functions(
+    node: RunningNode, database: str, peers: GatewayPeers, advanced: Callable[[int], object],
+    refresh: Callable[[], Awaitable[object]], stack: contextlib.AsyncExitStack,
+) -> Follower:  # fmt: skip
+    """Return the follower of the other gateways' changes. `database` is a connection string of libpq, and its tables are there. For the
+    others see Follower.
+
+    Await `catch_up` before the stored functions are restored, and `follow` about each second afterwards.
+    """
+    # A gateway without a database does not import psycopg.
+    from ..ground.storing.postgres_blobs import PostgresBlobs  # noqa: PLC0415
+    from ..ground.storing.postgres_revision_index import PostgresRevisionIndex  # noqa: PLC0415
+
+    index = PostgresRevisionIndex(database, node.functions.settings.keep_revisions)
+    blobs = PostgresBlobs(database, "revision_files")
+    for close in (blobs.close, index.close):
+        stack.callback(close)
+    functions, revisions = node.functions, node.revisions
+    functions.shared = SharedRevisions(
+        index, RevisionFiles(blobs), peers, functions.store, functions.policies, revisions.environments,
+        revisions.dialects, revisions.threads,
+    )  # fmt: skip
+    return Follower(functions.shared, node.rollouts, node.retirements, advanced, refresh)
+
+
+def _unique(member: GatewayMember) -> str:
+    """Return a name that no other gateway has: two machines may have the same name."""
+    return f"{member.name} ({member.incarnation[:6]})"
+
+
+def _after_heartbeats(
+    members: Membership, look: Callable[[], Awaitable[None]], name: str, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
 ) -> None:  # fmt: skip
-    """Follow, after each heartbeat, which keys and secrets the other gateways have changed."""
-    if (members := state.members) is None:
-        return
-    watch, news = AccessWatch(state.documents, state.keyring, state.secrets), asyncio.Event()
+    """Call `look` after each heartbeat that comes while it does not run."""
+    news = asyncio.Event()
 
-    async def look() -> None:
+    async def run() -> None:
         while True:
             await news.wait()
             news.clear()
-            changes = await asyncio.to_thread(watch.look)
-            for key in changes.revoked:
-                endless.end_of_key(key)
-            for name in changes.functions:
-                rollouts.renew(name)
+            await look()
 
     members.followers.append(news.set)
-    stack.callback(tasks.keep(look, name="access").cancel)
+    stack.callback(tasks.keep(run, name=name).cancel)

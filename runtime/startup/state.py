@@ -24,7 +24,7 @@ from ..ground.telemetry.log_files import LogFiles
 from ..ground.telemetry.logs import Logs
 from ..ground.telemetry.metrics import Reading
 from ..node.functions.store import Retention, Store
-from .sharing import join
+from .joining import join
 
 if TYPE_CHECKING:
     from ..ground.storing.membership import Membership

@@ -28,7 +28,7 @@ from ..jobs.webhooks.signing import load_key
 from ..node.functions.prewarming import Prewarming
 from ..node.functions.registry import Functions
 from .node import RunningNode
-from .sharing import follow
+from .sharing import follow_jobs
 from .state import State
 
 LOG = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ async def _open_jobs(
     again, failed = await jobs.start()
     stack.push_async_callback(jobs.close)
     if state.members is not None:
-        follow(state.members, jobs, functions.tasks, stack)
+        follow_jobs(state.members, jobs, functions.tasks, stack)
     if state.previous:
         LOG.warning(NO_SHUTDOWN, state.previous, len(functions.all()), again, failed)
     return jobs
@@ -158,10 +158,8 @@ async def _connect(
     events.refused.append(alerts.note_refused)
     events.deploying.append(deploying)
     events.live.append(live)
-    if not duties.shared:
-        # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it. With a common
-        # database, the function may be new on this gateway alone.
-        events.creating.append(functools.partial(jobs.store.purge, running=True))
+    # The purge at the deletion may have failed, and a job whose submit had begun may have been stored after it.
+    events.creating.append(functools.partial(jobs.store.purge, running=True))
     events.deleted.append(gone)
     events.disowned.append(jobs.forget)
 

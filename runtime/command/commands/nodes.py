@@ -13,7 +13,7 @@ COLUMNS = ("gateway", "version", "state", "duties")
 @click.command()
 @options.gateway
 def nodes(*, client: Client, as_json: bool) -> None:
-    """List the gateways that share a database, with their duties: work that one of them does for all.
+    """List the gateways that share a database, with their duties: work that one gateway does for all.
 
     The gateway that has answered is marked with *. A gateway whose state is "lost" has not renewed its lease: the others run its jobs again.
 

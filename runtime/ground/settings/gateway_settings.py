@@ -80,8 +80,8 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     )
     database: SecretStr | None = Field(
         None,
-        description="PostgreSQL database that several gateways share, as postgresql://user:password@host/name: their jobs, webhooks and event"
-        " sources.",
+        description="PostgreSQL database, as postgresql://user:password@host/name. Gateways with the same one share functions, jobs, keys and"
+        " secrets; by default files of state_dir.",
     )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from ....errors import GatewayError, PilotflameError
@@ -41,6 +41,10 @@ class Follower:
     retirements: Retirements
     advanced: Callable[[int], object]
     """Called with the new `generation` when it has grown."""
+    refresh: Callable[[], Awaitable[object]]
+    """Brings API keys and secrets up to date. It runs after changes were read and before they are followed: a key may be newer than all
+    other changes here, and a function whose key is unknown counts as trusted.
+    """
     _open: dict[str, _Change] = field(default_factory=dict, init=False)
     # The newest change that was read, and the newest generation that `advanced` was called with.
     _seen: int = field(default=0, init=False)
@@ -71,12 +75,14 @@ class Follower:
             LOG.debug("changes of functions cannot be read: %s", error)
         finally:
             self._reading = False
+        await self.refresh()
         self._begin()
         self._tell()
 
     async def catch_up(self) -> None:
         """Before the stored functions are restored, make their files what the index says. Publish functions that it never had."""
         store, entries = self.shared.store, await asyncio.to_thread(self.shared.index.changes, 0)
+        await self.refresh()
         await asyncio.gather(*map(self._restore, entries))
         self._seen = max((entry.generation for entry in entries), default=0)
         known, paused = {entry.name for entry in entries}, await asyncio.to_thread(store.paused)

@@ -15,7 +15,6 @@ import psycopg
 import pytest
 import pytest_asyncio
 from live import (
-    Arrival,
     Function,
     Gate,
     Gateway,
@@ -28,21 +27,21 @@ from live import (
 )
 from pilotflame.runtime.jobs.alerting import conditions
 from pilotflame.runtime.jobs.alerting.alerts import ALERTS
-from pilotflame.runtime.startup.sharing import INCARNATION_FILE
+from pilotflame.runtime.startup.joining import INCARNATION_FILE
 from postgres import PostgresServer, new_schema, postgres_server
 from receiver import receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIGNS = """
-import gate
+import gate, pathlib
+NAME = pathlib.Path(__file__).parents[5].name
 async def handler(event):
     if event == "held":
-        await gate.wait_async("{name}")
-    return "{name}"
+        await gate.wait_async(NAME)
+    return NAME
 """
-"""A handler that says on which gateway it runs."""
+"""A handler that says on which gateway it runs: the folder that has the gateway's state folder."""
 ONE = {"scale.max": 1}
-NAMES = ("a", "b")
 LOCAL = {"webhook_networks": ["127.0.0.0/8"]}
 
 
@@ -53,13 +52,12 @@ def url(postgres: PostgresServer) -> str:
 
 @contextlib.asynccontextmanager
 async def gateways(url: str) -> AsyncIterator[list[Gateway]]:
-    """The gateways "a" and "b"."""
     async with contextlib.AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
                 gateway_here(stack.enter_context(short_folder()) / "state", database=url, **LOCAL)
             )
-            for _ in NAMES
+            for _ in range(2)
         ]
 
 
@@ -69,17 +67,15 @@ async def pair(url: str) -> AsyncIterator[list[Gateway]]:
         yield found
 
 
-async def deployed(gateways: list[Gateway], gate: Gate, **settings: Any) -> list[Function]:
-    name = f"f{secrets.token_hex(4)}"
-    return [
-        await gateway.deploy(SIGNS.format(name=sign), {**ONE, **settings}, name=name, gate=gate)
-        for gateway, sign in zip(gateways, NAMES, strict=True)
-    ]
+async def deployed(gateways: list[Gateway], gate: Gate) -> list[Function]:
+    """Deploy a function on the first gateway. Return it on each gateway: all have it when the deploy is answered."""
+    first = await gateways[0].deploy(SIGNS, ONE, gate=gate, name=f"f{secrets.token_hex(4)}")
+    assert first.described["warnings"] == []
+    return [first, *(gateway.function(first.name) for gateway in gateways[1:])]
 
 
-def _other(functions: list[Function], arrival: Arrival) -> Function:
-    """Return the function on the gateway on which the handler does not run."""
-    return functions[1 - NAMES.index(arrival.word)]
+def _name(gateway: Gateway) -> str:
+    return gateway.state.parent.name
 
 
 async def run(function: Function, event: Any, **more: Any) -> str:
@@ -100,21 +96,48 @@ async def test_a_gateway_waits_for_a_job_that_runs_on_another_one(pair: list[Gat
     functions = await deployed(pair, gate)
     job = await run(functions[0], "held")
     arrival = await gate.next()
-    waiting = asyncio.create_task(ended(_other(functions, arrival), job))
+    other = functions[_name(pair[0]) == arrival.word]
+    waiting = asyncio.create_task(ended(other, job))
     arrival.go()
     found = await waiting
     assert (found["status"], found["output"]) == ("COMPLETED", arrival.word)
+
+
+async def test_a_deploy_is_on_all_gateways_when_it_is_answered(pair: list[Gateway]) -> None:
+    name = f"f{secrets.token_hex(4)}"
+    for number in range(4):
+        at = pair[number % 2]
+        await at.deploy(f"def handler(event):\n    return {number}\n", name=name)
+        assert [await gateway.function(name).answer(0) for gateway in pair] == [number] * 2
+    client = pair[0].client
+    assert (await client.post(f"/v1/functions/{name}/rollback")).status_code == 200
+    assert [await gateway.function(name).answer(0) for gateway in pair] == [2, 2]
+    assert (await client.post(f"/v1/functions/{name}/pause")).status_code == 200
+    assert [failure(await gateway.function(name).call(0))["type"] for gateway in pair] == [
+        "function_paused"
+    ] * 2
+    assert (await client.delete(f"/v1/functions/{name}")).status_code == 200
+    assert [(await gateway.function(name).call(0)).status_code for gateway in pair] == [404, 404]
+
+
+async def test_a_new_gateway_serves_what_the_others_serve(pair: list[Gateway], url: str) -> None:
+    function = await pair[0].deploy("def handler(event):\n    return 7\n")
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", database=url) as third:
+            assert await third.function(function.name).answer(0) == 7
 
 
 async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
     """One gateway claims no more jobs than its workers soon run."""
     first, second = await deployed(pair, gate)
     jobs = [await run(first, "held") for _ in range(30)]
-    await asyncio.gather(gate.next("a"), gate.next("b"))
+    names = {_name(gateway) for gateway in pair}
+    for _ in range(2):
+        await gate.next()
     gate.open()
     found = await asyncio.gather(*(ended(second, job) for job in jobs))
     assert {one["status"] for one in found} == {"COMPLETED"}
-    assert {one["output"] for one in found} == {"a", "b"}
+    assert {one["output"] for one in found} == {arrival.word for arrival in gate.arrived} == names
 
 
 async def test_a_job_that_another_gateway_has_cancelled_leaves_its_worker(
@@ -123,7 +146,7 @@ async def test_a_job_that_another_gateway_has_cancelled_leaves_its_worker(
     functions = await deployed(pair, gate)
     job = await run(functions[0], "held")
     arrival = await gate.next()
-    other = _other(functions, arrival)
+    other = functions[_name(pair[0]) == arrival.word]
     cancelled = await other.client.post(f"/v2/{other.name}/cancel/{job}")
     assert cancelled.json()["status"] == "CANCELLED"
     await arrival.left()
@@ -148,11 +171,11 @@ async def test_one_gateway_sends_alerts_and_another_one_sends_their_ends(
     fails, name = "def handler(event):\n    assert not event\n", "fails"
     async with receiving() as receiver, contextlib.AsyncExitStack() as stack:
         settings = {"alerts.url": f"{receiver.url}/alerts", "alerts.error_share": 0.5}
-        states = [stack.enter_context(short_folder()) / "state" for _ in NAMES]
+        states = [stack.enter_context(short_folder()) / "state" for _ in range(2)]
         async with gateway_here(states[0], database=postgres_url, **LOCAL) as first:
             await _judges(first)
             second = await stack.enter_async_context(gateway_here(states[1], database=postgres_url, **LOCAL))
-            functions = [await gateway.deploy(fails, settings, name=name) for gateway in (second, first)]
+            functions = [await second.deploy(fails, settings, name=name), first.function(name)]
             for function in (*functions, *functions):
                 await function.call(1)
             (came,) = await receiver.received(1)
@@ -178,7 +201,8 @@ async def _judges(gateway: Gateway) -> None:
 async def test_gateways_share_keys_and_secrets(pair: list[Gateway], gate: Gate) -> None:
     sources = {"handler.py": "import os\ndef handler(event):\n    return os.environ.get('TOKEN', '')\n"}
     name = f"f{secrets.token_hex(4)}"
-    first, second = [await gateway.deploy(None, name=name, files=sources) for gateway in pair]
+    first = await pair[0].deploy(None, name=name, files=sources)
+    second = pair[1].function(name)
     assert await second.answer(1) == ""
     await first.client.put(f"/v1/functions/{name}/secrets/TOKEN", json={"value": "shared"})
 
@@ -227,45 +251,45 @@ async def test_a_gateway_that_is_alone_is_listed(state: Path) -> None:
     assert (only["this"], only["alive"], only["duties"]) == (True, True, [])
 
 
-async def test_jobs_of_a_killed_gateway_run_on_another_one(url: str, pair: list[Gateway], gate: Gate) -> None:
+async def test_jobs_of_a_killed_gateway_run_on_another_one(postgres_url: str, gate: Gate) -> None:
     with short_folder() as folder:
-        async with gateway_process(folder / "state", database=url) as killed:
-            function = await killed.deploy(SIGNS.format(name="a"), ONE, name="killed", gate=gate)
+        async with gateway_process(folder / "state", database=postgres_url) as killed:
+            function = await killed.deploy(SIGNS, ONE, name="killed", gate=gate)
             jobs = [await run(function, "held") for _ in range(3)]
-            await gate.next("a")
-            other = await pair[1].deploy(SIGNS.format(name="b"), ONE, name="killed", gate=gate)
-            assert killed.process is not None
-            killed.process.kill()
-            await gone(killed.process.pid)
-        gate.open()
-        _end_lease(url, (folder / "state" / INCARNATION_FILE).read_text())
-    found = [await ended(other, job) for job in jobs]
-    assert [(one["status"], one["output"]) for one in found] == [("COMPLETED", "b")] * 3
+            await gate.next(folder.name)
+            async with gateway_here(folder / "other" / "state", database=postgres_url) as other:
+                assert killed.process is not None
+                killed.process.kill()
+                await gone(killed.process.pid)
+                gate.open()
+                _end_lease(postgres_url, (folder / "state" / INCARNATION_FILE).read_text())
+                found = [await ended(other.function("killed"), job) for job in jobs]
+    assert [(one["status"], one["output"]) for one in found] == [("COMPLETED", "other")] * 3
 
 
-async def test_a_gateway_that_starts_again_takes_its_jobs_at_once(url: str, gate: Gate) -> None:
+async def test_a_gateway_that_starts_again_takes_its_jobs_at_once(postgres_url: str, gate: Gate) -> None:
     """Its lease has not ended."""
     with short_folder() as folder:
-        async with gateway_process(folder / "state", database=url) as killed:
-            (function,) = [await killed.deploy(SIGNS.format(name="a"), ONE, gate=gate)]
+        async with gateway_process(folder / "state", database=postgres_url) as killed:
+            function = await killed.deploy(SIGNS, ONE, gate=gate)
             job = await run(function, "held")
-            await gate.next("a")
+            await gate.next()
             assert killed.process is not None
             killed.process.kill()
             await gone(killed.process.pid)
         gate.open()
-        async with gateway_here(folder / "state", database=url) as again:
-            assert (await ended(again.function(function.name), job))["output"] == "a"
+        async with gateway_here(folder / "state", database=postgres_url) as again:
+            assert (await ended(again.function(function.name), job))["output"] == folder.name
 
 
 async def test_calls_go_on_while_the_database_is_away(gate: Gate) -> None:
     with postgres_server() as server, short_folder() as folder:
         async with gateway_here(folder / "state", database=server.url) as gateway:
-            function = await gateway.deploy(SIGNS.format(name="a"), ONE, gate=gate)
+            function = await gateway.deploy(SIGNS, ONE, gate=gate)
             job = await run(function, "free")
             assert (await ended(function, job))["status"] == "COMPLETED"
             server.kill()
-            assert await function.answer("free") == "a"
+            assert await function.answer("free") == folder.name
             refused = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
             assert (failure(refused)["status"], int(refused.headers["retry-after"]) > 0) == (503, True)
             server.start()

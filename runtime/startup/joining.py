@@ -1,0 +1,48 @@
+"""Lets a gateway join the gateways that share a database, if the setting `database` names one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..._version import __version__
+from ...snapshot.extras import needs
+from ..ground.settings.gateway_settings import GatewaySettings
+from ..ground.storing import private_files
+
+if TYPE_CHECKING:
+    # It needs psycopg, which a gateway without the setting need not have.
+    from ..ground.storing.membership import Membership
+
+INCARNATION_FILE = "incarnation"
+
+
+async def join(
+    settings: GatewaySettings, folder: Path, stack: contextlib.AsyncExitStack
+) -> Membership | None:
+    """Become one of the gateways that share the database. Return None without the setting.
+
+    Raise PackageMissing, or GatewayError if the database cannot be used.
+    """
+    if settings.database is None:
+        return None
+    with needs("The setting database", "psycopg"):
+        from ..ground.storing.membership import Membership  # noqa: PLC0415
+    incarnation, file = secrets.token_hex(8), folder / INCARNATION_FILE
+    members = Membership(settings.database.get_secret_value(), incarnation, node_name(settings), __version__)
+    # The lock of the state folder says that the gateway of this file has ended, so its jobs need not wait for the end of its lease.
+    previous = await asyncio.to_thread(private_files.read, file) or b""
+    await asyncio.to_thread(members.open, previous.decode())
+    stack.push_async_callback(asyncio.to_thread, members.close)
+    await asyncio.to_thread(private_files.write, file, incarnation.encode())
+    members.start()
+    return members
+
+
+def node_name(settings: GatewaySettings) -> str:
+    """Return what other gateways and people call this gateway."""
+    return f"{socket.gethostname()}:{settings.port}"
