@@ -35,7 +35,7 @@ DATABASE_ENDING = ".sqlite3"
 FUNCTIONS_FOLDER = "functions"
 STAGING_FOLDER = "staging"
 # These files and folders are not in a backup. They belong to a running gateway, or the gateway makes them again.
-LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "prefixes", "run", "lock"}
+LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "prefixes", "run", "lock", "incarnation"}
 # The gateway may remove files while a folder is linked. Then linking starts again, in at most this number of attempts.
 ATTEMPTS = 20
 BUSY_TIMEOUT_S = 30.0
@@ -54,7 +54,11 @@ def backup(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
 
     Example: pilotflame backup gateway.tar.gz
     """
-    state = options.gateway_settings(state_dir=state_dir).state_dir
+    settings = options.gateway_settings(state_dir=state_dir)
+    state = settings.state_dir
+    if settings.database is not None:
+        message = "Functions, jobs, keys and secrets are in the database, which the setting `database` names."
+        raise GatewayError(message, remedy="Back it up with pg_dump. A new gateway needs nothing else.")
     if not (state / FUNCTIONS_FOLDER).is_dir():
         raise GatewayError(f"{state} is not a gateway's state folder.", remedy="Name it with --state-dir.")
     found = {"format": FORMAT, "version": __version__, "created_at": datetime.now(UTC).isoformat()}

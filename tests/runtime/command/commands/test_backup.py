@@ -117,6 +117,14 @@ async def test_a_backup_has_what_was_decided_and_used(state: Path, tmp_path: Pat
     assert restored["samples"] >= found["samples"] > 0
 
 
+def test_what_is_in_a_database_is_not_backed_up(run: Run, tmp_path: Path):
+    address = {"PILOTFLAME_DATABASE": "postgresql://pilotflame:hidden@db.internal/pilotflame"}
+    done = run("backup", tmp_path / "backup.tar.gz", "--state-dir", tmp_path, **address)
+    assert done.returncode == 1
+    assert "pg_dump" in done.stderr
+    assert "hidden" not in done.stderr
+
+
 def test_what_is_not_a_backup_is_refused_and_leaves_nothing(run: Run, tmp_path: Path):
     (tmp_path / "text").write_text("x")
     with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as tar:
