@@ -672,6 +672,7 @@ def test_tests_mirror_the_sources() -> None:
 # Tests of several files at once, by what they show.
 TOGETHER = {
     "real_vllm",
+    "shared_faults",
     "environments",
     "ownership",
     "replacement",

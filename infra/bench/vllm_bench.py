@@ -117,8 +117,15 @@ class Ours:
                 text = text.replace("adapters=context.adapters", f"adapters=context.adapters, {arguments}")
             (function / "handler.py").write_text(text)
             settings = tomllib.loads((template / "pilotflame.toml").read_text())
-            kept = {key: settings[key] for key in ("idempotent", "timeout_s", "concurrency")}
-            kept |= {"snapshot": str(folder), "build_timeout_s": 600, "scale.max": 2, "hold_s": START_S}
+            kept = {key: settings[key] for key in ("idempotent", "concurrency")}
+            # The first compilation takes minutes.
+            kept |= {
+                "snapshot": str(folder),
+                "build_timeout_s": 600,
+                "scale.max": 2,
+                "hold_s": START_S,
+                "timeout_s": START_S,
+            }
             with closing(Control(self.server.url)) as control:
                 control.deploy(str(function), name=self.name, **kept)
 

@@ -1,5 +1,8 @@
 """Keeps a gateway among those that share a database. Each second, a heartbeat renews its lease and learns what the others do.
 
+If another gateway has changed functions, or has followed a change, PostgreSQL notifies this one, and the next heartbeat comes at once. A
+PgBouncer that shares sessions passes no notifications on; then changes are followed a second later.
+
 If the lease ends because the database cannot be reached, or the gateway stood still, the other gateways may run its jobs again
 and take its duties. The gateway goes on with its calls, and with jobs, whose results count only while no other gateway runs
 them. With the next heartbeat it is a member again.
@@ -23,6 +26,8 @@ from .postgres import PostgresConnection, migrate, usable
 
 LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
+LISTEN_S = 0.25
+"""How long the end of a gateway waits for the thread that waits for notifications."""
 LEASE_S = 10.0
 """Longer than a restart of PostgreSQL, or a stop of the whole machine for a snapshot. After a gateway's death, its jobs wait for this time."""
 CLOSE_TIMEOUT_S = 5.0
@@ -46,8 +51,8 @@ class Membership:
         """Called on the event loop after each heartbeat, and when the lease has ended."""
         self.duties = SharedDuties(lambda: self.alive)
         self._until_s = 0.0
-        self._news, self._ending = threading.Event(), False
-        self._thread: threading.Thread | None = None
+        self._news, self._ended = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
         self._connection: PostgresConnection | None = None
 
     @property
@@ -68,18 +73,19 @@ class Membership:
 
     def start(self) -> None:
         """Begin with heartbeats. Call it on the event loop, after `open`."""
-        run = self._run
-        self._thread = threading.Thread(
-            target=run, args=(asyncio.get_running_loop(),), name="members", daemon=True
-        )
-        self._thread.start()
+        loop = asyncio.get_running_loop()
+        beating = threading.Thread(target=self._run, args=(loop,), name="members", daemon=True)
+        listening = threading.Thread(target=self._listen, name="members-news", daemon=True)
+        self._threads = [beating, listening]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """End the membership, so that other gateways take jobs and duties at once. Blocks."""
-        self._ending = True
+        self._ended.set()
         self._news.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
 
     def beat(self) -> None:
         """Make the next heartbeat at once."""
@@ -87,7 +93,7 @@ class Membership:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         failing = False
-        while not self._ending:
+        while not self._ended.is_set():
             self._news.wait(BEAT_S)
             self._news.clear()
             try:
@@ -104,6 +110,20 @@ class Membership:
         with suppress(psycopg.Error):
             self._connected().execute(_LEAVE, (self.incarnation,))
         self._disconnect()
+
+    def _listen(self) -> None:
+        """Make a heartbeat at each notification."""
+        while not self._ended.is_set():
+            with suppress(psycopg.Error):
+                connection = PostgresConnection(self.url)
+                try:
+                    connection.run("LISTEN pilotflame")
+                    while not self._ended.is_set():
+                        for _ in connection.session.notifies(timeout=LISTEN_S, stop_after=1):
+                            self._news.set()
+                finally:
+                    connection.close()
+            self._ended.wait(BEAT_S)
 
     def _beat(self, duties: list[str]) -> tuple[float, tuple[GatewayMember, ...]]:
         """Renew the lease. Return the monotonic time of its end, and the members."""

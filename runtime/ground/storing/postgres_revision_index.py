@@ -63,6 +63,7 @@ class PostgresRevisionIndex:
             connection.execute(_PUT, (name, traffic, after.paused, after.deleted))
             kept = [share.revision for share in after.traffic]
             connection.execute(_PRUNE, (name, kept, 0 if after.deleted else self._keep))
+            connection.run("NOTIFY pilotflame")
             return next(_read(connection, name))
 
         return self._run(run, _BEGIN_CHANGE)

@@ -5,11 +5,14 @@ ALTER TABLE nodes ADD COLUMN generation BIGINT NOT NULL DEFAULT 0;
 CREATE TABLE duties (name TEXT COLLATE "C" PRIMARY KEY, incarnation TEXT NOT NULL);
 
 -- Renews a gateway's lease, takes the free ones of the duties that it can do, gives up its others, and returns all gateways.
--- The lock lets each heartbeat see what the one before has done.
+-- The others are notified when it has followed a change, because a deploy waits for them. The lock lets each heartbeat see what the one before has done.
 CREATE FUNCTION heartbeat(
     me TEXT, its_name TEXT, its_version TEXT, its_generation BIGINT, lease_s DOUBLE PRECISION, can TEXT[]
 ) RETURNS json LANGUAGE plpgsql AS $$
 BEGIN
+    IF EXISTS (SELECT 1 FROM nodes WHERE incarnation = me AND generation <> its_generation) THEN
+        PERFORM pg_notify('pilotflame', '');
+    END IF;
     PERFORM pg_advisory_xact_lock(hashtext('pilotflame members ' || current_schema()));
     INSERT INTO nodes (incarnation, name, version, generation, until)
         VALUES (me, its_name, its_version, its_generation, clock_timestamp() + lease_s * interval '1 second')
