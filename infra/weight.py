@@ -29,7 +29,7 @@ LIMITS = {
     "large classes": 10,
     "settings": 127,
     "make targets": 26,
-    "words of docs": 46_450,
+    "words of docs": 46_750,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

@@ -35,8 +35,9 @@ async def join(
     incarnation, file = secrets.token_hex(8), folder / INCARNATION_FILE
     members = Membership(settings.database.get_secret_value(), incarnation, node_name(settings), __version__)
     # The lock of the state folder says that the gateway of this file has ended, so its jobs need not wait for the end of its lease.
-    previous = await asyncio.to_thread(private_files.read, file) or b""
-    await asyncio.to_thread(members.open, previous.decode())
+    previous = await asyncio.to_thread(private_files.read, file)
+    members.first = previous is None
+    await asyncio.to_thread(members.open, (previous or b"").decode())
     stack.push_async_callback(asyncio.to_thread, members.close)
     await asyncio.to_thread(private_files.write, file, incarnation.encode())
     members.start()

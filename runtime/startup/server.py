@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from ...entry_points import APIS, check_names, load
-from ...errors import PilotflameError
+from ...errors import GatewayError, PilotflameError
 from ..front.api.admin import Admin
 from ..front.api.server import HttpServer
 from ..front.api.standalone import Standalone
@@ -93,6 +93,9 @@ async def startup(
     """
     check_names(settings.plugins or ())
     plugins = load(APIS, settings.plugins)
+    if alone is not None and settings.database is not None:
+        message = "A gateway of one function shares no database: the setting is for gateways to which functions are deployed."
+        raise GatewayError(message, remedy="Unset PILOTFLAME_DATABASE.")
     state = await open_state(settings, stack)
     address, engine = open_address(settings, stack), settings.engine or find_engine()
     local = address.local or (alone is not None and settings.auth != "always")

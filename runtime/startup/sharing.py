@@ -26,12 +26,16 @@ def follow_jobs(
     members: Membership, jobs: Jobs, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
 ) -> None:
     """Follow, after each heartbeat, what the other gateways do with jobs."""
-    others = jobs.others()
+    others, known = jobs.others(), set[str]()
     others.start(tasks)
     stack.callback(others.close)
 
     async def look() -> None:
-        await others.look(dead=not all(one.alive for one in members.members))
+        present = {one.incarnation for one in members.members}
+        left = not known <= present
+        known.clear()
+        known.update(present)
+        await others.look(left=left, dead=members.dead)
 
     _after_heartbeats(members, look, "other_gateways", tasks, stack)
 
@@ -57,7 +61,7 @@ class SharedState:
 
     async def catch_up(self) -> None:
         """Bring the state folder to what the gateways share. Call it before stored functions are restored."""
-        await self._follower.catch_up()
+        await self._follower.catch_up(first=self._members.first)
 
     def follow(self, revoked: Callable[[str], object]) -> None:
         """Follow the other gateways from now on, after each heartbeat. `revoked` is called with the id of a key that has gone."""

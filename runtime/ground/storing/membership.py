@@ -22,7 +22,7 @@ import psycopg
 
 from .duties import SharedDuties
 from .members import GatewayMember
-from .postgres import PostgresConnection, migrate, usable
+from .postgres import BEGIN, PostgresConnection, migrate, usable
 
 LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
@@ -31,6 +31,7 @@ LISTEN_S = 0.25
 LEASE_S = 10.0
 """Longer than a restart of PostgreSQL, or a stop of the whole machine for a snapshot. After a gateway's death, its jobs wait for this time."""
 CLOSE_TIMEOUT_S = 5.0
+_BEGIN = f"{BEGIN}; SET LOCAL statement_timeout = '{int(LEASE_S / 2)}s'"
 _BEAT = "SELECT heartbeat(?, ?, ?, ?, ?, ?)::text"
 _LEAVE = (
     "WITH left_duties AS (DELETE FROM duties WHERE incarnation = ?1) DELETE FROM nodes WHERE incarnation = ?1"
@@ -44,13 +45,16 @@ class Membership:
         """`url` is a connection string of libpq."""
         self.url, self.incarnation = url, incarnation
         self._told = (incarnation, name, version)
+        self.first = False
+        """True if the state folder belongs to no earlier member."""
         self.generation = 0
         """Told to the other gateways with each heartbeat."""
         self.members: tuple[GatewayMember, ...] = ()
         self.followers: list[Callable[[], object]] = []
         """Called on the event loop after each heartbeat, and when the lease has ended."""
         self.duties = SharedDuties(lambda: self.alive)
-        self._until_s = 0.0
+        self._until_s = self._since_s = 0.0
+        self._lapse: asyncio.TimerHandle | None = None
         self._news, self._ended = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._connection: PostgresConnection | None = None
@@ -60,15 +64,23 @@ class Membership:
         """True while the other gateways count on this one."""
         return time.monotonic() < self._until_s
 
-    def open(self, previous: str) -> None:
-        """Upgrade the tables, and become a member. `previous` is the incarnation of this gateway's last run, which has ended.
+    @property
+    def dead(self) -> bool:
+        """True if the lease of another gateway has ended although the database was there for the time of a lease."""
+        judges = self.alive and time.monotonic() - self._since_s > LEASE_S
+        return judges and not all(one.alive for one in self.members)
 
-        Blocks. Raise GatewayError if the database cannot be used.
+    def open(self, previous: str) -> None:
+        """Upgrade the tables, and become a member. `previous` is the incarnation of the last run on this state folder.
+
+        That run has ended, or the state folder is a copy. So its lease is ended only if no heartbeat renews it. Blocks. Raise GatewayError if the database cannot be used.
         """
         with usable():
             self._connection = PostgresConnection(self.url)
             migrate(self._connection)
-            self._connection.execute(_LEAVE, (previous,))
+            until = self._until_of(previous)
+            if until is not None and (self._ended.wait(1.5 * BEAT_S) or self._until_of(previous) == until):
+                self._connection.execute(_LEAVE, (previous,))
             self._note(*self._beat([]))
 
     def start(self) -> None:
@@ -98,15 +110,18 @@ class Membership:
             self._news.clear()
             try:
                 beat = self._beat([*self.duties.names])
-                failing = False
-            except psycopg.Error as error:
+            except Exception as error:  # noqa: BLE001  without heartbeats, other gateways would run the jobs of this one
                 self._disconnect()
                 if not failing:
-                    LOG.warning("the database of the gateways does not answer: %s", str(error).strip())
-                failing, beat = True, (self._until_s, self.members)
-            # The loop has ended if the gateway is killed by an error.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._follow, beat, failing)
+                    LOG.warning("the heartbeat in the database failed: %s", str(error).strip())
+                failing = True
+                continue
+            failing = False
+            try:
+                loop.call_soon_threadsafe(self._follow, beat)
+            except RuntimeError:
+                # The event loop has ended.
+                break
         with suppress(psycopg.Error):
             self._connected().execute(_LEAVE, (self.incarnation,))
         self._disconnect()
@@ -129,20 +144,40 @@ class Membership:
         """Renew the lease. Return the monotonic time of its end, and the members."""
         begun_s = time.monotonic()
         values = (*self._told, self.generation, LEASE_S, duties)
-        ((text,),) = self._connected().execute(_BEAT, values).fetchall()
-        return begun_s + LEASE_S, tuple(GatewayMember(**one) for one in orjson.loads(text))
+        connection = self._connected()
+        connection.run(_BEGIN)
+        ((text,),) = connection.execute(_BEAT, values).fetchall()
+        connection.run("COMMIT")
+        # A newer gateway may have made a heartbeat that tells more.
+        members = [{name: one[name] for name in GatewayMember._fields} for one in orjson.loads(text)]
+        return begun_s + LEASE_S, tuple(GatewayMember(**one) for one in members)
 
-    def _follow(self, beat: tuple[float, tuple[GatewayMember, ...]], failing: bool) -> None:
-        if not failing:
-            self._note(*beat)
-        elif not self.alive:
-            self.duties.note(())
-        else:
-            return
+    def _until_of(self, incarnation: str) -> object:
+        """Return the end of a lease; None if there is no such member."""
+        query = "SELECT until FROM nodes WHERE incarnation = ?"
+        row = self._connected().execute(query, (incarnation,)).fetchone()
+        return None if row is None else row[0]
+
+    def _follow(self, beat: tuple[float, tuple[GatewayMember, ...]]) -> None:
+        self._note(*beat)
+        if self._lapse is not None:
+            self._lapse.cancel()
+        # A heartbeat may hang for longer than the lease.
+        loop = asyncio.get_running_loop()
+        self._lapse = loop.call_later(max(0.0, self._until_s - time.monotonic()) + 0.01, self._end_duties)
+        self._tell()
+
+    def _end_duties(self) -> None:
+        self.duties.note(())
+        self._tell()
+
+    def _tell(self) -> None:
         for follower in self.followers:
             follower()
 
     def _note(self, until_s: float, members: tuple[GatewayMember, ...]) -> None:
+        if not self.alive:
+            self._since_s = time.monotonic()
         self._until_s, self.members = until_s, members
         self.duties.note(
             [duty for one in members if one.incarnation == self.incarnation for duty in one.duties]

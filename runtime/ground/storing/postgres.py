@@ -41,9 +41,11 @@ _KEEPALIVE = {
     "tcp_user_timeout": 10_000,
 }
 T = TypeVar("T")
+NO_ADDRESS = "it must be an address like postgresql://user:password@host/name, with special characters of the password as %40"
 _MARK = re.compile(r"\?(\d*)")
 
 _MIGRATION = re.compile(r"\d{4}_(pre|post)_\w+\.sql")
+_BEGIN_MIGRATION = f"BEGIN; SET LOCAL lock_timeout = '60s'; SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S}s'"
 _MIGRATION_LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame migrations ' || current_schema()))"
 _MIGRATIONS = "CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, applied TIMESTAMPTZ NOT NULL DEFAULT now())"
 _EXAMINE = """SELECT current_setting('server_version'), extract(epoch FROM clock_timestamp())::float8,
@@ -90,7 +92,12 @@ class PostgresConnection:
     def __init__(self, url: str) -> None:
         """Connect. Blocks, for at most CONNECT_TIMEOUT_S. Raises psycopg.Error."""
         limits: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
-        info = make_conninfo(**limits | conninfo_to_dict(url))
+        try:
+            given = conninfo_to_dict(url)
+        except psycopg.ProgrammingError:
+            # Its text would quote the password.
+            raise psycopg.ProgrammingError(NO_ADDRESS) from None
+        info = make_conninfo(**limits | given)
         self.session: psycopg.Connection[PostgresRow] = psycopg.connect(
             info, autocommit=True, row_factory=_rows
         )
@@ -263,7 +270,7 @@ def migrate(
     one needs. Raises psycopg.Error if the connection fails.
     """
     known = _known(folder)
-    connection.run(f"BEGIN; {_MIGRATION_LOCK}; {_MIGRATIONS}")
+    connection.run(f"{_BEGIN_MIGRATION}; {_MIGRATION_LOCK}; {_MIGRATIONS}")
     done = {name for (name,) in connection.run("SELECT name FROM migrations")}
     if removed := sorted(name for name in done - {*known} if "_post_" in name):
         connection.run("ROLLBACK")

@@ -64,7 +64,11 @@ class PostgresRevisionIndex:
             kept = [share.revision for share in after.traffic]
             connection.execute(_PRUNE, (name, kept, 0 if after.deleted else self._keep))
             connection.run("NOTIFY pilotflame")
-            return next(_read(connection, name))
+            changed = next(_read(connection, name))
+            if changed.live is None and not changed.deleted:
+                message = f"The revision {changed.traffic[0].revision} of {name} was removed meanwhile."
+                raise GatewayError(message, remedy="Choose another one: pilotflame revisions.")
+            return changed
 
         return self._run(run, _BEGIN_CHANGE)
 

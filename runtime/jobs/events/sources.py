@@ -62,6 +62,8 @@ class Sources:
         self._plugins, self._identity, self._jobs, self._tasks = plugins, identity, jobs, tasks
         self._log, self._on_backlog, self._drain_s = log, on_backlog, drain_s
         self._consumers: dict[str, list[Consumer]] = {}
+        self._followed: set[str] = set()
+        """The functions with sources, which another gateway may read."""
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -81,6 +83,7 @@ class Sources:
     def start(self, name: str, settings: FunctionSettings) -> None:
         """Start consumers for the new sources of a live function. Stop consumers whose source was removed."""
         if settings.source:
+            self._followed.add(name)
             self._duties.keep(f"sources {name}", partial(self._follow_duty, name, settings))
         else:
             self.stop(name)
@@ -120,13 +123,14 @@ class Sources:
 
     def stop(self, name: str) -> None:
         """Stop the consumers of a deleted function, in the background; see `Consumer.close`."""
+        self._followed.discard(name)
         self._duties.drop(f"sources {name}")
         self._close(self._consumers.pop(name, []))
 
     async def close(self) -> None:
         """Stop all consumers, and wait until each has ended; see `Consumer.close`."""
         self._closed = True
-        for name in list(self._consumers):
+        for name in list(self._followed):
             self.stop(name)
         if self._closing:
             await asyncio.wait(self._closing)

@@ -15,7 +15,8 @@ from ..stored.large_bodies import LargeBodies
 from .database import PostgresDatabase
 from .group_rows import run_together
 
-_ALIVE = "SELECT incarnation FROM nodes WHERE until > now()"
+_KNOWN = "SELECT incarnation FROM nodes"
+_ALIVE = f"{_KNOWN} WHERE until > now()"
 
 
 def _claim(
@@ -45,16 +46,18 @@ def _unclaim(transaction: Transaction, job_ids: Collection[str]) -> None:
             transaction.changes.queued.add(function)
 
 
-def _requeue_dead(transaction: Transaction) -> tuple[int, int]:
+def _requeue_dead(transaction: Transaction, *, expired: bool = True) -> tuple[int, int]:
     execute = transaction.connection.execute
-    alive = [incarnation for (incarnation,) in execute(_ALIVE)] or [transaction.incarnation]
+    asked = _ALIVE if expired else _KNOWN
+    alive = [incarnation for (incarnation,) in execute(asked)] or [transaction.incarnation]
     marks = ", ".join("?" * len(alive))
     free = f"""UPDATE jobs SET incarnation = '' WHERE state = 'IN_QUEUE' AND incarnation <> '' AND incarnation NOT IN ({marks})
         RETURNING function"""  # noqa: S608
     transaction.changes.queued.update(function for (function,) in execute(free, alive))
     requeued = transitions.requeue_dead(transaction, alive)
     # Only now: a gateway that is in this table may have jobs.
-    execute("DELETE FROM nodes WHERE until <= now()")
+    if expired:
+        execute("DELETE FROM nodes WHERE until <= now()")
     return requeued
 
 

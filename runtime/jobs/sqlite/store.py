@@ -61,7 +61,7 @@ class SqliteJobStore(SqlJobStore):
         super().__init__(database, LargeBodies(FileBlobs(database.path.with_suffix(".bodies"))), **more)
         self._folder = database.path.parent
 
-    async def requeue_dead(self) -> tuple[int, int]:
+    async def requeue_dead(self, *, expired: bool = True) -> tuple[int, int]:
         return await self._requeue_dead((self.incarnation,))
 
     async def unclaim(self, job_ids: Collection[str]) -> None:

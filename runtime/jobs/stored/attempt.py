@@ -148,7 +148,9 @@ class JobAttempt:
         """
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
-        self.fence = self._stored_bytes = 0
+        self._stored_bytes = 0
+        self.fence = 0
+        """0 while the start is not stored."""
         now_s, waited_s = time.monotonic(), max(0.0, store.clock() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(

@@ -104,13 +104,9 @@ class JobDispatcher:
             if job_id in jobs.attempts:
                 jobs.attempts[job_id].cancel()
 
-    def fences(self) -> dict[tuple[str, str], int]:
-        """Return, by function and job, the fences of the attempts; 0 for an attempt whose start is not stored."""
-        return {
-            (function, job_id): attempt.fence
-            for function, jobs in self._functions.items()
-            for job_id, attempt in jobs.attempts.items()
-        }
+    def attempts(self) -> list[JobAttempt]:
+        """Return the attempts whose end is not yet stored."""
+        return [attempt for jobs in self._functions.values() for attempt in jobs.attempts.values()]
 
     def stop(self) -> None:
         """Submit no more jobs. Attempts that have started go on."""

@@ -243,10 +243,10 @@ class JobStore(JobQueries, JobRequests, AttemptStore, Outbox, Protocol):
     async def close(self) -> None:
         """Finish all calls that have begun. Later calls raise JobStoreFailed."""
 
-    async def requeue_dead(self) -> tuple[int, int]:
+    async def requeue_dead(self, *, expired: bool = True) -> tuple[int, int]:
         """Free what dead gateways have claimed, queue the jobs again that they ran, and end the jobs whose last attempt they ran.
 
-        Return how many are queued again, and how many have FAILED.
+        Dead are the gateways that are no members any more and, if `expired`, the members whose lease has ended. Return how many are queued again, and how many have FAILED.
         """
 
     async def free_bytes(self) -> int:

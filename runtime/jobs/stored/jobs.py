@@ -125,7 +125,8 @@ class Jobs:
         self._stored.most = self.store.most_stored_bytes = most_bytes
         self._sender.start(self._tasks)
         self._duties.keep(WEBHOOKS, lambda _mine: self._sender.wake())
-        recovered = await self.store.requeue_dead()
+        # Other gateways may be alive whose lease has ended, because the database was away. Their next heartbeat says so.
+        recovered = await self.store.requeue_dead(expired=False)
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
         self._expiry.start(self._tasks)

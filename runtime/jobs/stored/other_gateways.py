@@ -42,15 +42,15 @@ class OtherGateways:
     def close(self) -> None:
         self._watching.cancel()
 
-    async def look(self, *, dead: bool) -> None:
+    async def look(self, *, left: bool, dead: bool) -> None:
         """Run jobs that wait, end attempts of jobs that others have ended or run, and count what is stored. Call it each second.
 
-        If a gateway is `dead`, its jobs are queued again.
+        If a gateway has `left`, or is `dead`, its jobs are queued again.
         """
         with contextlib.suppress(JobStoreFailed):
             self._looks += 1
-            if dead or self._looks % RECOVER_EVERY == 0:
-                await self._store.requeue_dead()
+            if left or dead or self._looks % RECOVER_EVERY == 0:
+                await self._store.requeue_dead(expired=dead)
             for function in await self._store.functions_waiting():
                 self._dispatcher.wake(function)
             self._wake_webhooks()
@@ -58,12 +58,15 @@ class OtherGateways:
             self._stored.load(await self._store.stored_bytes())
 
     async def _end_attempts(self) -> None:
-        fences = self._dispatcher.fences()
-        found = {job.id: job for job in await self._glances([job_id for _, job_id in fences])}
-        for (function, job_id), fence in fences.items():
-            job = found.get(job_id)
-            if job is not None and (job.state.final or (fence and job.attempts > fence)):
-                self._dispatcher.cancel(function, job_id)
+        attempts = [(one, one.fence) for one in self._dispatcher.attempts()]
+        found = {job.id: job for job in await self._glances([one.job.id for one, _ in attempts])}
+        # The read job may belong to an earlier attempt: meanwhile, the job may have been started again.
+        present = set(self._dispatcher.attempts())
+        for attempt, fence in attempts:
+            job = found.get(attempt.job.id)
+            same = attempt in present and attempt.fence == fence
+            if same and job is not None and (job.state.final or (fence and job.attempts > fence)):
+                self._dispatcher.cancel(attempt.job.function, attempt.job.id)
 
     async def _watch(self) -> None:
         while True:
@@ -72,7 +75,7 @@ class OtherGateways:
                 await self._tell_watchers()
 
     async def _tell_watchers(self) -> None:
-        here = {job_id for _, job_id in self._dispatcher.fences()}
+        here = {one.job.id for one in self._dispatcher.attempts()}
         asked = [job_id for job_id in self._watchers if job_id not in here]
         before, self._known = self._known, {}
         for job in await self._glances(asked):

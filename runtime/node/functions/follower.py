@@ -79,17 +79,31 @@ class Follower:
         self._begin()
         self._tell()
 
-    async def catch_up(self) -> None:
-        """Before the stored functions are restored, make their files what the index says. Publish functions that it never had."""
+    async def catch_up(self, *, first: bool = False) -> None:
+        """Before the stored functions are restored, make their files what the index says. Publish functions that it never had.
+
+        `first` says that this gateway has never followed the index. Then it publishes its functions also if others of these names were
+        deleted. Raise GatewayError if there are others of these names.
+        """
         store, entries = self.shared.store, await asyncio.to_thread(self.shared.index.changes, 0)
+        self._seen = max((entry.generation for entry in entries), default=0)
+        if first:
+            entries = [entry for entry in entries if not entry.deleted]
+            await self._check_names({entry.name for entry in entries})
         await self.refresh()
         await asyncio.gather(*map(self._restore, entries))
-        self._seen = max((entry.generation for entry in entries), default=0)
         known, paused = {entry.name for entry in entries}, await asyncio.to_thread(store.paused)
         for name, record in (await asyncio.to_thread(store.functions)).items():
             if name not in known:
                 await self._introduce(record, paused=name in paused)
         self._tell()
+
+    async def _check_names(self, shared: set[str]) -> None:
+        if both := sorted(shared.intersection(await asyncio.to_thread(self.shared.store.functions))):
+            raise GatewayError(
+                f"The state folder and the database have different functions of these names: {', '.join(both)}.",
+                remedy="Start with an empty state folder, or start without `database` and delete them here.",
+            )
 
     async def _restore(self, entry: FunctionEntry) -> None:
         try:
@@ -114,6 +128,7 @@ class Follower:
         folder, name = store.function(entry.name), entry.name
         record = None if entry.live is None else RevisionRecord.parse(entry.live.record)
         present, deleted = folder.current() if folder.path.is_dir() else None, False
+        self._check_live(entry)
         if folder.path.is_dir() and (record is None or (present and not self._may_replace(present, record))):
             store.delete(name)
             present, deleted = None, True
@@ -161,6 +176,7 @@ class Follower:
 
     async def _apply(self, entry: FunctionEntry) -> None:
         functions, name = self.rollouts.functions, entry.name
+        self._check_live(entry)
         if entry.live is None:
             return await self.retirements.leave(name)
         live, record = functions.find(name), RevisionRecord.parse(entry.live.record)
@@ -177,6 +193,12 @@ class Follower:
         if functions.get(name).function.paused != entry.paused:
             await functions.pause(name, paused=entry.paused, followed=entry.generation)
         return None
+
+    def _check_live(self, entry: FunctionEntry) -> None:
+        if entry.live is None and not entry.deleted:
+            raise GatewayError(
+                f"The database lacks the live revision of {entry.name}.", remedy="Deploy it again."
+            )
 
     def _may_replace(self, old: RevisionRecord, new: RevisionRecord) -> bool:
         """Return True if both have the same owner. Otherwise the function was deleted in between."""

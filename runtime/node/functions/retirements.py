@@ -130,10 +130,10 @@ class Retirements:
     async def _delete(self, name: str, live: Live) -> None:
         functions = self.functions
         if functions.shared is not None:
-            # Remove the secrets first, as below.
             live.function.secrets = functions.secrets.of(name)
-            await asyncio.to_thread(functions.secrets.forget, name)
+            # It may be refused. Afterwards, no gateway serves the function, so none of them uses the secrets.
             await functions.shared.delete(live.record)
+            await asyncio.to_thread(functions.secrets.forget, name)
         await self._take_away(name, live)
 
     async def _take_away(self, name: str, live: Live, *, followed: bool = False) -> None:

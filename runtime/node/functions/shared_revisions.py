@@ -119,10 +119,10 @@ class SharedRevisions:
         self.threads.start(self._discard_unused)
 
     def introduce(self, record: RevisionRecord, *, paused: bool) -> FunctionEntry:
-        """Publish a function from before this gateway had a database. Blocks. Raise GatewayError if the index had one of this name."""
+        """Publish a function from before this gateway had a database. Blocks. Raise GatewayError if the index has one of this name."""
 
         def decide(present: FunctionEntry | None) -> FunctionEntry:
-            if present is not None:
+            if present is not None and not present.deleted:
                 raise GatewayError(f"Another gateway has a function {record.function!r}.")
             return FunctionEntry(record.function, (TrafficShare(record.revision),), paused)
 

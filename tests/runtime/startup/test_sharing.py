@@ -25,10 +25,16 @@ from live import (
     short_folder,
     until,
 )
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
+from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
+from pilotflame.runtime.ground.storing import membership
 from pilotflame.runtime.jobs.alerting import conditions
 from pilotflame.runtime.jobs.alerting.alerts import ALERTS
 from pilotflame.runtime.startup.joining import INCARNATION_FILE
+from pilotflame.runtime.startup.server import serve
 from postgres import PostgresServer, new_schema, postgres_server
+from pydantic import SecretStr
 from receiver import receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -251,7 +257,11 @@ async def test_a_gateway_that_is_alone_is_listed(state: Path) -> None:
     assert (only["this"], only["alive"], only["duties"]) == (True, True, [])
 
 
-async def test_jobs_of_a_killed_gateway_run_on_another_one(postgres_url: str, gate: Gate) -> None:
+async def test_jobs_of_a_killed_gateway_run_on_another_one(
+    postgres_url: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other gateway must have been there for the time of a lease.
+    monkeypatch.setattr(membership, "LEASE_S", 2.0)
     with short_folder() as folder:
         async with gateway_process(folder / "state", database=postgres_url) as killed:
             function = await killed.deploy(SIGNS, ONE, name="killed", gate=gate)
@@ -299,6 +309,38 @@ async def test_calls_go_on_while_the_database_is_away(gate: Gate) -> None:
                 return again.status_code == 200 and bool(await ended(function, again.json()["id"]))
 
             await until(accepted, "a job after the database was away")
+
+
+async def test_a_gateway_of_one_function_shares_no_database(state: Path, postgres_url: str) -> None:
+    settings = GatewaySettings(state_dir=state, port=0, database=SecretStr(postgres_url))
+    with pytest.raises(GatewayError, match="shares no database"):
+        async with serve(settings, FunctionSettings(name="only")):
+            pass
+
+
+async def test_a_gateway_brings_its_functions_unless_there_are_others_of_these_names(
+    postgres_url: str,
+) -> None:
+    with short_folder() as folder:
+        for number, path in enumerate((folder / "own" / "state", folder / "clash" / "state")):
+            path.parent.mkdir()
+            async with gateway_here(path) as gateway:
+                await gateway.deploy(f"def handler(event):\n    return {number}\n", name="both")
+                await gateway.deploy(f"def handler(event):\n    return {number}\n", name=f"only{number}")
+        async with gateways(postgres_url) as pair:
+            await pair[0].deploy("def handler(event):\n    return -1\n", name="both")
+            assert (await pair[0].client.delete("/v1/functions/both")).status_code == 200
+            async with gateway_here(folder / "own" / "state", database=postgres_url) as joined:
+                assert [await joined.function(name).answer(0) for name in ("both", "only0")] == [0, 0]
+                await joined.deploy("def handler(event):\n    return 5\n", name="last")
+                assert [await pair[1].function(name).answer(0) for name in ("both", "only0", "last")] == [
+                    0,
+                    0,
+                    5,
+                ]
+            with pytest.raises(GatewayError, match="different functions of these names: both"):
+                async with gateway_here(folder / "clash" / "state", database=postgres_url):
+                    pass
 
 
 async def test_a_gateway_does_not_start_without_its_database(state: Path) -> None:

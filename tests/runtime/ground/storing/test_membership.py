@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import psycopg
@@ -95,6 +96,41 @@ async def test_a_dead_gateway_is_named_until_its_jobs_are_queued_again(join: Joi
         return first.incarnation not in {one.incarnation for one in third.members}
 
     await until(gone, "the end of the dead gateway")
+
+
+async def test_a_copy_of_a_state_folder_ends_no_living_gateway(join: Join) -> None:
+    first = await join("a", "webhooks")
+    await has(first, "webhooks")
+    copy = await join("copy", previous=first.incarnation)
+    assert [(one.name, one.alive) for one in copy.members] == [("a", True), ("copy", True)]
+    assert first.duties.has("webhooks")
+
+
+async def test_nobody_is_dead_for_a_gateway_that_was_away_itself(
+    join: Join, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEASE_S", 0.5)
+    first, second = await join("a"), await join("b")
+    await asyncio.to_thread(_kill, first)
+
+    async def dead() -> bool:
+        return second.dead
+
+    await until(dead, "the end of the first gateway")
+    # Without heartbeats of its own, the second one cannot know.
+    second._until_s = 0.0
+    assert not second.dead
+    second._note(time.monotonic() + 0.5, second.members)
+    assert not second.dead
+
+
+@pytest.mark.parametrize("url", ["postgresql+psycopg://pf:S3cret@db/x", "postgresql://pf:50%S3cret@db/x"])
+def test_an_address_that_is_none_is_not_quoted(url: str) -> None:
+    members = Membership(url, "i", "a", "1.0")
+    with pytest.raises(GatewayError, match="must be an address") as raised:
+        members.open("")
+    assert "S3cret" not in repr(raised.value)
+    assert raised.value.__cause__ is None or "S3cret" not in repr(raised.value.__cause__)
 
 
 async def test_a_gateway_whose_row_was_removed_joins_again(join: Join, postgres_url: str) -> None:

@@ -57,10 +57,22 @@ def test_generations_count_the_changes_of_all_functions(index: PostgresRevisionI
 
 def test_traffic_of_several_revisions_is_kept(index: PostgresRevisionIndex) -> None:
     shares = (TrafficShare("r2-0", 9), TrafficShare("r1-0", 1, "canary"))
-    index.change("tone", lambda _: FunctionEntry("tone", shares, paused=True), revision(1))
+    serve(index, 1)
+    index.change("tone", lambda _: FunctionEntry("tone", shares, paused=True), revision(2))
     found = index.entry("tone")
     assert found is not None
-    assert (found.traffic, found.paused, found.live) == (shares, True, None)
+    assert (found.traffic, found.paused, found.live) == (shares, True, revision(2))
+
+
+def test_a_revision_that_was_removed_meanwhile_cannot_become_live(index: PostgresRevisionIndex) -> None:
+    """Otherwise other gateways would find no live revision."""
+    for number in range(1, 5):
+        serve(index, number)
+    with pytest.raises(GatewayError, match="r1-0 of tone was removed"):
+        serve(index, 1, new=False)
+    found = index.entry("tone")
+    assert found is not None
+    assert found.live == revision(4)
 
 
 def test_a_decision_sees_the_present_entry_and_its_error_changes_nothing(
