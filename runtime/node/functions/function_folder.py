@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from ....errors import BadInput, GatewayError, UnknownRevision
@@ -95,14 +95,18 @@ class FunctionFolder:
                 found.append(self.read(revision))
         return found
 
-    def find(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
-        """Return the revision to roll back to. `live` is the live revision.
+    def find(
+        self, live: RevisionRecord, wanted: str | None, among: Sequence[RevisionRecord] | None = None
+    ) -> RevisionRecord:
+        """Return the revision to roll back to. `live` is the live revision. `among` are the function's revisions, the newest first; by
+        default those in the folder.
 
         `wanted` is the id of a revision, or its number, as `r3` or `3`. If `wanted` is None, return the newest revision
         before the live one. Raise UnknownRevision if there is no such revision, and BadInput if it is the live
         revision.
         """
-        found, number = self.records(), _NUMBER.fullmatch(wanted or "")
+        found = self.records() if among is None else among
+        number = _NUMBER.fullmatch(wanted or "")
         for record in found:
             before = wanted is None and record.number < live.number
             if before or wanted == record.revision or (number and int(number[1]) == record.number):

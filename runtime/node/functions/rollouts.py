@@ -165,7 +165,7 @@ class Rollouts:
 
         def choose(live: RevisionRecord) -> RevisionRecord:
             if (shared := self.functions.shared) is not None:
-                shared.fetch_all(name)
+                return shared.fetch_old(live, revision)
             return self.functions.store.function(name).find(live, revision)
 
         return await self._revive(name, choose)

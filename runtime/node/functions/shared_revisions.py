@@ -194,10 +194,11 @@ class SharedRevisions:
             raise
         return self.store.place(staged, record)
 
-    def fetch_all(self, name: str) -> None:
-        """Bring all revisions of a function to this node, so that any can be made live. Blocks."""
-        for indexed in self.index.revisions(name):
-            self.fetch(indexed)
+    def fetch_old(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
+        """Return the revision that `FunctionFolder.find` finds among those of all gateways, and bring it to this node. Blocks."""
+        stored = {one.revision: one for one in self.index.revisions(live.function)}
+        among = [RevisionRecord.parse(one.record) for one in stored.values()]
+        return self.fetch(stored[self.store.function(live.function).find(live, wanted, among).revision])
 
     # -- parts
 
