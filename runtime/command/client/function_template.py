@@ -72,7 +72,14 @@ def _rename(folder: Path, template: str, name: str) -> None:
     """Replace the template's name by `name` in the settings, and in the commands of the README."""
     names = {
         SETTINGS_FILE: ['name = "{}"'],
-        README_FILE: ["pilotflame invoke {} ", "/invoke/{}\n", "/asgi/{}/", "//{}.localhost"],
+        README_FILE: [
+            "pilotflame invoke {} ",
+            "pilotflame logs {} ",
+            "/invoke/{}\n",
+            "/asgi/{}/",
+            "//{}.localhost",
+            '"model": "{}"',
+        ],
     }
     for file, places in names.items():
         text = (folder / file).read_text(encoding="utf-8")

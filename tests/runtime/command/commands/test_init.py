@@ -48,6 +48,7 @@ def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_pa
     assert "pilotflame invoke my-function " in readme
     assert f"invoke {template} " not in readme
     assert f"//{template}." not in readme
+    assert f'"model": "{template}"' not in readme
     assert 15 <= readme.count("\n") <= 40
 
 
