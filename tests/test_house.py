@@ -661,6 +661,15 @@ def test_every_file_says_what_it_is() -> None:
         assert docstring.splitlines()[0].rstrip().endswith((".", "`", ":")), name
 
 
+def test_tests_change_constants_through_monkeypatch() -> None:
+    """Otherwise the change also holds for later tests of the process, as the engine of the tests of vLLM did."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(tree(path)):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                constant = isinstance(target, ast.Attribute) and target.attr.isupper()
+                assert not constant, f"{path.name}, line {node.lineno}: use monkeypatch.setattr"  # type: ignore[attr-defined]
+
+
 def test_tests_mirror_the_sources() -> None:
     for package in ("handlers", "runtime", "snapshot"):
         for path in (ROOT / "tests" / package).rglob("test_*.py"):

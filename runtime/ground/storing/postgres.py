@@ -14,7 +14,7 @@ import queue
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from ....errors import GatewayError, JobStoreFailed
+from ....errors import GatewayError, JobStoreFailed, PilotflameError
 
 CONNECT_TIMEOUT_S = 10
 STATEMENT_TIMEOUT_S = 30
@@ -41,6 +41,7 @@ _KEEPALIVE = {
     "tcp_user_timeout": 10_000,
 }
 T = TypeVar("T")
+CHECK_SERVER = "Check whether PostgreSQL runs, and whether its disk is full."
 NO_ADDRESS = "it must be an address like postgresql://user:password@host/name, with special characters of the password as %40"
 _MARK = re.compile(r"\?(\d*)")
 
@@ -210,15 +211,20 @@ class DatabaseFacts(NamedTuple):
 
 
 @contextmanager
-def usable() -> Iterator[None]:
-    """Raise GatewayError if PostgreSQL fails in the block."""
+def reported(
+    problem: str, remedy: str = CHECK_SERVER, kind: type[PilotflameError] = GatewayError
+) -> Iterator[None]:
+    """Raise an error of `kind` if PostgreSQL fails in the block. Its message is `problem` and what PostgreSQL says."""
     try:
         yield
     except psycopg.Error as error:
-        message = f"The database cannot be used: {str(error).strip()}."
-        raise GatewayError(
-            message, remedy="Check the setting `database`, and whether PostgreSQL runs."
-        ) from error
+        raise kind(f"{problem}: {str(error).strip().rstrip('.?')}.", remedy=remedy) from error
+
+
+def usable(kind: type[PilotflameError] = GatewayError) -> AbstractContextManager[None]:
+    """Return a context that raises an error of `kind` if PostgreSQL fails at the start of a gateway."""
+    remedy = "Check the setting `database`, and whether PostgreSQL runs."
+    return reported("The database cannot be used", remedy, kind)
 
 
 def prepare_database(url: str) -> None:

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-import psycopg
-
 from ....errors import JobStoreFailed
-from .postgres import PostgresConnection, PostgresPool
+from .postgres import PostgresConnection, PostgresPool, reported
 
 LOG = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
@@ -54,9 +52,5 @@ class PostgresBlobs:
             LOG.warning("%s could not be deleted: %s", self._table, error)
 
     def _run(self, run: Callable[[PostgresConnection], T]) -> T:
-        try:
+        with reported("PostgreSQL could not be written or read", kind=JobStoreFailed):
             return self._pool.run(run)
-        except psycopg.Error as error:
-            message = f"PostgreSQL could not be written or read: {str(error).strip()}."
-            remedy = "Check whether PostgreSQL runs, and whether its disk is full."
-            raise JobStoreFailed(message, remedy=remedy) from error

@@ -10,11 +10,8 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TypeVar
 
-import psycopg
-
-from ....errors import GatewayError
 from .documents import check_document_name
-from .postgres import BEGIN, PostgresConnection, PostgresPool
+from .postgres import BEGIN, PostgresConnection, PostgresPool, reported
 
 T = TypeVar("T")
 _BEGIN_CHANGE = f"""{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
@@ -95,12 +92,8 @@ class PostgresDocuments:
         return self._run("read", place, run, BEGIN)
 
     def _run(self, verb: str, place: str, run: Callable[[PostgresConnection], T], begin: str) -> T:
-        try:
+        with reported(f"PostgreSQL could not {verb} {place}"):
             return self._pool.run(run, begin)
-        except psycopg.Error as error:
-            message = f"PostgreSQL could not {verb} {place}: {str(error).strip()}."
-            remedy = "Check whether PostgreSQL runs, and whether its disk is full."
-            raise GatewayError(message, remedy=remedy) from error
 
 
 def _write(connection: PostgresConnection, name: str, data: bytes | None) -> None:

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from typing import TypeVar
 
 import orjson
-import psycopg
 
 from ....errors import GatewayError
-from .postgres import BEGIN, PostgresConnection, PostgresPool, PostgresRow
+from .postgres import BEGIN, PostgresConnection, PostgresPool, PostgresRow, reported
 from .revision_index import FunctionEntry, IndexedRevision, TrafficShare
 
 T = TypeVar("T")
@@ -88,12 +87,8 @@ class PostgresRevisionIndex:
         self._pool.close()
 
     def _run(self, work: Callable[[PostgresConnection], T], begin: str = BEGIN) -> T:
-        try:
+        with reported("PostgreSQL could not read or write the functions"):
             return self._pool.run(work, begin)
-        except psycopg.Error as error:
-            message = f"PostgreSQL could not read or write the functions: {str(error).strip()}."
-            remedy = "Check whether PostgreSQL runs, and whether its disk is full."
-            raise GatewayError(message, remedy=remedy) from error
 
 
 def _read(connection: PostgresConnection, name: str) -> Iterator[FunctionEntry]:

@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 
 from ....errors import JobStoreFailed
-from ...ground.storing.postgres import BEGIN, PostgresConnection, migrate
+from ...ground.storing.postgres import BEGIN, PostgresConnection, migrate, usable
 from ..sql.group_commit import GroupCommit
 
 READERS = 4
@@ -55,15 +55,10 @@ class PostgresDatabase(GroupCommit):
 
     def open(self) -> None:
         with ExitStack() as opened:
-            try:
+            with usable(JobStoreFailed):
                 opened.callback((writer := self.connect(reading=False)).close)
                 migrate(writer)
                 readers = [self.connect(reading=True) for _ in range(READERS)]
-            except psycopg.Error as error:
-                message = f"The store of jobs, PostgreSQL, cannot be used: {str(error).strip()}."
-                raise JobStoreFailed(
-                    message, remedy="Check the setting `database`, and whether PostgreSQL runs."
-                ) from error
             opened.pop_all()
         self._begin(writer, readers)
 

@@ -1,4 +1,4 @@
-"""A gateway follows the changes of jobs by other gateways: it ends attempts in vain, and no others."""
+"""A gateway cancels the attempt of a job that another gateway has ended or runs, and leaves other attempts alone."""
 
 from __future__ import annotations
 
