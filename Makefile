@@ -110,7 +110,7 @@ bench-llm: .venv/wheel ## Language models: the engine beside a bare loop and gen
 bench-containers: .venv/wheel ## Containers: cold starts, memory that they share, and neighbours; needs podman and runc
 	$(BIN)/python infra/bench/containers_bench.py $(BENCH_ARGS)
 
-bench-compare: .venv/wheel ## CPU time of a hello and of a cold start beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1'
+bench-compare: .venv/wheel ## CPU time of a hello, of a job and of a cold start beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1'
 	$(BIN)/python infra/bench/path_cost.py $(BENCH_ARGS)
 
 soak: .venv/wheel ## What stays behind or gets lost, in hours: make soak PART=activations, containers, gateway, histories, jobs, kafka, revisions or rolling

@@ -25,9 +25,9 @@ PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
 LIMITS = {
     "product": 60_000,
-    "infra": 8_630,
+    "infra": 8_700,
     "large classes": 10,
-    "settings": 127,
+    "settings": 128,
     "make targets": 26,
     "words of docs": 46_750,
     "words of CHANGELOG": 800,

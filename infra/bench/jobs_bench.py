@@ -27,7 +27,7 @@ from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 from pilotflame.runtime.jobs.stored.job import JobOutcome, JobState, NewJob, new_job_id
 from report import Report, parser
 from servers import Server
-from shared_jobs import beside_postgresql
+from shared_jobs import beside_postgresql, over_gateways
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "bench"
 FUNCTION = "tone"
@@ -174,6 +174,11 @@ async def retention(report: Report, folder: Path, plan: Plan) -> None:
     report.add("size_growth_under_retention", max(sizes[-3:]) / max(sizes[:3]), "x", "<= 1.3")
 
 
+async def gateways(report: Report, _: Path, plan: Plan) -> None:
+    """Enter the rate of jobs over several gateways."""
+    await over_gateways(report, min(plan.rounds, 5), plan.churn // 2)
+
+
 async def postgresql(report: Report, folder: Path, plan: Plan) -> None:
     """Enter the figures of shared_jobs.py."""
     async with opened(folder / "beside.db") as store:
@@ -188,7 +193,7 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     with report.part("http"):
         over_http(report, plan)
-    for part in (postgresql, retention, status_growth):
+    for part in (postgresql, gateways, retention, status_growth):
         with report.part(part.__name__), tempfile.TemporaryDirectory(dir=BUILD, prefix="jobs-") as folder:
             uvloop.run(part(report, Path(folder), plan))
     return report.finish(arguments)

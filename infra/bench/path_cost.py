@@ -1,4 +1,4 @@
-"""The CPU time of a warm call and of a cold start of an empty handler, at another commit and now.
+"""The CPU time of a warm call, of a durable job and of a cold start of an empty handler, at another commit and now.
 
     make bench-compare BENCH_ARGS='--against HEAD~3'
     make bench-compare BENCH_ARGS='--against HEAD~3 --only cold --functions 100'
@@ -11,6 +11,7 @@ the gateway, the zygote, and the children (standby and worker). There is no targ
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import io
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +48,10 @@ TURN_S = 0.2
 NOTHING = Used(0.0, 0.0, 0.0)
 # The processes of a cold start, as the figures name them.
 PROCESSES = {"gateway": "gateway", "zygote": "zygote", "child": "children"}
-UNITS = {"hello": ("us", 1e6), "cold": ("ms", 1e3)}
-"""The unit of the CPU time of one warm or cold call, and its number in a second."""
+UNITS = {"hello": ("us", 1e6), "job": ("us", 1e6), "cold": ("ms", 1e3)}
+"""The unit of the CPU time of one call or job, and its number in a second."""
+JOB_BODY = b'{"input": %s}' % hello.BODY
+JOBS_WAIT_S, LOOK_S = 60.0, 0.02
 
 
 @dataclass
@@ -72,14 +76,24 @@ class Side:
             raise RuntimeError(f"{NAME} was not at zero")
         self.cpu.wait_at_zero()
 
+    def wait_for_jobs(self) -> None:
+        """Wait until all jobs have ended."""
+        until_s = time.monotonic() + JOBS_WAIT_S
+        while (jobs := self.control.request("GET", f"/v2/{NAME}/health")["jobs"])["completed"] != sum(
+            jobs.values()
+        ):
+            if jobs["failed"] or time.monotonic() > until_s:
+                raise RuntimeError(f"jobs of {self.name} have not completed: {jobs}")
+            time.sleep(LOOK_S)
+
 
 class WarmCallers:
-    """The callers of one side. Each keeps its connection and sends one call after another."""
+    """The callers of one side. Each caller keeps its connection, and sends a call or submits a job when the one before is answered."""
 
-    def __init__(self, side: Side, callers: int) -> None:
-        self._side = side
-        url = f"{side.server.url}/invoke/{NAME}"
-        request = Request(url, body=hello.BODY, expect=hello.ANSWER)
+    def __init__(self, side: Side, callers: int, *, jobs: bool) -> None:
+        self._side, self._jobs = side, jobs
+        call = Request(f"{side.server.url}/invoke/{NAME}", body=hello.BODY, expect=hello.ANSWER)
+        request = Request(f"{side.server.url}/v2/{NAME}/run", body=JOB_BODY) if jobs else call
         self._loop = ClosedLoop(request, callers)
         self._used, self._answers = NOTHING, 0
 
@@ -95,6 +109,8 @@ class WarmCallers:
         tally = await self._loop.run(seconds)
         if not tally.clean:
             raise ServerError(f"{self._side.name} answered wrongly: {tally.summary()}")
+        if self._jobs:
+            await asyncio.to_thread(self._side.wait_for_jobs)
         used = self._side.cpu.used().since(before)
         self._used = Used(*map(sum, zip(self._used, used, strict=True)))
         self._answers += tally.right
@@ -148,8 +164,8 @@ def started(
         yield Side(name, server, control, FunctionCpu(server.pid, NAME))
 
 
-async def run_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
-    callers = [WarmCallers(one, hello.CALLERS) for one in sides]
+async def run_warm(sides: Sequence[Side], part: str, options: argparse.Namespace) -> None:
+    callers = [WarmCallers(one, hello.CALLERS, jobs=part == "job") for one in sides]
     try:
         for one in callers:
             await one.connect()
@@ -159,7 +175,7 @@ async def run_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
                     await one.send(TURN_S)
             for one in callers:
                 one.end_round()
-            print_progress(sides, number, "hello", options)
+            print_progress(sides, number, part, options)
     finally:
         for one in callers:
             one.close()
@@ -208,7 +224,7 @@ def enter(report: Report, before: Side, after: Side, part: str) -> None:
 
 
 def compare(report: Report, part: str, python: Path, options: argparse.Namespace) -> None:
-    """Start a gateway of each commit, and compare their warm calls or their cold starts."""
+    """Start a gateway of each commit, and compare their warm calls, their jobs or their cold starts."""
     how = {"cold": part == "cold", "others": options.functions - 1}
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(started("before", python, **how))
@@ -218,14 +234,14 @@ def compare(report: Report, part: str, python: Path, options: argparse.Namespace
         if part == "cold":
             run_cold((before, after), options)
         else:
-            uvloop.run(run_warm((before, after), options))
+            uvloop.run(run_warm((before, after), part, options))
     enter(report, before, after, part)
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--against", metavar="COMMIT", required=True)
-    made.add_argument("--only", choices=UNITS, help="compare only warm calls, or only cold starts")
+    made.add_argument("--only", choices=UNITS, help="compare only calls, jobs or cold starts")
     made.add_argument(
         "--functions",
         type=int,

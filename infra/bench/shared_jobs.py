@@ -1,12 +1,13 @@
-"""The store of jobs on PostgreSQL beside the one on SQLite, and `pgbench` as the floor. Both write durably (fsync)."""
+"""Jobs on PostgreSQL beside jobs on SQLite: of a store, and of whole gateways, with `pgbench` as the floor. Both write durably (fsync)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from percentiles import median
@@ -17,8 +18,11 @@ from pilotflame.runtime.jobs.stored.job import NewJob, new_job_id
 from report import Report
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from live import Gateway, gateway_process, short_folder, until
 from postgres import PostgresServer, new_schema, postgres_server
 
+GATEWAYS, CALLERS = 3, 48
+NAME, NOTHING = "nothing", "def handler(event):\n    return None\n"
 Job = Callable[[SqlJobStore, int], Awaitable[object]]
 
 
@@ -78,3 +82,48 @@ async def beside_postgresql(report: Report, file: SqlJobStore, run_job: Job, rou
     report.add("postgresql_submit_p50_ms", median(waits[1:]), "ms", "<= 4")
     report.add("postgresql_job_ratio", median(jobs[1:]), "x")
     report.add("pgbench_per_s", floor, "/s")
+
+
+async def over_gateways(report: Report, rounds: int, count: int) -> None:
+    """Enter the rate of jobs of three gateways on PostgreSQL over that of one gateway on SQLite, each from submit to end."""
+    ratios = list[float]()
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(postgres_server())
+        server.stop()
+        server.start("fsync=on", "max_connections=100")
+        alone, three = [await _gateway(stack)], [await _gateway(stack, server.url) for _ in range(GATEWAYS)]
+        for gateways in (alone, three):
+            await gateways[0].deploy(NOTHING, {"scale.max": 2}, name=NAME)
+        for _ in range(rounds + 1):
+            beside = await _jobs_per_s(alone, count)
+            ratios.append(await _jobs_per_s(three, count) / beside)
+    report.row(gateways_jobs_ratios=ratios)
+    report.add("gateways_jobs_ratio", median(ratios[1:]), "x", ">= 0.5")
+
+
+async def _gateway(stack: contextlib.AsyncExitStack, database: str | None = None) -> Gateway:
+    state = stack.enter_context(short_folder()) / "state"
+    return await stack.enter_async_context(gateway_process(state, database=database))
+
+
+async def _jobs_per_s(gateways: Sequence[Gateway], count: int) -> float:
+    path, left = f"/v2/{NAME}", iter(range(count))
+
+    async def completed() -> int:
+        answer = await gateways[0].client.get(f"{path}/health")
+        return int(answer.json()["jobs"]["completed"])
+
+    async def ended() -> bool:
+        return await completed() == before + count
+
+    async def submit_all() -> None:
+        for number in left:
+            answer = await gateways[number % len(gateways)].client.post(f"{path}/run", json={"input": 1})
+            answer.raise_for_status()
+
+    before, began_s = await completed(), time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CALLERS):
+            tasks.create_task(submit_all())
+    await until(ended, "the end of all jobs")
+    return count / (time.perf_counter() - began_s)

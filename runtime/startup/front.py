@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..._version import __version__
@@ -85,6 +85,8 @@ class FrontParts:
     """The container engine."""
     alone: FunctionSettings | None
     """The gateway's only function; None: there may be several."""
+    is_stale: Callable[[str | None], bool] | None = None
+    """See `Chain`."""
 
 
 async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Front:
@@ -221,7 +223,7 @@ def _server(
         # Where one function is served alone, its code and the gateway have the same owner.
         isolation=PageIsolation(hosts) if standalone is None else None,
         access=AccessLog(parts.state.logs.channel(ACCESS), connections.client_of) if settings.access_log else None,
-        standalone=standalone,
+        standalone=standalone, is_stale=parts.is_stale,
     )  # fmt: skip
     plain = PlainCalls(
         chain, invoker, functions.live, functions.tasks, routes, parts.alone.name if parts.alone is not None else "", hosts.claims,

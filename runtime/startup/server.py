@@ -109,7 +109,9 @@ async def startup(
             await shared.catch_up()
         await Restoration(node.functions, node.revisions).run()
     calls = await open_stored_calls(settings, state, node, plugins.values(), stack)
-    front = await open_front(FrontParts(settings, address, state, node, calls, plugins, engine, alone), stack)
+    is_stale = None if shared is None else shared.is_stale
+    parts = FrontParts(settings, address, state, node, calls, plugins, engine, alone, is_stale)
+    front = await open_front(parts, stack)
     if shared is not None:
         shared.follow(front.endless.end_of_key)
     server = Server(

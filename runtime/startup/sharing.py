@@ -52,12 +52,17 @@ class SharedState:
             node.functions.tasks,
             stack,
         )
-        self._watch = AccessWatch(state.documents, state.keyring, state.secrets)
+        grace_s = node.functions.settings.store_grace_s
+        self._watch = AccessWatch(state.documents, state.keyring, state.secrets, grace_s)
         self._news = asyncio.Condition()
         self._revoked: Callable[[str], object] = lambda _key: None
         own = next(one for one in members.members if one.incarnation == members.incarnation)
         peers = GatewayPeers(_unique(own), self._generations, self._news)
         self._follower = share_functions(node, members.url, peers, self._advanced, self._refresh, stack)
+
+    def is_stale(self, function: str | None) -> bool:
+        """Return True if other gateways may serve a newer revision of a function; None: of any function."""
+        return not self._members.alive or self._follower.lags(function)
 
     async def catch_up(self) -> None:
         """Bring the state folder to what the gateways share. Call it before stored functions are restored."""

@@ -63,6 +63,10 @@ _HEADERS = {
 } | {
     "X-Cold-Start": {"schema": {"type": "string", "enum": ["true", "false"]}, "required": True},
     "Cache-Status": {"schema": {"type": "string"}, "description": "Only with a response cache (RFC 9211)."},
+    "X-Revision-Stale": {
+        "schema": {"type": "string"},
+        "description": "Only of a gateway that may not serve the newest revision.",
+    },
 }
 
 

@@ -18,7 +18,7 @@ from ...calls.serving.revision import Revision
 from ..http.chain import Chain, Passage
 from ..http.connection import BEGINNING, ClientConnection
 from ..http.requests import REQUEST_ID_HEADER, CallHeaders, Headers, request_id_of
-from ..http.responses import Response, compress, error_reply, name_coding
+from ..http.responses import STALE_HEADER, Response, compress, error_reply, name_coding
 from ..http.routes import INVOKE_PATH, Route
 from ..http.sliced_body import SLICE_BYTES, SlicedBody
 from ..http.transport import CallHead, Send
@@ -204,5 +204,8 @@ class PlainCall(Passage):
         self._leave(response._replace(body=body), sliced)
 
     def _leave(self, response: Response, sliced: SlicedBody | None = None) -> None:
+        is_stale = self._via.chain.is_stale
+        if is_stale is not None and is_stale(self.function):
+            response.headers[STALE_HEADER] = "true"
         self._via.chain.ended(self, response.status, response.headers.get(REQUEST_ID_HEADER, ""))
         self._via.send(self._send, response, sliced)

@@ -30,6 +30,7 @@ from .large_answers import LargeAnswers
 from .page_isolation import PageIsolation
 from .requests import CALLER, REQUEST_ID_HEADER, Headers, id_of
 from .responses import (
+    STALE_HEADER,
     ErrorResponses,
     Handler,
     InTurn,
@@ -90,6 +91,8 @@ class Chain:
     isolation: PageIsolation | None = None
     access: AccessLog | None = None
     standalone: OnlyFunction | None = None
+    is_stale: Callable[[str | None], bool] | None = None
+    """Returns True if other gateways may serve a newer revision of a function; None: of any function. None without other gateways."""
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     leaving: bool = False
     """True if each connection is closed after its next response."""
@@ -242,6 +245,8 @@ class Chain:
         self.cors.complete(request, response)
         if self.isolation is not None:
             self.isolation.complete(request, response)
+        if self.is_stale is not None and self.is_stale(request.match_info.get("function")):
+            response.headers[STALE_HEADER] = "true"
         if self.leaving:
             response.headers["Connection"] = "close"
             response.force_close()

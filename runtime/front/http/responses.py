@@ -44,6 +44,8 @@ DEPLOYS = "/v1/functions"
 VERSIONS = (HttpVersion10, HttpVersion11)
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
+STALE_HEADER = "X-Revision-Stale"
+"""Marks answers of a gateway that may not serve the newest revision."""
 STOPPED_S = 60.0
 """The seconds for Retry-After while a function is stopped until a person acts."""
 MIN_COMPRESSED_BYTES = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import NamedTuple
 
 from ....errors import GatewayError
@@ -25,9 +26,10 @@ class AccessChanges(NamedTuple):
 class AccessWatch:
     """Keeps the keys and secrets in memory as the documents have them. One thread at a time calls it."""
 
-    def __init__(self, documents: Documents, keyring: Keyring, secrets: Secrets) -> None:
-        """The keys and secrets are loaded already."""
-        self._documents, self._keyring, self._secrets = documents, keyring, secrets
+    def __init__(self, documents: Documents, keyring: Keyring, secrets: Secrets, grace_s: float) -> None:
+        """The keys and secrets were loaded just now. While they cannot be read again, the keys in memory count for `grace_s`."""
+        self._documents, self._keyring, self._secrets, self._grace_s = documents, keyring, secrets, grace_s
+        keyring.current_until_s = time.time() + grace_s
         self._admitted = self._admitted_now()
         self._seen: int | None = None
         """The generation whose keys and secrets are all in memory. The documents may have changed since they were loaded, so the first
@@ -42,20 +44,20 @@ class AccessWatch:
         If a document is damaged or cannot be read, log one warning for each change, keep the keys or secrets in memory, and read it again in
         the next call. It raises no GatewayError.
         """
-        generation: int | None = None
+        generation, until_s = None, time.time() + self._grace_s
         functions, errors = frozenset[str](), list[GatewayError]()
         try:
             # Read the number first: a change that comes after it raises the number again.
             generation = self._documents.generation(ACCESS)
             if generation == self._seen:
-                self._warned = None
+                self._note(generation, [], until_s)
                 return AccessChanges()
             errors += self._load_keys()
             functions, damaged = self._secrets.reload()
             errors += damaged
         except GatewayError as error:
             errors.append(error)
-        self._note(generation, errors)
+        self._note(generation, errors, until_s)
         before, self._admitted = self._admitted, self._admitted_now()
         return AccessChanges(before - self._admitted, functions)
 
@@ -66,9 +68,9 @@ class AccessWatch:
             return [error]
         return []
 
-    def _note(self, generation: int | None, errors: list[GatewayError]) -> None:
+    def _note(self, generation: int | None, errors: list[GatewayError], until_s: float) -> None:
         if not errors:
-            self._seen, self._warned = generation, None
+            self._seen, self._warned, self._keyring.current_until_s = generation, None, until_s
         elif self._warned != (generation,):
             self._warned = (generation,)
             for error in errors:

@@ -267,6 +267,8 @@ class Keyring:
         """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
         without a key.
         """
+        self.current_until_s = math.inf
+        """The Unix time until which the keys in memory count. Other gateways may have revoked some of them later."""
         self._held: dict[str, Held] = {}
         self._others = KeysFile()
         """All that is stored beside the keys."""
@@ -300,15 +302,32 @@ class Keyring:
         return [key.name for key in self.all() if key.container_only]
 
     def find(self, token: str, now_s: float) -> Held | None:
-        """Return the key that `token` belongs to. Return None if there is no such key or if it has expired."""
+        """Return the key that `token` belongs to. Return None if there is no such key or if it has expired.
+
+        Raise GatewayError if the keys in memory no longer count.
+        """
+        self._check_current(now_s)
         match = TOKEN.fullmatch(token)
         held = self._held.get(match[1]) if match else None
         return held if (held.key if held else NOBODY).opens(token, now_s) else None
 
     def signer(self, key_id: str, now_s: float) -> Held | None:
-        """Return the key with this id. Return None if there is no such key or if it has expired."""
+        """Return the key with this id. Return None if there is no such key or if it has expired.
+
+        Raise GatewayError if the keys in memory no longer count.
+        """
+        self._check_current(now_s)
         held = self._held.get(key_id)
         return held if held is not None and not held.key.expired(now_s) else None
+
+    def _check_current(self, now_s: float) -> None:
+        if now_s > self.current_until_s:
+            message = (
+                "This gateway cannot reach its database, so it does not know which API keys are still valid."
+            )
+            raise GatewayError(
+                message, remedy="Try again when the database is back. See the setting store_grace_s."
+            )
 
     def meter(self, owner: str) -> Meter | None:
         """Return the meter of an owner's key (`Caller.owner`); None if it has no limits."""

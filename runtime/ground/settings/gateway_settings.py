@@ -83,6 +83,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="PostgreSQL database, as postgresql://user:password@host/name. Gateways with the same one share functions, jobs, keys and"
         " secrets; by default files of state_dir.",
     )
+    store_grace_s: PositiveSeconds = Field(
+        600.0,
+        description="Seconds for which API keys are accepted after the last reading of them from `database`; then 503.",
+    )
     cache_dir: Path = Field(
         default_factory=_default_cache_dir,
         description="Folder of the node's cache of fetched snapshots. It does not follow state_dir, unless the user has no home:"

@@ -58,6 +58,10 @@ class Follower:
         """The newest change up to which this gateway serves the changes of all functions."""
         return min((change.entry.generation - 1 for change in self._open.values()), default=self._seen)
 
+    def lags(self, function: str | None) -> bool:
+        """Return True if this gateway serves an older revision of a function than it should; None: of any function."""
+        return bool(self._open) if function is None else function in self._open
+
     async def follow(self) -> None:
         """Read the changes, and begin to follow those that are due. Call it about each second.
 

@@ -1,38 +1,57 @@
-"""Three gateways on one PostgreSQL, while random faults hit them: each accepted job ends once, and each webhook arrives."""
+"""Three gateways on one PostgreSQL, while random faults hit them: see SharedHistory for what must hold.
+
+PILOTFLAME_TEST_FAULTS=300 makes more faults. From WITH_QUEUES on, messages of SQS and Kafka run beside the jobs: SQS hides the messages
+of a dead gateway for a minute.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import random
+import secrets
 import signal
-from collections import Counter
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import httpx
+import psycopg
 import pytest
-from live import LIMIT_S, Gateway, free_port, gateway_process, short_folder, until
-from postgres import PostgresServer, postgres_server
+from kafka_cluster import Cluster, cluster
+from live import Gateway, free_port, gateway_process, short_folder
+from moto_server import moto_server
+from postgres import PostgresServer, new_schema, postgres_server
 from receiver import Receiver, receiving
+from shared_history import Order, SharedHistory, read_runs
 
-FAULTS = int(os.environ.get("PILOTFLAME_TEST_FAULTS", "3"))
-CALLERS, GATEWAYS, STOPPED_S = 6, 3, (1.0, 12.0)
-pytestmark = pytest.mark.timeout(180 + 30 * FAULTS)
+FAULTS, WITH_QUEUES = int(os.environ.get("PILOTFLAME_TEST_FAULTS", "3")), 10
+CALLERS, GATEWAYS, STOPPED_S, KEYS = 6, 3, (1.0, 30.0), 3
+END_S, ASK_AGAIN_S = 240.0, 0.25
+pytestmark = pytest.mark.timeout(180 + END_S + 40 * FAULTS)
 NAME = "counted"
-HANDLER = "def handler(event):\n    return event\n"
+HANDLER = """
+import json, os
+def handler(event):
+    with open({runs!r}, "ab", buffering=0) as file:
+        file.write(json.dumps(event).encode() + b"\\n")
+    return event["number"]
+"""
 SETTINGS: dict[str, Any] = {"idempotent": True, "attempts": 100}
+GATEWAY: dict[str, Any] = {"webhook_networks": ["127.0.0.0/8"], "drain_s": 5.0}
+AWS = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class Node:
     """A gateway that can be killed, and started again on its state folder."""
 
     def __init__(self, folder: Path, database: str) -> None:
-        self._folder, self._database, self._port = folder, database, free_port()
-        folder.mkdir()
+        self.folder, self._database, self._port = folder, database, free_port()
         self._stack = contextlib.AsyncExitStack()
         self.gateway: Gateway
 
@@ -40,10 +59,9 @@ class Node:
         self._stack = contextlib.AsyncExitStack()
         self.gateway = await self._stack.enter_async_context(
             gateway_process(
-                self._folder / "state", database=self._database, port=self._port,
-                webhook_networks=["127.0.0.0/8"], drain_s=5.0,
+                self.folder / "state", environ=AWS, database=self._database, port=self._port, **GATEWAY
             )
-        )  # fmt: skip
+        )
 
     async def kill(self) -> None:
         """Kill it. Its workers end with it."""
@@ -56,8 +74,8 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def nodes(database: str) -> AsyncIterator[list[Node]]:
-    with short_folder() as folder:
-        made = [Node(folder / str(number), database) for number in range(GATEWAYS)]
+    with short_folder() as folder, contextlib.ExitStack() as disks:
+        made = [Node(disks.enter_context(small_disk(folder / str(one))), database) for one in range(GATEWAYS)]
         try:
             for node in made:
                 await node.start()
@@ -67,25 +85,108 @@ async def nodes(database: str) -> AsyncIterator[list[Node]]:
                 await node.kill()
 
 
-async def test_jobs_and_webhooks_outlive_random_faults() -> None:
-    chosen, keys, jobs = random.Random(20261130), itertools.count(), dict[int, str]()
-    with postgres_server() as server:
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A folder on a disk of its own, if the user may mount one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(folder)]
+    mounted = not os.geteuid() and not subprocess.run(mount, capture_output=True, check=False).returncode
+    try:
+        yield folder
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+class Story:
+    """Orders that callers and queues bring while gateways fail."""
+
+    def __init__(self, running: list[Node], receiver: Receiver, runs: Path) -> None:
+        self.running, self._receiver, self._runs = running, receiver, runs
+        self.history, self.ending = SharedHistory(), asyncio.Event()
+        self._numbers = itertools.count()
+
+    async def submit(self, most: float = float("inf")) -> None:
+        """Submit jobs, each again and again under its key until a gateway has accepted it."""
+        while not self.ending.is_set() and (number := next(self._numbers)) < most:
+            order = Order("job", "", number)
+            body = {"input": order._asdict(), "webhook": f"{self._receiver.url}/done"}
+            for node in itertools.cycle(self.running[number % len(self.running) :] + self.running):
+                with contextlib.suppress(httpx.TransportError, RuntimeError):
+                    answer = await node.gateway.client.post(
+                        f"/v2/{NAME}/run", json=body, headers={"Idempotency-Key": f"k{number}"}, timeout=5
+                    )
+                    if answer.status_code == 200:
+                        self.history.jobs[number] = answer.json()["id"]
+                        self.history.orders.add(order)
+                        break
+                    assert answer.status_code in (503, 507), answer.text
+                await asyncio.sleep(0.05)
+
+    async def feed(self, source: str, send: Callable[[str, str], object]) -> None:
+        """Send messages to a queue, in turn of several keys. `send(key, text)` blocks."""
+        for turn in itertools.count():
+            if self.ending.is_set():
+                break
+            order = Order(source, f"key{turn % KEYS}", turn // KEYS)
+            await asyncio.to_thread(send, order.key, json.dumps(order._asdict()))
+            self.history.orders.add(order)
+            await asyncio.sleep(0.2)
+
+    async def end(self, end_s: float = END_S) -> SharedHistory:
+        """Wait until nothing is missing, and return the history as it is then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(end_s):
+                while await self._look():
+                    await asyncio.sleep(ASK_AGAIN_S)
+        # A second run or webhook may follow a little later.
+        await asyncio.sleep(2.0)
+        await self._look()
+        return self.history
+
+    async def _look(self) -> list[str]:
+        """Bring the history up to date, and return its faults as of now."""
+        history, client = self.history, self.running[-1].gateway.client
+        history.runs = await asyncio.to_thread(read_runs, self._runs)
+        history.webhooks = [(json.loads(one.body)["data"]["id"], one.id) for one in self._receiver.came]
+        for job in {*history.jobs.values()} - {*history.results}:
+            found = (await client.get(f"/v2/{NAME}/status/{job}")).json()
+            if found.get("status") == "COMPLETED":
+                history.results[job] = found["output"]
+        history.completed = (await client.get(f"/v2/{NAME}/health")).json()["jobs"]["completed"]
+        return history.faults()
+
+
+async def test_jobs_messages_and_webhooks_outlive_random_faults(tmp_path: Path) -> None:
+    seed = int(os.environ.get("PILOTFLAME_TEST_SEED", secrets.randbelow(1 << 30)))
+    print(f"PILOTFLAME_TEST_SEED={seed}")
+    chosen = random.Random(seed)
+    with postgres_server() as server, moto_server() as amazon, cluster() as kafka:
         async with nodes(server.url) as running, receiving() as receiver:
-            await running[0].gateway.deploy(HANDLER, SETTINGS, name=NAME)
-            ending = asyncio.Event()
+            story = Story(running, receiver, tmp_path / "runs")
+            queue = fifo_queue(amazon)
+            settings = SETTINGS | {"source": sources(queue, amazon, kafka) if FAULTS >= WITH_QUEUES else []}
+            await running[0].gateway.deploy(HANDLER.format(runs=str(tmp_path / "runs")), settings, name=NAME)
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(CALLERS):
-                    tasks.create_task(_submit(running, receiver, keys, jobs, ending))
+                    tasks.create_task(story.submit())
+                if settings["source"]:
+                    tasks.create_task(story.feed("sqs", sqs_sender(queue, amazon)))
+                    tasks.create_task(
+                        story.feed("kafka", lambda key, text: kafka.write("orders", [text], [key]))
+                    )
                 for _ in range(FAULTS):
                     await asyncio.sleep(chosen.uniform(0.2, 2.0))
                     await _fault(chosen, running, server)
-                ending.set()
-            await _check(running[chosen.randrange(GATEWAYS)].gateway, receiver, jobs)
+                story.ending.set()
+            history = await story.end()
+    assert history.faults() == []
+    assert history.jobs
 
 
 async def _fault(chosen: random.Random, running: list[Node], server: PostgresServer) -> None:
     node = chosen.choice(running)
-    match chosen.choice(["kill", "kill", "stop", "database"]):
+    match chosen.choice(["kill", "kill", "stop", "database", "cut", "disk"]):
         case "kill":
             await node.kill()
             await node.start()
@@ -93,45 +194,95 @@ async def _fault(chosen: random.Random, running: list[Node], server: PostgresSer
             node.signal(signal.SIGSTOP)
             await asyncio.sleep(chosen.uniform(*STOPPED_S))
             node.signal(signal.SIGCONT)
+        case "cut":
+            await asyncio.to_thread(_cut, server.url)
+        case "disk":
+            await asyncio.to_thread(_fill, node.folder / "ballast")
+            await asyncio.sleep(chosen.uniform(0.5, 3.0))
+            (node.folder / "ballast").unlink()
         case _:
             await asyncio.to_thread(server.kill)
             await asyncio.sleep(chosen.uniform(0.0, 2.0))
             await asyncio.to_thread(server.start)
 
 
-async def _submit(
-    running: list[Node], receiver: Receiver, keys: itertools.count[int], jobs: dict[int, str], ending: asyncio.Event
-) -> None:  # fmt: skip
-    """Submit jobs, each again and again under its key until a gateway has accepted it."""
-    while not ending.is_set():
-        number = next(keys)
-        body = {"input": number, "webhook": f"{receiver.url}/done"}
-        for node in itertools.cycle(running[number % GATEWAYS :] + running[: number % GATEWAYS]):
-            with contextlib.suppress(httpx.TransportError, RuntimeError):
-                answer = await node.gateway.client.post(
-                    f"/v2/{NAME}/run", json=body, headers={"Idempotency-Key": f"k{number}"}, timeout=5
-                )
-                if answer.status_code == 200:
-                    jobs[number] = answer.json()["id"]
-                    break
-                assert answer.status_code == 503, answer.text
-            await asyncio.sleep(0.05)
+def _cut(url: str) -> None:
+    """Cut all connections to the database."""
+    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"{others} AND backend_type = 'client backend'".encode())
 
 
-async def _check(gateway: Gateway, receiver: Receiver, jobs: dict[int, str]) -> None:
-    for number, job in jobs.items():
-        answer = await gateway.client.get(f"/v2/{NAME}/status-sync/{job}?wait={int(LIMIT_S * 1000)}")
-        found = answer.json()
-        assert (found["status"], found["output"]) == ("COMPLETED", number), found
-    assert len(set(jobs.values())) == len(jobs)
-    # A job that ended twice would be counted twice.
-    counted = (await gateway.client.get(f"/v2/{NAME}/health")).json()["jobs"]
-    assert (counted["completed"], counted["inQueue"], counted["inProgress"]) == (len(jobs), 0, 0)
+def _fill(ballast: Path) -> None:
+    """Fill the disk of a file, if the disk is small."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        for _ in range(256):
+            file.write(bytes(1 << 20))
 
-    async def told() -> bool:
-        return len({one.id for one in receiver.came}) >= len(jobs)
 
-    await until(told, "a webhook of each job")
-    # A webhook may come again, under the same id.
-    ids = Counter(one.id for one in receiver.came)
-    assert len(ids) == len(jobs)
+# -- queues
+
+
+def fifo_queue(endpoint: str) -> str:
+    with contextlib.closing(_sqs(endpoint)) as client:
+        attributes = {"FifoQueue": "true", "ContentBasedDeduplication": "true"}
+        url: str = client.create_queue(QueueName="orders.fifo", Attributes=attributes)["QueueUrl"]
+    return url
+
+
+def sqs_sender(queue: str, endpoint: str) -> Callable[[str, str], object]:
+    client = _sqs(endpoint)
+    return lambda key, text: client.send_message(QueueUrl=queue, MessageBody=text, MessageGroupId=key)
+
+
+def sources(queue: str, endpoint: str, kafka: Cluster) -> list[dict[str, Any]]:
+    return [
+        {"type": "sqs", "queue": queue, "endpoint_url": endpoint},
+        {"type": "kafka", "brokers": kafka.brokers, "topic": "orders", "group": "faults"},
+    ]
+
+
+def _sqs(endpoint: str) -> Any:
+    keys = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
+    return boto3.client("sqs", endpoint_url=endpoint, region_name="us-east-1", **keys)
+
+
+# -- broken databases
+
+BREAKS = {
+    "is lost": """CREATE FUNCTION breaks() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN DELETE FROM jobs WHERE number = NEW.number AND number % 5 = 0; RETURN NULL; END $$;
+        CREATE TRIGGER breaks AFTER UPDATE ON jobs FOR EACH ROW EXECUTE FUNCTION breaks()""",
+    "have completed": """CREATE FUNCTION breaks() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN NEW.completed := NEW.completed + (NEW.completed > OLD.completed)::int; RETURN NEW; END $$;
+        CREATE TRIGGER breaks BEFORE UPDATE ON counters FOR EACH ROW EXECUTE FUNCTION breaks()""",
+    "webhooks": """CREATE FUNCTION breaks() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        IF NEW.id NOT LIKE '%again' THEN
+            NEW.id := NEW.id || 'again';
+            INSERT INTO deliveries (id, subject, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
+                last_error, log, owner) VALUES (NEW.id, NEW.subject, NEW.function, NEW.event, NEW.url, NEW.host, NEW.body, NEW.state,
+                NEW.attempts, NEW.next_s, NEW.created_s, NEW.last_status, NEW.last_error, NEW.log, NEW.owner);
+        END IF; RETURN NULL; END $$;
+        CREATE TRIGGER breaks AFTER INSERT ON deliveries FOR EACH ROW EXECUTE FUNCTION breaks()""",
+}
+"""Triggers that break the store, by what the history then has."""
+
+
+@pytest.mark.parametrize("fault", BREAKS)
+async def test_a_broken_store_is_found_out(fault: str, postgres: PostgresServer, tmp_path: Path) -> None:
+    url = new_schema(postgres.url, f"t{secrets.token_hex(8)}")
+    with short_folder() as folder:
+        node = Node(folder, url)
+        await node.start()
+        try:
+            async with receiving() as receiver:
+                story = Story([node], receiver, tmp_path / "runs")
+                code = HANDLER.format(runs=str(tmp_path / "runs"))
+                await node.gateway.deploy(code, SETTINGS, name=NAME)
+                with psycopg.connect(url, autocommit=True) as connection:
+                    connection.execute(BREAKS[fault].encode())
+                await story.submit(20)
+                found = (await story.end(3.0)).faults()
+        finally:
+            await node.kill()
+    assert any(fault in one for one in found), found

@@ -31,6 +31,7 @@ from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 from pilotflame.runtime.ground.storing import membership
 from pilotflame.runtime.jobs.alerting import conditions
 from pilotflame.runtime.jobs.alerting.alerts import ALERTS
+from pilotflame.runtime.node.functions import shared_revisions
 from pilotflame.runtime.startup.joining import INCARNATION_FILE
 from pilotflame.runtime.startup.server import serve
 from postgres import PostgresServer, new_schema, postgres_server
@@ -292,7 +293,8 @@ async def test_a_gateway_that_starts_again_takes_its_jobs_at_once(postgres_url: 
             assert (await ended(again.function(function.name), job))["output"] == folder.name
 
 
-async def test_calls_go_on_while_the_database_is_away(gate: Gate) -> None:
+async def test_calls_go_on_while_the_database_is_away(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LEASE_S", 2.0)
     with postgres_server() as server, short_folder() as folder:
         async with gateway_here(folder / "state", database=server.url) as gateway:
             function = await gateway.deploy(SIGNS, ONE, gate=gate)
@@ -302,13 +304,35 @@ async def test_calls_go_on_while_the_database_is_away(gate: Gate) -> None:
             assert await function.answer("free") == folder.name
             refused = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
             assert (failure(refused)["status"], int(refused.headers["retry-after"]) > 0) == (503, True)
+            for path in (function.path, f"/v2/{function.name}/runsync", "/v1/functions"):
+                await until(lambda path=path: _marked(gateway, path, stale=True), "the mark of old revisions")
             server.start()
+            await until(lambda: _marked(gateway, function.path, stale=False), "answers without a mark")
 
             async def accepted() -> bool:
                 again = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
                 return again.status_code == 200 and bool(await ended(function, again.json()["id"]))
 
             await until(accepted, "a job after the database was away")
+
+
+async def _marked(gateway: Gateway, path: str, *, stale: bool) -> bool:
+    answer = await gateway.client.post(path, json={"input": "free"})
+    return (answer.headers.get("X-Revision-Stale") == "true") is stale
+
+
+async def test_a_gateway_that_cannot_serve_a_new_revision_marks_the_old_one(
+    pair: list[Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_revisions, "SETTLE_S", 0.1)
+    function = await pair[0].deploy(SIGNS, ONE)
+    fails = f"{SIGNS}assert NAME != {_name(pair[1])!r}\n"
+    described = (await pair[0].deploy(fails, ONE, name=function.name)).described
+    assert "may not serve the latest change" in described["warnings"][0]
+    await until(lambda: _marked(pair[1], function.path, stale=True), "the mark of the old revision")
+    assert await _marked(pair[0], function.path, stale=False)
+    await pair[0].deploy(SIGNS, ONE, name=function.name)
+    await until(lambda: _marked(pair[1], function.path, stale=False), "the newest revision")
 
 
 async def test_a_gateway_of_one_function_shares_no_database(state: Path, postgres_url: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from pilotflame.errors import UnknownKey
+from pilotflame.errors import GatewayError, UnknownKey
 from pilotflame.runtime.ground.access.access_watch import AccessChanges, AccessWatch
 from pilotflame.runtime.ground.access.keyring import CLOSED, KEYS, USE_GRAIN_S, Keyring
 from pilotflame.runtime.ground.access.keys import NewKey, Scope
@@ -19,6 +20,7 @@ from pilotflame.runtime.ground.storing.postgres_documents import PostgresDocumen
 from postgres import postgres_server
 
 NONE = AccessChanges()
+GRACE_S = 600.0
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Gateway:
         keyring, secrets = Keyring(documents), Secrets(documents)
         keyring.load()
         secrets.load()
-        return cls(documents, keyring, secrets, AccessWatch(documents, keyring, secrets))
+        return cls(documents, keyring, secrets, AccessWatch(documents, keyring, secrets, GRACE_S))
 
     def admits(self, token: str) -> bool:
         return self.keyring.find(token, 1.0) is not None
@@ -264,3 +266,33 @@ def test_a_server_that_is_gone_ends_no_heartbeat(caplog: pytest.LogCaptureFixtur
         assert other.watch.look().revoked == {key.id}
         for gateway in (one, other):
             gateway.documents.close()
+
+
+def test_keys_count_for_the_grace_after_they_were_read_last(make_gateway: Callable[[], Gateway]) -> None:
+    gateway = make_gateway()
+    key, token = gateway.keyring.create(NewKey(name="a", scopes=(Scope.READ,)), 0.0)
+    read_s = time.time()
+    gateway.watch.look()
+    for now_s in (read_s, read_s + GRACE_S):
+        found = gateway.keyring.find(token, now_s)
+        assert found is not None
+        assert gateway.keyring.signer(key.id, now_s) is found
+    gateway.watch.look()
+    late_s = time.time() + GRACE_S
+    for find in (gateway.keyring.find, gateway.keyring.signer):
+        with pytest.raises(GatewayError, match="cannot reach its database"):
+            find(token, late_s)
+
+
+def test_a_database_that_is_away_does_not_prolong_the_grace() -> None:
+    with postgres_server() as server:
+        gateway = Gateway.start(migrated(server.url))
+        gateway.watch.look()
+        until_s = gateway.keyring.current_until_s
+        server.kill()
+        gateway.watch.look()
+        assert gateway.keyring.current_until_s == until_s
+        server.start()
+        gateway.watch.look()
+        assert gateway.keyring.current_until_s > until_s
+        gateway.documents.close()
