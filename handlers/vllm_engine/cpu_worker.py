@@ -1,0 +1,28 @@
+"""Starts vLLM's worker on processors without a forward pass of full size."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+WARM_UP_TOKENS = 64
+
+
+class SmallWarmUp(CPUWorker):  # type: ignore[misc, unused-ignore]  # vLLM may not be installed
+    """A worker that loads compiled code by a pass of few tokens.
+
+    vLLM's own worker takes as many tokens as a batch may have. That takes two minutes for 400 MB of weights, and measures nothing if the
+    configuration says how much memory keys and values have. The first pass, which compiles, keeps its size: the compiler looks at it.
+    """
+
+    def determine_available_memory(self) -> int:
+        runner, compiled = self.model_runner, Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), "fxgraph")
+        if not hasattr(runner, "max_num_tokens") or not compiled.is_dir():
+            return int(super().determine_available_memory())
+        most, runner.max_num_tokens = runner.max_num_tokens, min(WARM_UP_TOKENS, runner.max_num_tokens)
+        try:
+            return int(super().determine_available_memory())
+        finally:
+            runner.max_num_tokens = most
