@@ -40,7 +40,8 @@ PIPELINE_PARTS = ("tokenizer", "image_processor", "feature_extractor", "processo
 WEIGHTS_HINT = """\
 {where} holds {mb:.0f} MiB of weights, which were loaded at import. That works, but the memory is held as long as
 the function is deployed. With `snapshot = "FOLDER"` (of safetensors files) in pilotflame.toml and these lines, workers
-map the weights instead and share them, and `handler` finds the model in context.state:
+map the weights instead and share them, and `handler` finds the model in context.state. A handler of RunPod has no context:
+there, `build` sets a global variable.
     def build(context):
         with context.snapshot.skeleton():
             model = {made}.eval()

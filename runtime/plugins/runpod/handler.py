@@ -6,6 +6,7 @@ The user's file calls `runpod.serverless.start({"handler": …})`, and the handl
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from ....handlers.codec import InputCodec
 from ....handlers.contract import Context
 from ....handlers.dialect import Entry
 from ....handlers.dialect_calls import LenientOutput, awaited, of_kind
-from ....handlers.handler import Handler, kind_of
+from ....handlers.handler import Handler, Hook, kind_of, written
 from ....handlers.loading import import_file
 from ....handlers.stand_in import is_installed, provide
 
@@ -56,11 +57,19 @@ def resolve_runpod(root: Path, entry: Entry, _function: str = "") -> Handler:
         jobs.kind,
         InputCodec(None),
         LenientOutput(None),
+        build=_build_of(call),
         setup=jobs.adapt_concurrency if jobs.modifier else None,
         dialect=entry.dialect,
         entry=f"{entry.file}:{getattr(call, '__name__', type(call).__name__)}",
         aggregate=bool(sdk.config.get("return_aggregate_stream")),
     )
+
+
+def _build_of(call: Callable[..., Any]) -> Hook | None:
+    """Return `build(context)` of the handler's module, which plans weights as in a handler of pilotflame; None if there is none."""
+    build = getattr(written(call), "__globals__", {}).get("build")
+    takes_context = inspect.isfunction(build) and [*inspect.signature(build).parameters] == ["context"]
+    return build if takes_context else None
 
 
 class RunPodSdk:

@@ -388,3 +388,13 @@ def handler(job):
 
 def test_a_folder_of_that_name_is_no_package(made: Callable[..., Any]) -> None:
     assert made("handler.py", SHOW, **{"runpod/notes.txt": ""})(1) == {"id": "i1", "input": 1}
+
+
+@pytest.mark.parametrize(
+    ("build", "hooked"), [("build(context)", True), ("build()", False), ("build(path)", False)]
+)
+def test_only_a_build_that_takes_a_context_is_a_hook(
+    made: Callable[..., Any], build: str, hooked: bool
+) -> None:
+    handler = made("handler.py", f"def {build}: return 7\n{SHOW}").handler
+    assert (handler.build is not None) is hooked
