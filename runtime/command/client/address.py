@@ -12,7 +12,9 @@ from ....errors import GatewayError, Unauthorized
 if TYPE_CHECKING:
     import ssl
 
-DEFAULT_URL = "http://127.0.0.1:8600"
+# The variable of the setting `port` also tells the commands where a gateway of this machine listens.
+_PORT = os.environ.get("PILOTFLAME_PORT", "")
+DEFAULT_URL = f"http://127.0.0.1:{_PORT if _PORT.isdecimal() and int(_PORT) else 8600}"
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CA_VARIABLE = "PILOTFLAME_CA"

@@ -12,7 +12,7 @@ from .address import CA_VARIABLE
 
 def unreachable(url: str, error: Exception) -> GatewayUnreachable:
     """Return the error for a request that could not be sent, because there is no connection."""
-    remedy = "Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL."
+    remedy = "Start one with `pilotflame serve`; if it is still starting, try again. Name another with --url or PILOTFLAME_URL."
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         remedy = f"Let {CA_VARIABLE} name the PEM file of the authority that signed its certificate."
     return GatewayUnreachable(f"No gateway answers at {url}: {error}.", remedy=remedy)

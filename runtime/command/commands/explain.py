@@ -9,7 +9,7 @@ import click
 from ..client import display, options
 from ..client.client import Client
 
-_CAUSES = {"load": "the load", "plan": "the keep-alive policy", "window": "the load of the last minute"}
+_CAUSES = {"load": "the load", "plan": "the keep-alive policy", "window": "the recent load (window)"}
 
 
 @click.command()
@@ -50,7 +50,9 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
             )
         if stopped:
             display.say(f"now: it refuses calls: {stopped}")
-        because = "; ".join(map(_in_words, desired["because"])) or "nothing wants one"
+        # Without workers, there is none that a cause could let stay.
+        causes = [one for one in desired["because"] if desired["held"] or " lets " not in one]
+        because = "; ".join(map(_in_words, causes)) or "nothing wants one"
         display.say(f"now: {display.counted(desired['held'], 'worker')} ({because})")
         if not found:
             display.say(f"nothing was decided about {name} {'yet' if since is None else 'since then'}")

@@ -43,7 +43,7 @@ The gateway reads each setting from an option of `pilotflame serve`, else from t
 
 {gateway}
 
-The commands also read `PILOTFLAME_URL` (the gateway's address) and `PILOTFLAME_API_KEY`.
+The commands also read `PILOTFLAME_URL` (the gateway's address; by default this machine, with `PILOTFLAME_PORT`) and `PILOTFLAME_API_KEY`.
 """
 
 

@@ -43,5 +43,5 @@ def test_causes_that_are_no_settings_have_words() -> None:
     )
     assert [_in_words(reason) for reason in reasons] == [
         "the load wants 2", "the keep-alive policy lets 1 stay for 30 s",
-        "the load of the last minute lets 3 stay for 41 s", "max_workers (4) refuses 1",
+        "the recent load (window) lets 3 stay for 41 s", "max_workers (4) refuses 1",
     ]  # fmt: skip
