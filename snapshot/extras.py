@@ -24,6 +24,7 @@ EXTRAS = {
     "numpy": "torch",
     "obstore": "clouds",
     "peft": "transformers",
+    "psycopg": "postgresql",
     "pyarrow": "parquet",
     "safetensors": "torch",
     "tensorizer": "tensorizer",
