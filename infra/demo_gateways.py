@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -61,7 +62,7 @@ class Demo:
     async def run(self) -> None:
         for at in range(GATEWAYS):
             await self.start(at)
-        self._note("three gateways serve a function with PostgreSQL; callers submit jobs at all of them")
+        self.note("three gateways serve a function with PostgreSQL; callers submit jobs at all of them")
         await self._gateways[0].deploy(HANDLER, {"scale.max": 2, "concurrency": 4}, name="work")
         async with asyncio.TaskGroup() as tasks:
             for _ in range(CALLERS):
@@ -69,14 +70,14 @@ class Demo:
             await self._ended(JOBS // 4)
             await self._kill_gateway(1)
             await self._ended(JOBS // 2)
-            self._note("kill -9 of PostgreSQL")
-            await asyncio.to_thread(self._server.kill)
+            self.note("kill -9 of PostgreSQL")
+            await asyncio.to_thread(self._kill_postgresql)
             await asyncio.sleep(PAUSE_S)
             await asyncio.to_thread(self._server.start, "fsync=on")
-            self._note("PostgreSQL is back")
+            self.note("PostgreSQL is back")
             await self._ended(JOBS * 3 // 4)
             await self.start(1)
-            self._note("gateway-2 is back")
+            self.note("gateway-2 is back")
 
     def lost(self) -> list[int]:
         """Return the numbers of the jobs that have no right answer."""
@@ -104,10 +105,18 @@ class Demo:
         assert process is not None
         process.kill()
         self._states[at] = "killed"
-        self._note(
+        self.note(
             f"kill -9 of {self._folders[at].name}: the others run its jobs again when its lease has ended"
         )
         await process.wait()
+
+    def _kill_postgresql(self) -> None:
+        process, self._server.process = self._server.process, None
+        assert process is not None
+        processes = [process, *process.children()]
+        for one in processes:
+            one.kill()
+        psutil.wait_procs(processes, JOB_LIMIT_S)
 
     async def _call(self) -> None:
         """Submit a job, and wait for its end; then the next one."""
@@ -138,7 +147,7 @@ class Demo:
         files = [folder / "runs" for folder in self._folders]
         return [file.read_text().split() if file.exists() else [] for file in files]
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._events.append(f"{time.monotonic() - self._began_s:5.1f} s  {text}")
 
 
@@ -152,7 +161,7 @@ async def main() -> int:
         demo = Demo(folder, server, stack)
         with Live(console=console, get_renderable=demo.picture, refresh_per_second=5):
             await demo.run()
-        console.print(demo.verdict())
+            demo.note(demo.verdict())
         return 1 if demo.lost() else 0
 
 
