@@ -97,7 +97,7 @@ class PostgresDocuments:
 
 
 def add_documents(connection: PostgresConnection, documents: Mapping[str, bytes]) -> list[str]:
-    """Add documents in the open transaction of another part. Return the names of those that are there with another content, which stay."""
+    """Add documents in the open transaction of another part. Return the names of the documents that exist with another content, which stays."""
     connection.run(_LOCK)
     query = "SELECT name, data FROM documents WHERE name = ANY(?)"
     present: dict[str, bytes] = dict(connection.execute(query, (list(documents),)).fetchall())

@@ -15,7 +15,7 @@ from ..sql.tables import Table
 from .database import LOCK, PostgresDatabase
 
 STEP = 1000
-"""After this many rows, the caller is told."""
+"""How often `copied` is called, in rows."""
 # The pauses in it are reads of the other store. The commit is durable, whatever the default of the database.
 _BEGIN = """BEGIN; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '60s'; SET LOCAL synchronous_commit = on"""
@@ -36,7 +36,7 @@ def copy_rows(
     """Add rows and large bodies. Blocks. Raises psycopg.Error, also if there is a job with the same id. Then nothing is added.
 
     The jobs keep their order. `last` is the largest of their numbers, which become larger than all that are there. `at_end` is called
-    before the commit, and may write more. `copied` is called with numbers of rows.
+    before the commit, and may write more. `copied` is called with the number of rows since its last call.
     """
     with closing(database.connect(reading=False)) as connection:
         database.begin(connection, reading=False)

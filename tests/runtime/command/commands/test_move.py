@@ -18,11 +18,11 @@ import pytest
 from job_store_tests import FAILED, KEEP_S, Clock, new_job, run_once
 from live import Gate, Gateway, gateway_here, gateway_process, gone, short_folder
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.command.commands.move import MEMBER_FILE
 from pilotflame.runtime.ground.access.keyring import KEYS
 from pilotflame.runtime.ground.settings.state_dir import MOVING_FILE
 from pilotflame.runtime.ground.storing.file_documents import FileDocuments
 from pilotflame.runtime.ground.storing.open_documents import open_documents
+from pilotflame.runtime.jobs.moving.state_move import MEMBER_FILE
 from pilotflame.runtime.jobs.postgres.database import PostgresDatabase
 from pilotflame.runtime.jobs.postgres.store import PostgresJobStore
 from pilotflame.runtime.jobs.sql.store import SqlJobStore
@@ -54,10 +54,9 @@ async def handler(event):
 KILLED = """
 import os, signal, sys
 from pilotflame.runtime.cli import main
-from pilotflame.runtime.command.commands import move
 from pilotflame.runtime.ground.storing import private_files
 from pilotflame.runtime.jobs.postgres import rows_copy
-from pilotflame.runtime.jobs.sqlite.jobs_file import JobsFile
+from pilotflame.runtime.jobs.sqlite.store import JobsFile
 
 place, name = {
     "copied": (rows_copy, "_parts"),
@@ -264,7 +263,7 @@ async def test_the_gateway_goes_on_with_the_jobs(postgres_url: str, moved: Run, 
 
 
 async def _jobs(gateway: Gateway, receiver: Receiver, gate: Gate) -> list[str]:
-    """Submit jobs: one that has ended, one that has failed, one that runs, and three that wait. Return their ids."""
+    """Submit a job that ends, a job that fails, a job that runs on, and three jobs that wait. Return their ids."""
     await gateway.client.put("/v1/functions/works/secrets/TOKEN", json={"value": "kept"})
     await gateway.deploy(WORKS, {"scale.max": 1, "attempts": 2}, gate=gate, name="works")
     async with gateway.at_home() as home:
