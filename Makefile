@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test check architectures versions hashes audit lint bench bench-snapshot bench-gpu bench-jobs bench-policy bench-starts bench-fleet bench-warm check-api check-infra bench-llm bench-containers bench-compare soak attack mutants clean
+.PHONY: help demo demo-gateways test check architectures versions hashes audit lint bench bench-snapshot bench-gpu bench-jobs bench-policy bench-starts bench-fleet bench-warm check-api check-infra bench-llm bench-containers bench-compare soak attack mutants clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -34,6 +34,9 @@ demo: export UV_COMPILE_BYTECODE := 0
 demo: .venv/installed-demo ## Cold starts of a real model: p50, p99, phases, memory, beside a fresh process
 	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pilotflame demo $(DEMO_ARGS)
+
+demo-gateways: .venv/wheel ## Three gateways on one PostgreSQL: a gateway and PostgreSQL are killed, and no job is lost
+	$(BIN)/python infra/demo_gateways.py
 
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -179,7 +179,10 @@ def _compose(path: Path) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    for name, service in yaml.safe_load(text)["services"].items():
+    services = yaml.safe_load(text)["services"]
+    for name, service in services.items():
+        for needed in (service or {}).get("depends_on", {}).keys() - services.keys():
+            yield f"services.{name}.depends_on: there is no service {needed}"
         for volume in (service or {}).get("volumes", ()):
             source = volume.split(":")[0]
             if source.startswith(".") and not (path.parent / source).exists() and not source.endswith(".key"):

@@ -25,10 +25,10 @@ PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
 LIMITS = {
     "product": 60_000,
-    "infra": 8_700,
+    "infra": 8_840,
     "large classes": 10,
     "settings": 128,
-    "make targets": 26,
+    "make targets": 27,
     "words of docs": 46_750,
     "words of CHANGELOG": 800,
 }

@@ -52,6 +52,7 @@ COMMANDS = {
     "logs": ("logs", "Print the log of a function, or of the gateway."),
     "pause": ("revisions", "Let a function run nothing until `pilotflame resume`."),
     "prefetch": ("functions", "Bring images and weights to the gateway's machine, ahead of cold starts."),
+    "move": ("move", "Move the jobs, keys and secrets of a stopped gateway into the database of several."),
     "nodes": ("nodes", "List the gateways that share a database."),
     "reset": ("revisions", "Start workers of a function again at once, although the last starts failed."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),

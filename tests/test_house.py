@@ -634,7 +634,7 @@ WRITES = {
     "plugins.sagemaker.routes": 2, "plugins.tensorflow_serving.kserve": 3, "plugins.tensorflow_serving.routes": 2, "plugins.tgi.routes": 1,
     "plugins.torchserve.management": 4, "plugins.torchserve.routes": 1,
     # In the process of the function, or of a command.
-    "plugins.asgi.event_call": 2, "plugins.aws_lambda.handler": 4, "plugins.bulk.journal": 1, "plugins.bulk.submitter": 2,
+    "jobs.moving.state_move": 1, "plugins.asgi.event_call": 2, "plugins.aws_lambda.handler": 4, "plugins.bulk.journal": 1, "plugins.bulk.submitter": 2,
     "plugins.chat.command": 1, "plugins.cog.metrics": 2, "plugins.images.build_context": 1, "plugins.images.recipe": 1,
     "plugins.runpod.handler": 2, "plugins.torchserve.handler": 1,
 }  # fmt: skip

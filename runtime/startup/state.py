@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from ..ground.access.keyring import ACCESS, Keyring
 from ..ground.access.secrets import Secrets
 from ..ground.settings.gateway_settings import GatewaySettings
-from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
+from ..ground.settings.state_dir import (
+    check_not_moving,
+    free_bytes,
+    is_disk_full,
+    locked_state_dir,
+    running_marker,
+)
 from ..ground.storing.documents import Documents
 from ..ground.storing.duties import Duties
 from ..ground.storing.file_documents import FileDocuments
@@ -65,6 +71,7 @@ class State:
 async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> State:
     """Lock and read the state folder. Raise GatewayError if another gateway has it, or if a file is damaged."""
     folder = stack.enter_context(locked_state_dir(settings.state_dir))
+    check_not_moving(folder)
     previous = stack.enter_context(running_marker(folder))
     members = await join(settings, folder, stack)
     disk = Disk(folder, functools.partial(is_disk_full, folder))

@@ -101,6 +101,10 @@ def _store(state: State, clock: SteadyClock, **more: Any) -> JobStore:
     if (members := state.members) is None:
         database = Database(state.folder / DATABASE_FILE, SCRIPTS, state.disk.wrote)
         return SqliteJobStore(database, clock=clock, **more)
+    if (unused := state.folder / DATABASE_FILE).exists():
+        LOG.warning(
+            "the jobs in %s are not in the database: stop the gateway, and run `pilotflame move`", unused
+        )
     # They import psycopg, which `join` has found.
     from ..jobs.postgres.database import PostgresDatabase  # noqa: PLC0415
     from ..jobs.postgres.store import PostgresJobStore  # noqa: PLC0415

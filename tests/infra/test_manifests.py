@@ -30,7 +30,7 @@ SCHEMA_CONTENTS = functools.cache(kubernetes_validate.utils.schema_contents)
 # Below these keys, and directly in these files' top level, people choose the names.
 FREE = {
     "labels", "annotations", "matchLabels", "pairs", "limits", "requests", "environment", "args", "services", "volumes",
-    "exp_labels", "exp_annotations", "selector", "ulimits",
+    "exp_labels", "exp_annotations", "selector", "ulimits", "configs",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The block for nginx in docs/operations.md, with a real nginx in front of a gateway."""
+"""The blocks for nginx in the documentation, with a real nginx in front of gateways."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import httpx
 import pytest
-from live import Gateway, gateway_here, until
+from live import Gateway, gateway_here, short_folder, until
 from local_images import ROOT
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -38,13 +38,19 @@ async def proxied(gateway: Gateway, folder: Path) -> AsyncIterator[str]:
     map_block, location = re.findall(r"(?ms)^(map \S+ .*?\})[^\n]*\n(location / \{.*?^\})$", text)[0]
     served = location.replace("http://127.0.0.1:8600", gateway.url)
     assert served != location
+    async with nginx(f"{map_block} server {{ listen unix:{folder}/nginx.sock; {served} }}", folder) as sock:
+        yield sock
+
+
+@contextlib.asynccontextmanager
+async def nginx(block: str, folder: Path) -> AsyncIterator[str]:
+    """Run nginx with this part of its settings, and yield the path of its socket."""
     temporary = "".join(
         f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     (folder / "nginx.conf").write_text(
         f"daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr; events {{}}"
-        f"http {{ {temporary} access_log off; {map_block}"
-        f" server {{ listen unix:{folder}/nginx.sock; {served} }} }}"
+        f"http {{ {temporary} access_log off; {block} }}"
     )
     command = [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "stderr"]
     with subprocess.Popen(command) as process:
@@ -100,3 +106,32 @@ async def test_a_caller_cannot_name_the_host_of_links(state: Path) -> None:
                 "http://127.0.0.1/replicate/v1/predictions", json=order, headers=forged
             )
             assert behind.json()["urls"]["get"].startswith("http://127.0.0.1/")
+
+
+async def test_several_gateways_share_the_calls(postgres_url: str) -> None:
+    with short_folder() as folder:
+        folder.chmod(0o755)
+        proxy = folder / "nginx"
+        proxy.mkdir(mode=0o777)
+        proxy.chmod(0o777)
+        async with (
+            gateway_here(folder / "one" / "state", database=postgres_url) as one,
+            gateway_here(folder / "two" / "state", database=postgres_url) as two,
+        ):
+            source = (
+                "import pathlib\ndef handler(event):\n    return pathlib.Path(__file__).parents[5].name\n"
+            )
+            function = await one.deploy(source)
+            text = (ROOT / "docs/how-to/several-gateways.md").read_text()
+            (block,) = re.findall(r"(?s)```nginx\n(.*?)```", text)
+            for number, gateway in enumerate((one, two), 1):
+                block = block.replace(f"gateway-{number}:8600", gateway.url.removeprefix("http://"))
+            block = re.sub(r"listen 443 ssl;|ssl_\w+ .*?;", "", block).replace(
+                "server {", f"server {{ listen unix:{proxy}/nginx.sock;"
+            )
+            async with (
+                nginx(block, proxy) as sock,
+                httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=sock)) as client,
+            ):
+                answers = [await client.post(f"http://127.0.0.1{function.path}", json=1) for _ in range(4)]
+            assert sorted(answer.json() for answer in answers) == ["one", "one", "two", "two"]

@@ -16,6 +16,8 @@ from ....errors import GatewayError
 LOG = logging.getLogger(__name__)
 # This space is for jobs, logs and records: deploys and uploads are refused. It is twice the size of a full log.
 MIN_FREE_BYTES = 64 << 20
+MOVING_FILE = "moving"
+"""While this file is in a state folder, it is not known whether the jobs are there or in a database."""
 
 
 @contextlib.contextmanager
@@ -55,6 +57,13 @@ def _make_private(path: Path) -> None:
         if mode & stat.S_IRWXO:
             text = "other users may read inputs of jobs and logs in %s, which has another owner: `chmod o-rwx` it"
             LOG.warning(text, path)
+
+
+def check_not_moving(state: Path) -> None:
+    """Raise GatewayError if `pilotflame move` was interrupted in its last step."""
+    if (state / MOVING_FILE).exists():
+        message = f"The move of the jobs of {state} into a database was interrupted in its last step."
+        raise GatewayError(message, remedy="Run `pilotflame move` again, with the same PILOTFLAME_DATABASE.")
 
 
 def check_user(path: Path) -> None:

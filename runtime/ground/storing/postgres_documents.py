@@ -6,7 +6,7 @@ Changes are rare.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TypeVar
 
@@ -14,8 +14,8 @@ from .documents import check_document_name
 from .postgres import BEGIN, PostgresConnection, PostgresPool, reported
 
 T = TypeVar("T")
-_BEGIN_CHANGE = f"""{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
-SELECT pg_advisory_xact_lock(hashtext('pilotflame documents ' || current_schema()))"""
+_LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame documents ' || current_schema()))"
+_BEGIN_CHANGE = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {_LOCK}"
 """Begins a transaction whose statements see what was committed before it got the lock, whatever the default of the database."""
 _PUT = (
     "INSERT INTO documents (name, data) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET data = excluded.data"
@@ -94,6 +94,17 @@ class PostgresDocuments:
     def _run(self, verb: str, place: str, run: Callable[[PostgresConnection], T], begin: str) -> T:
         with reported(f"PostgreSQL could not {verb} {place}"):
             return self._pool.run(run, begin)
+
+
+def add_documents(connection: PostgresConnection, documents: Mapping[str, bytes]) -> list[str]:
+    """Add documents in the open transaction of another part. Return the names of the documents that exist with another content, which stays."""
+    connection.run(_LOCK)
+    query = "SELECT name, data FROM documents WHERE name = ANY(?)"
+    present: dict[str, bytes] = dict(connection.execute(query, (list(documents),)).fetchall())
+    for name, data in documents.items():
+        if name not in present:
+            _write(connection, check_document_name(name), data)
+    return sorted(name for name, data in present.items() if data != documents[name])
 
 
 def _write(connection: PostgresConnection, name: str, data: bytes | None) -> None:

@@ -20,9 +20,11 @@ from ..sql.group_commit import GroupCommit
 
 READERS = 4
 """The connections that read. A read takes a round trip, so one connection would do 1,000 reads a second at 1 ms."""
-_BEGIN_WRITE = f"""{BEGIN}; SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema())),
+LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()))"
+"""Lets no other gateway write until the end of the transaction."""
+_BEGIN_WRITE = f"""{BEGIN}; {LOCK},
 set_config('enable_seqscan', 'off', true), set_config('enable_hashjoin', 'off', true), set_config('enable_mergejoin', 'off', true),
-extract(epoch FROM clock_timestamp())::float8"""  # noqa: S608
+extract(epoch FROM clock_timestamp())::float8"""
 """Begins a transaction that writes. All its statements use indexes, also if they were planned when the tables were small."""
 _BEGIN_READ = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Collection
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
+from ....errors import JobStoreFailed
+from ....snapshot.publish import sync
+from ...ground.settings.state_dir import store_fault
 from ...ground.storing.blobs import FileBlobs
 from ..sql import transitions, turns
 from ..sql.connection import SqlConnection
 from ..sql.store import SqlJobStore, query, transition
 from ..sql.transaction import Transaction
 from ..stored.large_bodies import LargeBodies
-from .database import Database
+from .database import Database, SqliteConnection
+from .schema import SCRIPTS
 
 DATABASE_FILE = "jobs.sqlite3"
+_BODIES = ".bodies"
+_MOVED = ".moved-"
 
 _SHIFTS = (
     """UPDATE jobs SET until_s = until_s + ?1, stale_s = stale_s + ?1, due_s = due_s + ?1 * (due_s > 0),
@@ -58,7 +67,7 @@ class SqliteJobStore(SqlJobStore):
 
     def __init__(self, database: Database, **more: Any) -> None:
         """For `more` see SqlJobStore."""
-        super().__init__(database, LargeBodies(FileBlobs(database.path.with_suffix(".bodies"))), **more)
+        super().__init__(database, LargeBodies(FileBlobs(database.path.with_suffix(_BODIES))), **more)
         self._folder = database.path.parent
 
     async def requeue_dead(self, *, expired: bool = True) -> tuple[int, int]:
@@ -74,6 +83,46 @@ class SqliteJobStore(SqlJobStore):
     async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
         """Move all stored times. No other write runs between this and `follow`."""
         await self._database.write(lambda connection: _shift(connection, by_s), at_commit=follow)
+
+
+class JobsFile:
+    """The file of a gateway that does not run. The caller has locked the state folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / DATABASE_FILE
+        self._bodies = self.path.with_suffix(_BODIES)
+
+    @property
+    def moved(self) -> bool:
+        """True if there is no file because all jobs were moved."""
+        return not self.path.exists() and any(self.path.parent.glob(f"{DATABASE_FILE}{_MOVED}*"))
+
+    @contextmanager
+    def open(self) -> Iterator[SqliteConnection]:
+        """Upgrade the file, and yield a connection that reads it. Raise JobStoreFailed if it cannot be read, also in the block."""
+        database = Database(self.path, SCRIPTS)
+        database.open()
+        database.close()
+        try:
+            with closing(database.connect(reading=True)) as connection:
+                yield connection
+        except sqlite3.Error as error:
+            fault, remedy = store_fault(self.path, error)
+            raise JobStoreFailed(f"{self.path} cannot be read: {fault}.", remedy=remedy) from error
+
+    def bodies(self, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield the large bodies with these names that exist."""
+        blobs = FileBlobs(self._bodies)
+        for name in names:
+            if (body := blobs.get(name)) is not None:
+                yield name, body
+
+    def retire(self, name: str) -> None:
+        """Rename the files, so that no gateway runs the jobs. `name` becomes a part of the new names. An interrupted call may be repeated."""
+        for path in (self.path, self._bodies):
+            if path.exists():
+                path.rename(path.with_name(f"{path.name}{_MOVED}{name}"))
+        sync(self.path.parent)
 
 
 def _excess_pages(connection: SqlConnection) -> int:
