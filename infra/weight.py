@@ -24,12 +24,12 @@ NO_PRODUCT = ("tests", "infra", "templates")
 PLUGINS = "runtime/plugins/"
 SUFFIXES = (".py", ".sql", ".js", ".html", ".css", ".md", "Makefile")
 LIMITS = {
-    "product": 60_000,
+    "product": 60_600,
     "infra": 8_840,
     "large classes": 10,
     "settings": 128,
     "make targets": 27,
-    "words of docs": 46_750,
+    "words of docs": 47_150,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from vllm.v1.worker.cpu_worker import CPUWorker
+try:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+except ImportError:
+    # vLLM is no dependency, and another version may have it elsewhere.
+    CPUWorker: Any = object  # type: ignore[no-redef]
 
 WARM_UP_TOKENS = 64
 
 
-class SmallWarmUp(CPUWorker):  # type: ignore[misc, unused-ignore]  # vLLM may not be installed
+class SmallWarmUp(CPUWorker):  # type: ignore[misc, unused-ignore]
     """A worker that loads compiled code by a pass of few tokens.
 
     vLLM's own worker takes as many tokens as a batch may have. That takes two minutes for 400 MB of weights, and measures nothing if the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import sys
@@ -83,9 +82,9 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
             # Otherwise, vLLM takes nearly all memory of the machine.
             given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
         if (given | engine_args).get("kv_cache_memory_bytes") is not None:
-            with contextlib.suppress(ImportError):
-                from .cpu_worker import SmallWarmUp  # noqa: PLC0415  it needs vLLM
+            from .cpu_worker import SmallWarmUp  # noqa: PLC0415  it imports vLLM
 
+            if SmallWarmUp.__base__ is not object:
                 given["worker_cls"] = f"{SmallWarmUp.__module__}.{SmallWarmUp.__qualname__}"
     if all(
         engine_args.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline", "prefill_context")
