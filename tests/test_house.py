@@ -94,7 +94,8 @@ def test_the_figures_are_within_their_limits() -> None:
         "the name of a class or an alias occurs once in the tree"
     )
     small = f"put a small module into the module that imports it: {found.small_modules}"
-    assert len(found.small_modules) <= 13, small
+    # vLLM loads one of them, `cpu_worker`, by its name.
+    assert len(found.small_modules) <= 14, small
     assert found.function_lines_median <= 7
     assert found.function_lines_p90 <= 20
 
