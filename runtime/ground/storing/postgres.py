@@ -163,6 +163,11 @@ class PostgresPool:
         self._free.put(connection)
         return found
 
+    def rows(self, statement: str, *values: Any) -> list[PostgresRow]:
+        """Return the rows that one statement returns. Blocks. Raise JobStoreFailed."""
+        with reported("PostgreSQL could not be read or written", kind=JobStoreFailed):
+            return self.run(lambda connection: connection.execute(statement, values).fetchall())
+
     def close(self) -> None:
         """Close the connections. No other call may run, or follow."""
         with suppress(queue.Empty):
