@@ -41,6 +41,7 @@ ONE_GATEWAY: dict[str, str] = {
     "runpod/test_handler.py::test_the_concurrency_modifier_is_followed": _OWN,
     "replicate/test_routes.py::test_a_file_that_has_lost_its_content": _LOOKS,
     "kafka/test_topic.py::test_a_functions_answers_go_to_another_topic": "the gateway that has the duty shows the state of a source",
+    "openai/test_pypi_client.py::test_tokens_are_in_the_usage_and_the_metrics": _OWN,
     "openai/test_encodings.py": "its weights are on this machine only",
     "cog/test_cog_cases.py::test_setup_healthcheck": _OWN,
     "cog/test_handler.py::test_async_predictors_run_side_by_side": _OWN,
