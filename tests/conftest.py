@@ -22,6 +22,7 @@ import httpx._transports.default as httpx_transports
 import hypothesis
 import pytest
 import pytest_asyncio
+import round_robin
 import slow_suites
 import uvloop
 from browser import REQUIRED as BROWSER_REQUIRED
@@ -67,7 +68,8 @@ def pytest_report_header() -> list[str]:
     suites = "; ".join(_left_out()) or "none"
     containers = "required" if CONTAINERS_REQUIRED else "skipped where podman is missing"
     browser = "required" if BROWSER_REQUIRED else "skipped where Chromium is missing"
-    return [f"containers: {containers}; browser: {browser}", f"slow suites that are left out: {suites}"]
+    found = [f"containers: {containers}; browser: {browser}", f"slow suites that are left out: {suites}"]
+    return found if round_robin.GATEWAYS == 1 else [*found, f"gateways: {round_robin.GATEWAYS}"]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,8 +93,14 @@ def _left_out() -> Mapping[str, list[str]]:
     return slow_suites.unchanged()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest files first: otherwise one process still runs a long file when all others have finished."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start the longest files first: otherwise one process still runs a long file when all others have finished.
+
+    With several gateways, deselect the tests of one.
+    """
+    if left := [item for item in items if round_robin.why_one(item.nodeid)]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     if "PYTEST_XDIST_WORKER" in os.environ:
         ranks = {name: rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
@@ -129,6 +137,13 @@ class _Loop(uvloop.Loop):
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run async tests on this loop."""
     return {"uvloop": _Loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _database_of_several(request: pytest.FixtureRequest) -> None:
+    """Start the PostgreSQL server of PILOTFLAME_TEST_GATEWAYS."""
+    if round_robin.GATEWAYS > 1:
+        round_robin.use(request.getfixturevalue("postgres").url)
 
 
 @pytest.fixture(scope="session", autouse=True)

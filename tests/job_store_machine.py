@@ -173,7 +173,11 @@ class StoreMachine(RuleBasedStateMachine):
         fence = self.fence(job_id, off)
         outcome = JobOutcome(state, output=b"o" if state is JobState.COMPLETED else None, logs="l")
         finished = self.run(self.store.finish(job_id, fence, outcome))
-        if self.model.held(job_id, fence):
+        job = self.model.jobs.get(job_id)
+        if job is not None and job.given_up and job.state is QUEUED and job.attempts == fence:
+            job.started_s = self.model.now_s
+            self.model.end(job_id, outcome)
+        elif self.model.held(job_id, fence):
             self.model.end(job_id, outcome)
         assert finished == self.model.ended(job_id, fence, outcome)
         assert self.run(self.store.finish(job_id, fence, outcome)) == finished
@@ -274,7 +278,10 @@ class StoreMachine(RuleBasedStateMachine):
         running = [job_id for job_id, job in self.model.jobs.items() if job.state is JobState.IN_PROGRESS]
         assert sum(self.run(self.store.requeue_dead())) == len(running)
         for job_id in running:
+            job = self.model.jobs[job_id]
+            streamed = bool(job.pieces)
             self.model.requeue(job_id, 0.0, counted=True)
+            job.given_up = job.state is QUEUED and not streamed
 
     @rule(job_ids=st.lists(ids, max_size=3))
     def claims_and_runs_of_a_live_gateway(self, job_ids: list[str]) -> None:

@@ -259,10 +259,31 @@ class JobStoreTests:
             done.id: JobState.COMPLETED, own.id: JobState.IN_PROGRESS,
         }  # fmt: skip
         assert [job.id for job in await store.claim("tone", 9, clock.now_s)] == [running.id, claimed.id]
-        assert not await dead.finish(running.id, 1, DONE)
         assert await store.take(running.id, "w1") == 2
         assert not await dead.finish(running.id, 1, DONE)
         assert await store.finish(running.id, 2, DONE)
+
+    async def test_an_attempt_whose_gateway_only_seemed_dead_may_end_its_job_until_another_one_begins(
+        self, make_store: MakeStore, clock: Clock
+    ) -> None:
+        stood_still = await make_store()
+        ended, streamed, failed = [(await stood_still.submit(new_job(max_attempts=3)))[0] for _ in range(3)]
+        for job in (ended, streamed, failed):
+            assert await stood_still.take(job.id, "w1") == 1
+        assert await stood_still.add_pieces(streamed.id, 1, 1, [b"1"])
+        assert await stood_still.requeue(failed.id, 1, FAILED, 0.0, counted=True)
+        store = await make_store()
+        assert await store.requeue_dead() == (2, 0)
+        assert len(await store.claim("tone", 9, clock.now_s)) == 3
+        assert not await stood_still.finish(ended.id, 0, DONE)
+        assert [await stood_still.finish(ended.id, 1, DONE) for _ in range(2)] == [True, True]
+        assert await store.take(ended.id, "w2") is None
+        assert await store.counts("tone") == JobCounts(in_queue=2, completed=1, queued_bytes=4)
+        # Its pieces were deleted, and this attempt has ended itself.
+        assert not await stood_still.finish(streamed.id, 1, DONE)
+        assert not await stood_still.finish(failed.id, 1, DONE)
+        job = await store.get("tone", ended.id)
+        assert (job.state, job.output, job.attempts, job.worker) == (JobState.COMPLETED, DONE.output, 1, "w1")
 
     # -- calls that are repeated, because their answer was lost
 

@@ -40,6 +40,8 @@ class ModelJob:
     logs: str = ""
     progress: bytes | None = None
     pieces: list[bytes] = field(default_factory=list)
+    given_up: bool = False
+    """True if it waits because its gateway seemed dead. Its attempt may still end it."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -92,7 +94,7 @@ class Model:
         if job is None or job.state.final:
             return None
         if job.state is QUEUED:
-            job.state, job.due_s, job.started_s = RUNNING, 0.0, self.now_s
+            job.state, job.due_s, job.started_s, job.given_up = RUNNING, 0.0, self.now_s, False
             job.attempts += 1
             self.notify(job_id, "start")
         return job.attempts
@@ -114,7 +116,7 @@ class Model:
 
     def queue(self, job: ModelJob, delay_s: float = 0.0) -> None:
         job.state, job.due_s, job.expires_s = QUEUED, self.now_s + delay_s if delay_s else 0.0, 0.0
-        job.output, job.logs, job.progress, job.pieces = None, "", None, []
+        job.output, job.logs, job.progress, job.pieces, job.given_up = None, "", None, [], False
 
     def retry(self, job_id: str) -> bool:
         job = self.jobs[job_id]

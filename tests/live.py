@@ -295,7 +295,7 @@ class Gateway:
     def __init__(self, url: str, state: Path, *, keep_bases: bool = False) -> None:
         self.url = url
         self.state = state
-        self._keep_bases = keep_bases
+        self.keeps_bases = keep_bases
         self.client = httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None))
         self.server: Server | None = None
         self.process: asyncio.subprocess.Process | None = None
@@ -342,11 +342,11 @@ class Gateway:
         response = await self.send(handler, settings, **how)
         assert response.status_code == 201, response.text
         function = self.function(response.json()["name"], response.json())
-        if self._keep_bases and self.server is not None:
-            await self._keep_base(self.server.node.revisions, function.name)
+        if self.keeps_bases and self.server is not None:
+            await self.keep_base(self.server.node.revisions, function.name)
         return function
 
-    async def _keep_base(self, revisions: Revisions, name: str) -> None:
+    async def keep_base(self, revisions: Revisions, name: str) -> None:
         """Let the base that this function was forked from run as long as the gateway: starting one takes 0.25 s."""
         spec = revisions.functions.live(name).spec
         if spec.image or (kept := (spec.python, spec.preload)) in self._kept:
@@ -389,7 +389,21 @@ def short_folder() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def gateway_here(state: Path, *, keep_bases: bool = True, **settings: Any) -> AsyncIterator[Gateway]:
+async def gateway_here(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
+    """A gateway on this event loop, or several gateways behind a proxy (`round_robin.py`). For the settings see `one_gateway_here`."""
+    # It imports this module.
+    import round_robin
+
+    several = round_robin.GATEWAYS > 1 and "database" not in settings
+    open_gateway = round_robin.gateways_here if several else one_gateway_here
+    async with open_gateway(state, **settings) as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def one_gateway_here(
+    state: Path, *, keep_bases: bool = True, **settings: Any
+) -> AsyncIterator[Gateway]:
     """A gateway on this event loop. Its own task starts and stops it, since a fixture may be torn down in another task.
 
     With `keep_bases`, the base of a function outlives it, so that the next one does not start it again.

@@ -440,7 +440,7 @@ PARSED = {
     "handlers.language_model.prefixes", "handlers.source_file", "runtime.front.api.openapi", "runtime.plugins.predictions.prediction",
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
     "runtime.calls.serving.latency_curve_store", "runtime.node.packaging.snapshots", "runtime.plugins.replicate.problem",
-    "runtime.plugins.sagemaker.async_answers", "runtime.plugins.torchserve.dialect",
+    "runtime.plugins.replicate.shared_files", "runtime.plugins.sagemaker.pending_answers", "runtime.plugins.torchserve.dialect",
     # What servers of snapshots send, counted (`foreign_json`, `bulk_fault`) or at most 64 KiB.
     "snapshot.sources.http", "snapshot.registries.artifact", "snapshot.registries.mlflow", "snapshot.format.header",
     "snapshot.format.layout", "snapshot.format.manifest", "snapshot.format.signature",
@@ -470,8 +470,9 @@ VALIDATED = {
     "runtime.front.http.requests",
     # Files of the gateway, its settings, and what a deploy holds.
     "runtime.node.packaging.reuse", "runtime.node.reconciling.function_histories", "runtime.ground.storing.private_files",
-    "runtime.ground.settings.validation", "runtime.calls.serving.latency_curve_store", "runtime.plugins.sagemaker.async_answers",
-    "runtime.plugins.replicate.file_store", "runtime.plugins.cog.cog_yaml", "runtime.calls.link.handler_facts",
+    "runtime.ground.settings.validation", "runtime.calls.serving.latency_curve_store", "runtime.plugins.sagemaker.pending_answers",
+    "runtime.plugins.replicate.file_store", "runtime.plugins.replicate.shared_files", "runtime.plugins.cog.cog_yaml",
+    "runtime.calls.link.handler_facts",
     # A body with a limit, one number, and attributes of headers.
     "runtime.ground.access.keys", "runtime.front.generation.token_counts", "runtime.plugins.cloudevents.parsing",
     # In the process of the function.
@@ -618,12 +619,13 @@ WRITES = {
     "plugins.replicate.stream": 1, "plugins.runpod.openai_jobs": 3, "plugins.tgi.answers": 1,
     # In the threads of the store, of queues and of files.
     "jobs.events.consumer": 1, "jobs.postgres.group_rows": 1, "jobs.sql.outbox": 1, "jobs.sql.rows": 3,
+    "plugins.replicate.shared_files": 1, "plugins.sagemaker.pending_answers": 2,
     "jobs.stored.alert": 1, "jobs.stored.job": 1, "jobs.stored.webhook_body": 1, "plugins.kafka.deliveries": 1, "plugins.replicate.upload": 1,
     "plugins.request_log.record_file": 3, "plugins.sqs.queue": 1, "plugins.sqs.sinks": 1,
     # Errors, whose texts and details have a limit.
     "front.http.event_stream": 1, "plugins.anthropic.errors": 1, "plugins.aws_lambda.failures": 4, "plugins.completions.errors": 2,
     "plugins.oip.errors": 1, "plugins.openai.azure": 1, "plugins.predictions.requests": 1, "plugins.replicate.problem": 1,
-    "plugins.sagemaker.async_answers": 2, "plugins.sagemaker.failures": 2, "plugins.tensorflow_serving.errors": 1, "plugins.tgi.errors": 1,
+    "plugins.sagemaker.async_answers": 1, "plugins.sagemaker.failures": 2, "plugins.tensorflow_serving.errors": 1, "plugins.tgi.errors": 1,
     "plugins.torchserve.errors": 1, "plugins.vertex.routes": 1,
     # The state of functions, keys, jobs (without outputs), logs and files. Lists have no schemas.
     "front.api.admin": 10, "front.api.credentials": 6, "front.api.deploys": 4, "front.api.invoke": 1, "front.api.jobs": 3, "front.api.logs": 1, "front.api.nodes": 1,
@@ -681,6 +683,7 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "any_gateway",
     "real_vllm",
     "shared_faults",
     "environments",

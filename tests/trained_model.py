@@ -21,6 +21,8 @@ from typing import Any
 
 import vllm_environment
 from live import Gateway, gateway_here, gateway_process
+from pilotflame.runtime.node.packaging.code import pack
+from round_robin import SeveralGateways
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 TEMPLATE = TEMPLATES / "text-generation"
@@ -71,8 +73,16 @@ async def deploy(gateway: Gateway, folder: Path, name: str, arguments: list[str]
         (folder / name / "handler.py").write_text(handler)
         (folder / name / "requirements.txt").unlink()
     await asyncio.to_thread(train, folder / name, arguments)
-    body = {"path": str(folder / name), "overrides": overrides}
-    deployed = await gateway.client.post("/v1/functions", json=body, timeout=300)
+    how: dict[str, Any] = {"json": {"path": str(folder / name), "overrides": overrides}}
+    if isinstance(gateway, SeveralGateways):
+        # Weights at a path would be on this machine only.
+        content = await asyncio.to_thread(pack, folder / name)
+        how = {
+            "content": content,
+            "headers": {"Content-Type": "application/gzip"},
+            "params": {"set": f"name={name}"},
+        }
+    deployed = await gateway.client.post("/v1/functions", **how, timeout=300)
     assert deployed.status_code == 201, deployed.text
 
 

@@ -137,7 +137,7 @@ def _backend(parts: FrontParts, endless: EndlessAnswers) -> Backend:
     metrics.readers.append(cache.readings)
     return Backend(
         functions, parts.calls.jobs, settings.max_body_bytes, parts.state.folder,
-        Origins(settings.trusted_proxies), parts.state.disk, endless, cache,
+        Origins(settings.trusted_proxies), parts.state.disk, endless, cache, parts.state.members, parts.state.database,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from .joining import join
 
 if TYPE_CHECKING:
     from ..ground.storing.membership import Membership
+    from ..ground.storing.postgres import PostgresPool
 
 LOG = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class State:
     secrets: Secrets
     members: Membership | None
     """The gateways that share a database; None without one."""
+    database: PostgresPool | None
+    """Connections to that database for the plugins."""
 
     @property
     def duties(self) -> Duties:
@@ -82,10 +85,19 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     await asyncio.to_thread(own_documents.remove_leftovers, ACCESS)
     documents = await asyncio.to_thread(open_documents, folder, settings.database)
     stack.push_async_callback(asyncio.to_thread, documents.close)
+    pool = None
+    if members is not None:
+        # It needs psycopg, which `join` has found.
+        from ..ground.storing.postgres import PostgresPool  # noqa: PLC0415
+
+        pool = PostgresPool(members.url)
+        stack.callback(pool.close)
     keyring, secrets = Keyring(documents), Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
-    return State(folder, previous, disk, logs, store, own_documents, documents, keyring, secrets, members)
+    return State(
+        folder, previous, disk, logs, store, own_documents, documents, keyring, secrets, members, pool
+    )
 
 
 async def _open_logs(

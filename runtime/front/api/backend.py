@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -31,6 +31,11 @@ from ..http.requests import (
 )
 from ..http.routes import Parameter, header
 from ..listening.origins import Origins
+
+if TYPE_CHECKING:
+    # They need psycopg, which a gateway without the setting `database` need not have.
+    from ...ground.storing.membership import Membership
+    from ...ground.storing.postgres import PostgresPool
 
 ASYNC_BODY_BYTES = 10 << 20
 """Limit for the body of a request that becomes a job, because the gateway stores such a body."""
@@ -71,6 +76,10 @@ class Backend:
     endless: EndlessAnswers
     """The answers that end with the caller's API key."""
     cache: ResponseCache
+    members: Membership | None = None
+    """The gateways that share a database; None without one."""
+    database: PostgresPool | None = None
+    """Connections to that database."""
 
     def names(self, request: web.Request) -> list[str]:
         """Return the names of the functions that the caller may see."""

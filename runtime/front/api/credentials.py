@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from functools import partial
 from aiohttp import web
 from pydantic import BaseModel, Field
 
+from ....errors import UnknownFunction, UnknownSecret
 from ...ground.access.keyring import Keyring
 from ...ground.access.keys import (
     KeyFields,
@@ -122,11 +124,28 @@ class CredentialsApi:
         function, key = request.match_info["function"], request.match_info["key"]
         body = await read_body(request, MAX_BODY_BYTES, remedy="")
         sent = validate(SecretValue, load_json(body), 'Send {"value": "…"}, UTF-8.')
-        replaced = await asyncio.to_thread(self.secrets.set, function, key, sent.value)
+        replaced = await self._set(function, key, sent.value)
         self.rollouts.renew(function)
         deployed = self.rollouts.functions.find(function) is not None
         result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
         return json_response(result, no_store=True)
+
+    async def _set(self, function: str, key: str, value: str) -> bool:
+        """Set a secret. The next function of a name must not get a secret that was meant for one that another gateway has deleted."""
+        live, shared = self.rollouts.functions.find(function), self.rollouts.functions.shared
+        record = None if live is None else live.record
+        if shared is not None:
+            await shared.check_served(function, record)
+        replaced = await asyncio.to_thread(self.secrets.set, function, key, value)
+        if shared is not None:
+            try:
+                # A deletion forgets the secrets after it is in the index, perhaps before this one was set.
+                await shared.check_served(function, record)
+            except UnknownFunction:
+                with contextlib.suppress(UnknownSecret):
+                    await asyncio.to_thread(self.secrets.unset, function, key)
+                raise
+        return replaced
 
     async def unset_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]

@@ -47,10 +47,13 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def address(self) -> str:
-        """The text that identifies the queue. Messages of two sources with the same address and the same id are the
-        same message.
-        """
+        """The text that tells people which queue it is."""
         raise NotImplementedError
+
+    @property
+    def scope(self) -> str:
+        """Messages of two sources of this type with the same scope and the same id are the same message."""
+        return self.address
 
     @property
     def addresses(self) -> dict[str, str]:

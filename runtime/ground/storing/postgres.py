@@ -137,6 +137,7 @@ class PostgresPool:
     def __init__(self, url: str) -> None:
         self._url = url
         self._free = queue.SimpleQueue[PostgresConnection]()
+        self._closed = False
 
     def run(self, work: Callable[[PostgresConnection], T], begin: str = BEGIN) -> T:
         """Run `work` in a transaction, and return its result. Blocks. Raise psycopg.Error if PostgreSQL fails.
@@ -161,10 +162,18 @@ class PostgresPool:
                     raise
             connection = PostgresConnection(self._url)
         self._free.put(connection)
+        if self._closed:
+            self.close()
         return found
 
+    def rows(self, statement: str, *values: Any) -> list[PostgresRow]:
+        """Return the rows that one statement returns. Blocks. Raise JobStoreFailed."""
+        with reported("PostgreSQL could not be read or written", kind=JobStoreFailed):
+            return self.run(lambda connection: connection.execute(statement, values).fetchall())
+
     def close(self) -> None:
-        """Close the connections. No other call may run, or follow."""
+        """Close the connections. A call that still runs closes its own at its end."""
+        self._closed = True
         with suppress(queue.Empty):
             while True:
                 self._free.get_nowait().close()

@@ -20,8 +20,10 @@ T = TypeVar("T")
 class PostgresBlobs:
     """`Blobs` in a table."""
 
-    def __init__(self, url: str, table: str = "blobs") -> None:
-        self._pool, self._table = PostgresPool(url), table
+    def __init__(self, place: str | PostgresPool, table: str = "blobs") -> None:
+        """`place` is a connection string of libpq, or a pool, which `close` closes."""
+        self._pool = place if isinstance(place, PostgresPool) else PostgresPool(place)
+        self._table = table
 
     def put(self, name: str, data: bytes) -> None:
         parts = [(name, at, data[at : at + PART_BYTES]) for at in range(0, len(data), PART_BYTES)]

@@ -114,3 +114,5 @@ def _write(connection: PostgresConnection, name: str, data: bytes | None) -> Non
         connection.execute(_PUT, (name, data))
     folders = list(accumulate(f"{part}/" for part in name.split("/")[:-1]))
     connection.execute(_COUNT_CHANGE, (folders,))
+    # The other gateways look for changes at once.
+    connection.run("NOTIFY pilotflame")

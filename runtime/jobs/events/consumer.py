@@ -348,7 +348,7 @@ class Consumer:
                     news.clear()
 
     async def _submit(self, message: Message) -> Job:
-        key = f"{self.source.type}:{self.source.address}:{message.id}"
+        key = f"{self.source.type}:{self.source.scope}:{message.id}"
         given = message.body
         large = len(given) > PARSED_ON_LOOP_BYTES
         given = await asyncio.to_thread(_job_input, given) if large else _job_input(given)

@@ -129,11 +129,20 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
     if not outcome.state.final:
         raise JobConflict(f"A job cannot end as {outcome.state}.")
-    row = transaction.running_row(job_id, fence)
+    row = transaction.running_row(job_id, fence) or _given_up(transaction, job_id, fence)
     if row is None:
         return _has_ended(transaction, job_id, fence, outcome)
     transaction.end(row, outcome)
     return True
+
+
+def _given_up(transaction: Transaction, job_id: str, fence: int) -> SqlRow | None:
+    """If the job waits because `requeue_dead` took its gateway for dead, let the attempt `fence` go on, and return the job's row."""
+    row = transaction.row(job_id)
+    if row is None or (row["state"], row["attempts"]) != (JobState.IN_QUEUE, fence) or not row["worker"]:
+        return None
+    transaction.move(row, JobState.IN_PROGRESS, attempts=fence)
+    return transaction.row(job_id)
 
 
 def _has_ended(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
@@ -170,7 +179,8 @@ def requeue_dead(transaction: Transaction, alive: Collection[str]) -> tuple[int,
     running, again = find_rows(transaction.connection, f"WHERE state = 'IN_PROGRESS' AND {dead}", *alive), 0
     for row in running:
         if row["attempts"] < row["max_attempts"]:
-            transaction.move(row, JobState.IN_QUEUE)
+            # Pieces that are stored are lost. Without them, the attempt may still `finish`; the worker says so.
+            transaction.move(row, JobState.IN_QUEUE, worker="" if row["pieces"] else row["worker"])
             again += 1
             continue
         error = WorkerDied(

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -58,6 +58,8 @@ class JobDispatcher:
         # One read of jobs at a time, so that all reads together keep to MAX_INPUT_BYTES.
         self._reading = asyncio.Lock()
         self._input_bytes = 0
+        self.prepare: Callable[[Job], Awaitable[Job]] | None = None
+        """See `Jobs.prepare_with`."""
 
     def wake(self, function: str) -> None:
         """Let the function's task read the next jobs from the store and run them."""
@@ -177,7 +179,7 @@ class JobDispatcher:
                 try:
                     for job in new:
                         if job.id not in held:
-                            self._start(job)
+                            self._start(job if self.prepare is None else await self.prepare(job))
                         jobs.last_owner = job.owner
                 finally:
                     if unused := [job.id for job in due if job.id not in jobs.attempts]:

@@ -200,7 +200,7 @@ class AttemptStore(Protocol):
 
     async def finish(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
         """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt, unless it has ended the
-        job with this outcome.
+        job with this outcome. An attempt whose job `requeue_dead` has queued again, without stored pieces, may still end it while it waits.
 
         Raises JobConflict if the state of the outcome is not final.
         """

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 
 from ....errors import GatewayError, JobStoreFailed, UnknownFunction
@@ -143,6 +143,10 @@ class Jobs:
         self._expiry.close()
         await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
         await self.store.close()
+
+    def prepare_with(self, prepare: Callable[[Job], Awaitable[Job]]) -> None:
+        """Run what `prepare` returns for each stored job. It may raise JobStoreFailed: then the job runs later."""
+        self._dispatcher.prepare = prepare
 
     def others(self) -> OtherGateways:
         """Return the part that follows the changes of other gateways in a shared store."""

@@ -102,6 +102,19 @@ class SharedRevisions:
         entry = await asyncio.to_thread(self.index.entry, name)
         return entry is None or entry.deleted
 
+    async def check_served(self, name: str, record: RevisionRecord | None) -> None:
+        """Raise UnknownFunction if another gateway has deployed or deleted a function, and this one has not followed yet. `record` describes
+        the function of this name that this gateway serves, if there is one.
+        """
+        entry = await asyncio.to_thread(self.index.entry, name)
+        there = None if entry is None or entry.live is None else RevisionRecord.parse(entry.live.record)
+        if there is None or record is None:
+            same = there is record
+        else:
+            same = self.policies.same_owner(there.owner, record.owner)
+        if not same:
+            raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
+
     async def publish(self, record: RevisionRecord, packed: PackedFiles | None, *, paused: bool) -> None:
         """Make a revision live on all gateways. Without `packed`, it was stored before, or is packed now.
 

@@ -55,6 +55,8 @@ class Deliveries:
     def __init__(self, facts: Mapping[str, str] = NOTHING, dialect: Callable[[], str] = str) -> None:
         """`facts` describe the topic. A message has them beside its own. `dialect` returns `Identity.dialect`."""
         self._facts, self._dialect = facts, dialect
+        self.cluster = ""
+        """The id of the cluster. Another cluster may have a copy of the topic, with the same offsets and times."""
         self._lock = threading.RLock()
         self._epochs: dict[int, int] = {}
         """How often each partition was assigned to this member."""
@@ -152,7 +154,7 @@ class Deliveries:
             self._busy.add(record.group)
         attributes = {name: value.decode("utf-8", "replace") for name, value in record.headers}
         # A topic that was made anew has the same offsets again.
-        message_id = f"{place.partition}/{place.offset}/{record.sent_ms}"
+        message_id = f"{self.cluster}/{place.partition}/{place.offset}/{record.sent_ms}"
         return Message(
             message_id,
             receipt,

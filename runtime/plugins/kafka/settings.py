@@ -70,6 +70,11 @@ class KafkaSource(EventSource, frozen=True, extra="forbid", strict=True):
         return f"kafka://{','.join(self.brokers)}/{self.topic}"
 
     @property
+    def scope(self) -> str:
+        """Brokers may come and go, so the ids of messages have the id of the cluster."""
+        return self.topic
+
+    @property
     def addresses(self) -> dict[str, str]:
         topics = {"topic": self.topic, "result": self.result, "dead_letters": self.dead_letters}
         brokers = ",".join(self.brokers)

@@ -51,7 +51,7 @@ class KafkaTopic:
             "eventSource": "SelfManagedKafka", "bootstrapServers": ",".join(source.brokers), "topic": source.topic,
         }, identity.dialect)  # fmt: skip
         self._error: BusFailed | None = None
-        self._closing = False
+        self._identified = self._closing = False
 
     # -- the queue
 
@@ -95,11 +95,18 @@ class KafkaTopic:
         with self._polling:
             consumer = self._opened()
             while not self._closing:
+                self._identify(consumer)
                 messages = self._live(self._deliveries.take(limit))
                 if messages or time.monotonic() >= until_s:
                     return messages
                 self._poll(consumer, limit, until_s - time.monotonic())
         return []
+
+    def _identify(self, consumer: Any) -> None:
+        """Ask for the id of the cluster before the first message is delivered."""
+        if not self._identified and self._deliveries.waiting:
+            found = consumer.list_topics(self._source.topic, timeout=REQUEST_S)
+            self._deliveries.cluster, self._identified = found.cluster_id or "", True
 
     def _live(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages that may run. The others have failed too often, but could not be written to the dead letters."""

@@ -49,8 +49,9 @@ class FileStore:
         self._stored: dict[str, Share] = {}
         self._pending: dict[str, Share] = {}
 
-    def load(self) -> None:
-        """In the first call, find the stored files, and remove incomplete uploads that an earlier gateway has left.
+    def load(self, owner: str = ALL) -> None:
+        """In the first call, find the stored files, and remove incomplete uploads that an earlier gateway has left. The files of `owner`
+        are wanted.
 
         Raises StorageFull if the folder cannot be created or read.
         """
@@ -106,7 +107,7 @@ class FileStore:
             about, path = _read(folder), next(folder.glob(f"{CONTENT}*"), None)
             if about is not None and path is not None:
                 return about, path
-        raise _unknown(file_id)
+        raise unknown_file(file_id)
 
     def list(self, owner: str) -> list[StoredFile]:
         """Return an owner's files, the newest first."""
@@ -118,7 +119,7 @@ class FileStore:
         """Delete a file. Raises UnknownFile."""
         self.get(file_id, owner)
         if not self._remove(file_id):
-            raise _unknown(file_id)
+            raise unknown_file(file_id)
 
     def sweep(self) -> None:
         """Remove all expired files."""
@@ -135,19 +136,22 @@ class FileStore:
         with self._lock:
             if self._stored.pop(file_id, None) is None:
                 return False
+        self._remove_folder(file_id)
+        return True
+
+    def _remove_folder(self, file_id: str) -> None:
         # Rename the folder first. If the gateway crashes in the removal, `load` must not find a file without content.
         hidden = self._root / f"{HIDDEN}{file_id}"
         with contextlib.suppress(OSError):
             (self._root / file_id).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-        return True
 
 
 def expires_s(file: StoredFile) -> float:
     return file.created_s + KEEP_S
 
 
-def _unknown(file_id: str) -> UnknownFile:
+def unknown_file(file_id: str) -> UnknownFile:
     return UnknownFile(f"There is no file {file_id[:128]!r}.", remedy="Files are kept for 24 hours.")
 
 

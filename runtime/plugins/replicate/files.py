@@ -6,13 +6,23 @@ import asyncio
 import base64
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, UnknownFile, UnsupportedMedia
+from ....errors import (
+    BadInput,
+    InputInvalid,
+    InputTimeout,
+    InputTooLarge,
+    JobStoreFailed,
+    StorageFull,
+    UnknownFile,
+    UnsupportedMedia,
+)
 from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ....handlers.forms import FormField, FormParser
@@ -22,7 +32,9 @@ from ...front.http.requests import caller_of, coding_of, continue_body, dump_jso
 from ...front.http.responses import Timestamp, json_response, made, timestamp
 from ...front.http.routes import Route
 from ...front.listening.origins import Origins
-from ...ground.access.keys import Scope
+from ...ground.access.keys import ALL, Scope
+from ...jobs.stored.job import Job
+from ..predictions.prediction import FORM as FORM_OF_JOB
 from .file_store import FileStore, expires_s
 from .problem import ERRORS
 from .upload import MAX_FILE_BYTES, StoredFile, Upload
@@ -138,6 +150,24 @@ class FilesApi:
         size = len(body) + sum(map(len, contents.values()))
         return await made(request, size, lambda: dump_json(_replaced(found, contents))), files
 
+    async def brought(self, job: Job) -> Job:
+        """Return a job with the paths of its files on this machine. Another gateway may have accepted it. Raise JobStoreFailed."""
+        about = (job.extra or {}).get(FORM_OF_JOB, {})
+        ids = {url: match[2] for url in about.get("files", ()) if (match := _URL.fullmatch(url))}
+        try:
+            files = await asyncio.to_thread(self._files, ids, ALL) if ids else {}
+        except InputInvalid:
+            # The handler reports that a file is missing.
+            return job
+        except StorageFull as error:
+            raise JobStoreFailed(error.message, remedy=error.remedy) from error
+        paths = {url: str(path) for url, (_, path) in files.items()}
+        return (
+            replace(job, extra={**(job.extra or {}), FORM_OF_JOB: {**about, "files": paths}})
+            if paths
+            else job
+        )
+
     async def _contents(
         self, urls: Sequence[tuple[str, str]], owner: str, most: int | None
     ) -> tuple[dict[str, str], dict[str, str]]:
@@ -161,7 +191,7 @@ class FilesApi:
         form = FormParser(request.headers.get("Content-Type", ""), MAX_FIELDS)
         upload, kind, metadata, field = None, "", b"", ""
         await asyncio.to_thread(self._store.check_disk)
-        await asyncio.to_thread(self._store.load)
+        await asyncio.to_thread(self._store.load, caller_of(request).owner)
         try:
             async for piece in request.content.iter_chunked(BLOCK_BYTES):
                 for found in form.feed(piece):

@@ -35,6 +35,7 @@ from .file_store import FileStore
 from .files import FilesApi
 from .models import CURSOR, OWNER, ModelsApi, page_of
 from .problem import ERRORS
+from .shared_files import SharedFileStore
 from .stream import StreamApi
 
 MAX_WAIT_S = 60.0
@@ -63,9 +64,9 @@ class ReplicateApi(ApiPlugin):
         self._backend, self._jobs = backend, backend.jobs
         self._models, self._stream = ModelsApi(backend, self.origin_of), StreamApi(backend.jobs)
         self._account = AccountApi(backend)
-        self._files = FilesApi(
-            FileStore(backend.state / "files", backend.disk.check), backend.origins, self.origin_of
-        )
+        self._files = FilesApi(_file_store(backend), backend.origins, self.origin_of)
+        if backend.database is not None:
+            self._jobs.prepare_with(self._files.brought)
 
     async def sweep(self) -> None:
         """Remove expired files that callers uploaded, now and every hour."""
@@ -168,6 +169,18 @@ class ReplicateApi(ApiPlugin):
         urls = {"get": own, "cancel": f"{own}/cancel", "stream": origin + self._stream.path(job)}
         more = {"model": f"{OWNER}/{job.function}", "data_removed": False, "source": "api", "urls": urls}
         return prediction | {"id": job.id} | more
+
+
+def _file_store(backend: Backend) -> FileStore:
+    root, check_disk = backend.state / "files", backend.disk.check
+    if backend.database is None:
+        return FileStore(root, check_disk)
+    # It needs psycopg, which a gateway without the setting `database` need not have.
+    from ...ground.storing.postgres_blobs import PostgresBlobs  # noqa: PLC0415
+
+    return SharedFileStore(
+        root, check_disk, backend.database, PostgresBlobs(backend.database, "upload_files")
+    )
 
 
 def preferred_wait(preferences: Mapping[str, str]) -> float:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,10 +46,9 @@ from ...jobs.stored.job import Job, JobState
 from ...jobs.stored.webhook_body import WebhookBodies
 from ...node.functions.live import Live
 from . import openai_jobs
-from .openai_jobs import OpenAiOutput
+from .polls import Polls
 
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
-MAX_POLLERS = 10_000
 PIECES_PER_POLL = 1000
 WAIT = Number("wait", f"Milliseconds to wait for the end, {MAX_WAIT_MS} at most.", 90_000)
 AFTER = Number("after", "The number of the last piece that was seen; by default, that of the last poll.")
@@ -148,11 +146,7 @@ class QueueApi(ApiPlugin):
         super().__init__(backend)
         self._backend = backend
         self._jobs = backend.jobs
-        # Maps (job, owner) to the number of the last piece that a poll has returned. The job that was polled last is at
-        # the end. An administrator has an entry of their own, so their polls take no pieces from the job's owner.
-        self._polled: OrderedDict[tuple[str, str], int] = OrderedDict()
-        # The outputs of jobs with requests of OpenAI's API, which have read the pieces that the polls have returned.
-        self._outputs: dict[tuple[str, str], OpenAiOutput] = {}
+        self._polls = Polls(backend.database)
 
     def routes(self) -> list[Route]:
         def row(method: str, path: str, handler: Handler, summary: str, response: Any, **more: Any) -> Route:
@@ -233,24 +227,16 @@ class QueueApi(ApiPlugin):
             return await self._send(request, await self._jobs.store.glance(*named(request)))
         job = await self._jobs.store.get(*named(request))
         polls, poller = "after" not in request.query, (job.id, owner_of(request))
-        after = self._polled.get(poller, 0) if polls else AFTER.read(request)
-        # A poll at the same time gets an output of its own.
-        known = self._outputs.pop(poller, None) if polls else None
+        after = await self._polls.last(poller) if polls else AFTER.read(request)
+        known = self._polls.output(poller) if polls else None
         output = known if known is not None and known.precedes(job, after) else openai_jobs.output_of(job)
         pieces = await openai_jobs.pieces_of(request, self._jobs.store, job, output, after, PIECES_PER_POLL)
         last = max(pieces[-1][0] if pieces else 0, output.read if output is not None else 0)
-        # RunPod's clients do not send `?after=`. So store the number after which their next poll continues.
-        if polls and last > after:
-            self._polled[poller] = last
-            self._polled.move_to_end(poller)
-            if len(self._polled) > MAX_POLLERS:
-                self._outputs.pop(self._polled.popitem(last=False)[0], None)
-        # The job has ended, and the polls have returned all pieces. The next poll starts with the first piece again.
-        elif polls and job.state.final:
-            self._polled.pop(poller, None)
-            self._outputs.pop(poller, None)
-        if output is not None and output.streams and polls and poller in self._polled:
-            self._outputs[poller] = output
+        # If the job has ended, and the polls have returned all pieces, the next poll starts with the first piece again.
+        if polls and job.state.final and last <= after:
+            await self._polls.forget(poller)
+        elif polls:
+            await self._polls.note(poller, after, last, output)
         found = [b'{"output":%b,"number":%d}' % (piece, number) for number, piece in pieces]
         return await list_response(request, "stream", found, {"id": job.id, "status": job.state})
 

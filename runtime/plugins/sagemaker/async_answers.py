@@ -1,41 +1,35 @@
 """Writes the answers of InvokeEndpointAsync to S3 when their jobs end.
 
-A file in the state folder says where each answer goes, until it is written. So a gateway that starts again writes the answers of the
+`PendingAnswers` say where each answer goes, until it is written. So a gateway that starts again writes the answers of the
 jobs that an earlier one has accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from pathlib import Path
+import contextlib
 
 import orjson
-from pydantic import BaseModel, ValidationError
 
-from ....errors import JobBodyMissing, JobExpired, PilotflameError, UnknownFunction, UnknownJob
+from ....errors import (
+    JobBodyMissing,
+    JobExpired,
+    JobStoreFailed,
+    PilotflameError,
+    UnknownFunction,
+    UnknownJob,
+)
 from ....handlers.codec import JSON_TYPE
-from ....snapshot.publish import publish
 from ...front.api.backend import Backend
 from ...jobs.stored.job import Job, JobState
 from ...node.functions.live import Live
 from .objects import Objects
+from .pending_answers import AnswerFiles, PendingAnswer, PendingAnswers, SharedAnswers
 
-FOLDER = "sagemaker"
 WAIT_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES = 1.0, 300.0, 12
 """An answer that cannot be written is tried again after pauses, which double, in all for about 35 minutes. A gateway that starts again
 tries again, too."""
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}\.json")
-
-
-class PendingAnswer(BaseModel, frozen=True, extra="forbid"):
-    """A job, and the URLs for its output and for its error."""
-
-    job: str
-    function: str
-    output: str
-    failure: str
 
 
 class AsyncAnswers:
@@ -43,30 +37,48 @@ class AsyncAnswers:
 
     def __init__(self, backend: Backend, objects: Objects) -> None:
         self._backend, self._objects = backend, objects
-        self._folder = backend.state / FOLDER
+        self._pending: PendingAnswers = AnswerFiles(backend.state)
+        self._left = asyncio.Event()
+        """Set when a gateway has gone, which may have left answers."""
+        self._present = set[str]()
+        if backend.database is not None and (members := backend.members) is not None:
+            self._pending = SharedAnswers(backend.database, members.incarnation)
+            members.followers.append(lambda: self._look({one.incarnation for one in members.members}))
         self._added: asyncio.Queue[PendingAnswer] = asyncio.Queue()
 
     async def add(self, pending: PendingAnswer) -> None:
         """Remember where the answer of a job goes. Only then tell the job's id to its caller."""
-        await asyncio.to_thread(self._store, pending)
+        await asyncio.to_thread(self._pending.put, pending)
         self._added.put_nowait(pending)
 
     async def run(self) -> None:
         """Write answers until cancelled. If this fails, call it again."""
         self._added = asyncio.Queue()
         begun: set[str] = set()
-        stored = await asyncio.to_thread(self._stored)
         async with asyncio.TaskGroup() as group:
-            for pending in stored:
-                self._added.put_nowait(pending)
+            group.create_task(self._take_over())
             while True:
                 pending = await self._added.get()
                 if pending.job not in begun:
                     begun.add(pending.job)
                     group.create_task(self._deliver(pending, begun))
 
+    async def _take_over(self) -> None:
+        """Write what earlier gateways have left, and what other gateways leave."""
+        while True:
+            self._left.clear()
+            for pending in await asyncio.to_thread(self._pending.take_over):
+                self._added.put_nowait(pending)
+            await self._left.wait()
+
+    def _look(self, present: set[str]) -> None:
+        """Note which gateways there are, after each heartbeat."""
+        if not self._present <= present:
+            self._left.set()
+        self._present = present
+
     async def _deliver(self, pending: PendingAnswer, begun: set[str]) -> None:
-        """Write an answer and forget it. An answer that cannot be written stays in its file."""
+        """Write an answer and forget it. An answer that cannot be written stays pending."""
         try:
             done = await self._written(pending, await self._ended(pending))
         except (UnknownJob, JobExpired, JobBodyMissing, UnknownFunction):
@@ -74,13 +86,15 @@ class AsyncAnswers:
             done = True
         except PilotflameError as error:
             # The deliveries of all owners are in one group, which an error would end.
-            text = f"The answer of {pending.job} stays in its file: {error}"
+            text = f"The answer of {pending.job} stays pending: {error}"
             self._backend.functions.log(pending.function, text)
             done = False
         # A replay of the request adds the job again, and its answer is then written again.
         begun.discard(pending.job)
         if done:
-            await asyncio.to_thread(self._path(pending.job).unlink, missing_ok=True)
+            # If it stays pending, it is written again.
+            with contextlib.suppress(JobStoreFailed):
+                await asyncio.to_thread(self._pending.remove, pending.job)
 
     async def _written(self, pending: PendingAnswer, job: Job) -> bool:
         """Write an answer and return True, or return False if all tries fail. Raise UnknownFunction."""
@@ -121,22 +135,3 @@ class AsyncAnswers:
         error = dict(job.error or {"type": job.state.lower(), "message": f"The job is {job.state}."})
         body = orjson.dumps({"Message": error.get("message", ""), "ErrorCode": error.get("type", "")})
         await write(live, pending.failure, body, JSON_TYPE)
-
-    def _store(self, pending: PendingAnswer) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with publish(self._path(pending.job), 0o600) as file:
-            file.write(pending.model_dump_json().encode())
-
-    def _stored(self) -> list[PendingAnswer]:
-        """Return the answers that an earlier gateway has not written. A file that a crash has broken is left out."""
-        found = []
-        for path in sorted(self._folder.glob("*.json")):
-            if _NAME.fullmatch(path.name):
-                try:
-                    found.append(PendingAnswer.model_validate_json(path.read_bytes()))
-                except (OSError, ValidationError):
-                    continue
-        return found
-
-    def _path(self, job: str) -> Path:
-        return self._folder / f"{job}.json"

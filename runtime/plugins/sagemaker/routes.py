@@ -28,9 +28,10 @@ from ...front.http.routes import Route
 from ...ground.access.keys import Scope
 from ...node.functions.live import Live
 from ..amazon.event_stream import EVENT_STREAM_TYPE, payload_of
-from .async_answers import AsyncAnswers, PendingAnswer
+from .async_answers import AsyncAnswers
 from .failures import ERRORS, PayloadStream
 from .objects import Objects
+from .pending_answers import PendingAnswer
 from .requests import (
     ASYNC_PARAMETERS,
     INFERENCE_ID,

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,12 @@ from live import (
     until,
 )
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.ground.access.secrets import Secrets
 from pilotflame.runtime.ground.settings.function_settings import FunctionSettings
 from pilotflame.runtime.ground.settings.gateway_settings import GatewaySettings
 from pilotflame.runtime.ground.storing import membership
+from pilotflame.runtime.ground.storing.postgres import PostgresConnection, migrate
+from pilotflame.runtime.ground.storing.revision_index import FunctionEntry
 from pilotflame.runtime.jobs.alerting import conditions
 from pilotflame.runtime.jobs.alerting.alerts import ALERTS
 from pilotflame.runtime.node.functions import shared_revisions
@@ -37,6 +40,7 @@ from pilotflame.runtime.startup.server import serve
 from postgres import PostgresServer, new_schema, postgres_server
 from pydantic import SecretStr
 from receiver import receiving
+from shared_gateways import Group, Shared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIGNS = """
@@ -217,6 +221,56 @@ async def test_gateways_share_keys_and_secrets(pair: list[Gateway], gate: Gate) 
         return await second.answer(1) == "shared"
 
     await until(renewed, "a worker with the secret")
+
+
+async def test_a_gateway_that_lags_behind_gives_no_secret_to_the_next_function_of_a_name(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = PostgresConnection(postgres_url)
+    migrate(connection)
+    connection.close()
+    group, source = Group(postgres_url), "def handler(event):\n    return 1\n"
+    with short_folder() as first, short_folder() as second:
+        async with (
+            group.member("one", first / "state") as one,
+            group.member("other", second / "state") as other,
+        ):
+            group.leave("other")
+            path = "/v1/functions/passed-on/secrets/TOKEN"
+
+            async def told() -> tuple[int, bool]:
+                answer = await other.gateway.client.put(path, json={"value": "x"})
+                assert other.gateway.server is not None
+                return answer.status_code, bool(other.gateway.server.functions.secrets.of("passed-on"))
+
+            assert await told() == (200, True)
+            await other.gateway.client.delete(path)
+            await one.gateway.deploy(source, name="passed-on")
+            assert await told() == (404, False)
+            await other.follower.follow()
+            await other.even()
+            await until(served(other), "the function")
+            assert await told() == (200, True)
+            await other.gateway.client.delete(path)
+            # The function is deleted after the check.
+            set_secret = Secrets.set
+
+            def deletes_after(found: Secrets, *args: str) -> bool:
+                replaced = set_secret(found, *args)
+                one.revisions.index.change("passed-on", lambda _: FunctionEntry("passed-on", deleted=True))
+                return replaced
+
+            monkeypatch.setattr(Secrets, "set", deletes_after)
+            assert await told() == (404, False)
+            monkeypatch.undo()
+            assert await told() == (404, False)
+
+
+def served(member: Shared) -> Callable[[], Awaitable[bool]]:
+    async def serves() -> bool:
+        return bool(member.live("passed-on"))
+
+    return serves
 
 
 async def test_gateways_share_keys(postgres_url: str) -> None:

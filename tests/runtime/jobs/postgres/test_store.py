@@ -120,8 +120,10 @@ async def test_the_jobs_of_a_dead_gateway_are_free_and_those_of_a_live_one_are_n
     assert await other.requeue_dead() == (1, 1)
     assert await third.requeue_dead() == (0, 0)
     assert {job.id for job in await third.claim("tone", 10, clock.now_s)} == {jobs[1].id, jobs[2].id}
-    # The dead gateway was only slow.
-    assert not await one.finish(jobs[1].id, 1, DONE)
+    # The dead gateway was only slow, and the job has not begun again.
+    assert not await one.finish(jobs[0].id, 1, DONE)
+    assert await one.finish(jobs[1].id, 1, DONE)
+    assert await third.take(jobs[1].id, "w") is None
     assert (await third.get("tone", jobs[0].id)).state is JobState.FAILED
 
 

@@ -81,6 +81,18 @@ async def test_only_what_is_finished_is_committed(kafka: Cluster, opened: Open) 
     assert bodies(await received(opened("plain"), 2)) == ["4", "5"]
 
 
+async def test_a_message_has_the_same_id_whatever_the_brokers(kafka: Cluster, opened: Open) -> None:
+    kafka.write("named", ["a"], partition=0)
+    (first,) = await received(opened("named"), 1)
+    cluster_id = kafka.producer.list_topics(timeout=30).cluster_id
+    assert first.id.startswith(f"{cluster_id}/0/0/")
+    sources = [
+        KafkaSource(type="kafka", brokers=brokers, topic="named", group="g")
+        for brokers in (("a:1", "b:1"), ("b:1", "a:1"), ("c:1",))
+    ]
+    assert len({source.scope for source in sources}) == 1
+
+
 async def test_messages_of_a_key_come_one_after_the_other(kafka: Cluster, opened: Open) -> None:
     kafka.write("ordered", ["a0", "b0", "a1", "b1"], ["a", "b"])
     topic = opened("ordered")
@@ -280,6 +292,20 @@ async def test_an_answer_that_its_topic_can_never_take_ends_its_message_and_stay
     jobs = (await function.client.get(f"/v1/functions/{function.name}/jobs")).json()["jobs"]
     assert sorted((job["status"], job["attempts"]) for job in jobs) == [("COMPLETED", 1)] * 2
     assert any(job["id"] in line["text"] for job in jobs)
+
+
+async def test_a_message_that_comes_again_after_a_change_of_brokers_is_the_same_job(
+    kafka: Cluster, deploy: Any, gate: Gate
+) -> None:
+    kafka.write("moved", [json.dumps({"number": 1})])
+    sources = [
+        {"type": "kafka", "brokers": brokers, "topic": "moved", "group": group, "result": "moved-done"}
+        for group, brokers in (("g", kafka.brokers), ("h", [*kafka.brokers, "127.0.0.1:1"]))
+    ]
+    function = await deploy(ANSWERS, {"source": sources}, gate=gate)
+    await asyncio.to_thread(kafka.read, "moved-done", 2)
+    jobs = (await function.client.get(f"/v1/functions/{function.name}/jobs")).json()["jobs"]
+    assert [(job["status"], job["attempts"]) for job in jobs] == [("COMPLETED", 1)]
 
 
 RECORDS = """

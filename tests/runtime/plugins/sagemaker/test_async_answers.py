@@ -14,13 +14,15 @@ import pytest
 import pytest_asyncio
 from botocore.config import Config
 from botocore.exceptions import ClientError
-from live import Function, Gate, Gateway, gateway_here, until
+from live import Function, Gate, Gateway, gateway_here, short_folder, until
 from moto_server import moto_server
 from pilotflame.errors import JobStoreFailed
 from pilotflame.runtime.ground.access.deploy_policy import DeployPolicies, DeployPolicy
 from pilotflame.runtime.jobs.stored.job import Job
 from pilotflame.runtime.plugins.sagemaker import async_answers, objects
-from pilotflame.runtime.plugins.sagemaker.async_answers import FOLDER, AsyncAnswers, PendingAnswer
+from pilotflame.runtime.plugins.sagemaker.async_answers import AsyncAnswers
+from pilotflame.runtime.plugins.sagemaker.pending_answers import FOLDER, PendingAnswer
+from round_robin import SeveralGateways
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ECHO = "def handler(event):\n    if event == 'fail':\n        raise ValueError('no good')\n    return {'got': event}\n"
@@ -107,9 +109,16 @@ async def forgotten(gateway: Gateway) -> None:
     """Wait until no answer is left to write."""
 
     async def empty() -> bool:
-        return not list((gateway.state / FOLDER).iterdir())
+        return not await asyncio.to_thread(pending, gateway)
 
-    await until(empty, "an empty folder")
+    await until(empty, "no pending answer")
+
+
+def pending(gateway: Gateway) -> list[str]:
+    """Return the jobs whose answers are not written yet."""
+    if isinstance(gateway, SeveralGateways):
+        return [str(job) for (job,) in gateway.rows("SELECT job FROM pending_answers")]
+    return [file.stem for file in (gateway.state / FOLDER).iterdir()]
 
 
 async def test_a_replay_of_a_written_job_writes_it_again(
@@ -253,10 +262,13 @@ async def test_a_job_that_cannot_be_read_holds_up_no_other(
     assert await written(store, told["OutputLocation"]) == {"got": {"n": 1}}
 
     async def alone() -> bool:
-        return [file.stem for file in (gateway.state / FOLDER).iterdir()] == failed
+        return await asyncio.to_thread(pending, gateway) == failed
 
-    await until(alone, "only the file of the job that could not be read")
-    (gateway.state / FOLDER / f"{failed[0]}.json").unlink()
+    await until(alone, "only the answer of the job that could not be read")
+    if isinstance(gateway, SeveralGateways):
+        gateway.rows("DELETE FROM pending_answers RETURNING job")
+    else:
+        (gateway.state / FOLDER / f"{failed[0]}.json").unlink()
 
 
 async def test_the_next_owner_of_a_name_writes_no_answer_of_the_last_one(
@@ -290,3 +302,17 @@ async def test_a_gateway_that_starts_again_writes_the_answer(
     gate.open()
     async with gateway_here(state):
         assert await written(store, told["OutputLocation"]) == 1
+
+
+async def test_another_gateway_writes_the_answer_of_one_that_has_ended(
+    postgres_url: str, endpoint: str, store: Any, gate: Gate
+) -> None:
+    with short_folder() as folder, short_folder() as other:
+        async with gateway_here(other / "state", database=postgres_url):
+            async with gateway_here(folder / "state", drain_s=0.2, database=postgres_url) as gateway:
+                waits = await gateway.deploy(WAITS, PLACES, name="waits", gate=gate)
+                function = await with_secrets(waits, endpoint)
+                told = await submit(gateway, function, InputLocation="s3://data/in/1.json")
+                await gate.next("begun")
+            gate.open()
+            assert await written(store, told["OutputLocation"]) == 1
