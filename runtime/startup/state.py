@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ground.access.keyring import ACCESS, Keyring
+from ..ground.access.keyring import ACCESS, Keyring, Meter
 from ..ground.access.secrets import Secrets
+from ..ground.access.shared_quotas import SharedMeter
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
 from ..ground.storing.documents import Documents
@@ -75,7 +76,8 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     await asyncio.to_thread(own_documents.remove_leftovers, ACCESS)
     documents = await asyncio.to_thread(open_documents, folder, settings.database)
     stack.push_async_callback(asyncio.to_thread, documents.close)
-    keyring, secrets = Keyring(documents), Secrets(documents)
+    keyring = Keyring(documents, Meter if members is None else SharedMeter)
+    secrets = Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
     return State(folder, previous, disk, logs, store, own_documents, documents, keyring, secrets, members)
