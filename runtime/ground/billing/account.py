@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -14,6 +15,7 @@ from .usage import HOUR_S, Footprint, Prices, Usage, priced
 
 # The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
 LONGEST_TIMER_S = 3600.0
+UNREACHED_RETRY_S = 5.0
 
 
 class StoredUsage(NamedTuple):
@@ -99,6 +101,7 @@ class Account:
         """The largest used share of a limit of the budget."""
         self._function, self._prices = function, prices
         self._budget = BudgetSpec()
+        self._elsewhere = self._reserved = Spending()
         self._spenders: list[Spender] = []
         self._past = self._settled = self._unmeasured = Usage()
         self.due_s = math.inf
@@ -153,6 +156,7 @@ class Account:
         # midnight again.
         elif day > self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
+            self._elsewhere = self._reserved = Spending()
             # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
             # the wall clock can be set.
             asyncio.get_running_loop().call_soon(self.check)
@@ -199,13 +203,23 @@ class Account:
         return self._budget.money_per_day is not None or self._budget.seconds_per_day is not None
 
     @property
+    def limits(self) -> tuple[float | None, float | None]:
+        """The limits of money and of seconds."""
+        return self._budget.money_per_day, self._budget.seconds_per_day
+
+    @property
     def budget(self) -> BudgetSpec:
         return self._budget
 
     @property
     def spent(self) -> Spending:
-        """The usage that counts against today's budget."""
-        return Spending(self.today.cost - self.forgiven.money, self.today.worker_s - self.forgiven.seconds)
+        """The usage that counts against today's budget, of all gateways."""
+        money, seconds = self._used()
+        return Spending(money - self.forgiven.money, seconds - self.forgiven.seconds)
+
+    def _used(self) -> Spending:
+        elsewhere = self._elsewhere
+        return Spending(self.today.cost + elsewhere.money, self.today.worker_s + elsewhere.seconds)
 
     def open(self, budget: BudgetSpec, owner: str) -> None:
         """Set the budget and the owner of the revision that has become live.
@@ -224,8 +238,27 @@ class Account:
         if not self.exhausted:
             return
         self.settle()
-        self.forgiven = Spending(self.today.cost, self.today.worker_s)
+        self.forgiven = self._used()
         self.check()
+
+    def note_elsewhere(self, used: Spending, forgiven: Spending) -> None:
+        """Learn what the other gateways have used of today's budget, and what a reset at one of them has forgiven."""
+        forgiven = Spending(*map(max, forgiven, self.forgiven))
+        if (used, forgiven, Spending()) != (self._elsewhere, self.forgiven, self._reserved):
+            self._elsewhere, self.forgiven, self._reserved = used, forgiven, Spending()
+            self.check()
+
+    def reserve(self, share: float) -> None:
+        """Leave this share of the rest of today's budget to the other gateways, until `note_elsewhere` is called."""
+        self.settle()
+        rest = (max(0.0, (limit or 0.0) - used) for limit, used in zip(self.limits, self.spent, strict=True))
+        self._reserved = Spending(*(share * left for left in rest))
+        self.check()
+
+    @property
+    def works(self) -> bool:
+        """True if the function has workers."""
+        return any(one.worker_total for one in self._spenders)
 
     def check(self) -> None:
         """Decide whether the function may use more, and when to decide again. Tell the function's revisions."""
@@ -235,7 +268,8 @@ class Account:
         else:
             self.settle()
             left_s = day_left_s(self.day, time.time())
-            self.state, self.share, again_in_s = decide_budget(self._budget, self.spent, self._rate(), left_s)
+            counted = Spending(*map(operator.add, self.spent, self._reserved))
+            self.state, self.share, again_in_s = decide_budget(self._budget, counted, self._rate(), left_s)
             if again_in_s is not None and self._spenders:
                 self.due_s = time.monotonic() + min(again_in_s, LONGEST_TIMER_S)
         for spender in list(self._spenders):
@@ -243,13 +277,16 @@ class Account:
 
     def describe(self) -> str:
         """Return in a sentence how much of the budget is used, for the function's log and its status."""
-        limits = (self._budget.money_per_day, self._budget.seconds_per_day)
         parts = [
             f"{used:.6g} of {limit:.6g} ({key})"
-            for used, limit, key in zip(self.spent, limits, ("money_per_day", "seconds_per_day"), strict=True)
+            for used, limit, key in zip(
+                self.spent, self.limits, ("money_per_day", "seconds_per_day"), strict=True
+            )
             if limit is not None
         ]
         used = f"{self.share:.0%} of today's budget is used" + (f": {', '.join(parts)}" if parts else "")
+        if any(self._reserved):
+            used += ", or left to the other gateways, because the database cannot be reached"
         if not self.exhausted:
             return used
         return f"{used}; no worker starts before 0:00 UTC, unless it is raised, or: pilotflame reset {self._function}"
@@ -258,6 +295,9 @@ class Account:
         """Return the error of an invocation for which no worker may be started today. The error shows no amounts."""
         # In the first moment of a new day, the budget may not be checked yet.
         retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
+        if any(self._reserved):
+            message = f"{self._function} has used this gateway's part of its budget, and the database of the gateways cannot be reached."
+            return BudgetExhausted(message, remedy="Try again.", details={"retry_after_s": UNREACHED_RETRY_S})
         return BudgetExhausted(
             f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
             remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",

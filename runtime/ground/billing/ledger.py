@@ -25,10 +25,13 @@ class Ledger:
     """The accounts of the functions of one gateway. A deleted function keeps its account until its usage is stored."""
 
     def __init__(
-        self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD"
-    ) -> None:
-        """`totals` returns the counts of a function from the metrics. The ledger uses the counts of cold starts."""
-        self.prices, self.currency = prices, currency
+        self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD", *, fresh: bool = False
+    ) -> None:  # fmt: skip
+        """`totals` returns the counts of a function from the metrics. The ledger uses the counts of cold starts.
+
+        If `fresh`, the budgets of today begin unused: `SharedBudgets` knows what earlier runs of the gateway have used.
+        """
+        self.prices, self.currency, self._fresh = prices, currency, fresh
         self._store, self._totals = store, totals
         self._accounts: dict[str, Account] = {}
         self._node: set[str] = set()
@@ -52,10 +55,16 @@ class Ledger:
             # The stored usage may belong to an earlier day.
             today = used if self._stored_day == day else Usage()
             forgiven = Spending(standing.money, standing.seconds) if standing.day == day else Spending()
+            if self._fresh:
+                today, forgiven = Usage(), Spending()
             stored = StoredUsage(today, forgiven, standing.footprint)
             counted = functools.partial(self._new_colds, function)
             self._accounts[function] = Account(function, self.prices, stored, counted)
         return self._accounts[function]
+
+    def limited(self) -> list[tuple[str, Account]]:
+        """Return the accounts with a budget, and their functions."""
+        return [one for one in self._accounts.items() if one[1].limited]
 
     def open_node(self, name: str, processes: Spender) -> None:
         """Open the account `name` of processes of the node that belong to no function. This account has no budget."""
