@@ -15,7 +15,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
@@ -42,15 +44,13 @@ _LEAVE = (
 
 
 class _Beat(NamedTuple):
-    """The result of a heartbeat."""
+    """The result of a heartbeat: the monotonic time of the end of the lease, and attributes of Membership."""
 
     until_s: float
-    """The monotonic time of the end of the lease."""
     members: tuple[GatewayMember, ...]
-    reports: Mapping[str, Any] = {}
+    reports: Mapping[str, Any] = MappingProxyType({})
     known: int = 0
-    """The number of the newest spending in the database."""
-    spent: dict[str, DaySpending] = {}
+    spent: Mapping[str, DaySpending] = MappingProxyType({})
     told: GatewayReport = GatewayReport()
 
 
@@ -72,14 +72,14 @@ class Membership:
         """What the latest heartbeat has told the other gateways."""
         self.reports: Mapping[str, Any] = {}
         """The latest `GatewayReport.uses` of each living gateway, by incarnation. Gateways of older versions have none."""
-        self.spent: dict[str, DaySpending] = {}
+        self.spent: Mapping[str, DaySpending] = {}
         """What the other gateways, living and dead, have used of each function's budget on the latest day."""
         self.followers: list[Callable[[], object]] = []
         """Called on the event loop after each heartbeat, and when the lease has ended."""
         self.duties = SharedDuties(lambda: self.alive)
         self._until_s = self._since_s = 0.0
-        self._known = 0
-        self._report = GatewayReport()
+        # The number of the newest spending that is in `spent`, and what to tell next.
+        self._known, self._report = 0, self.told
         self._lapse: asyncio.TimerHandle | None = None
         self._news, self._ended = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -168,16 +168,11 @@ class Membership:
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> GatewayReport:
         """Return what the event loop reports now."""
-        made = threading.Event()
-
-        def make() -> None:
-            self._report = self.reporter()
-            made.set()
-
-        with suppress(RuntimeError):
-            # The event loop may have ended.
-            loop.call_soon_threadsafe(make)
-            made.wait(REPORT_WAIT_S)
+        made = Future[GatewayReport]()
+        # The event loop may have ended.
+        with suppress(RuntimeError, TimeoutError):
+            loop.call_soon_threadsafe(lambda: made.set_result(self.reporter()))
+            self._report = made.result(REPORT_WAIT_S)
         return self._report
 
     def _beat(self, duties: list[str], report: GatewayReport) -> _Beat:
@@ -230,7 +225,7 @@ class Membership:
         self._until_s, self.members, self.reports, self._known, spent, self.told = beat
         if spent:
             today = max(row.day for row in spent.values())
-            self.spent = {name: row for name, row in self.spent.items() if row.day >= today} | spent
+            self.spent = {**{name: row for name, row in self.spent.items() if row.day >= today}, **spent}
         self.duties.note(
             [duty for one in beat.members if one.incarnation == self.incarnation for duty in one.duties]
         )
