@@ -682,6 +682,7 @@ def test_tests_mirror_the_sources() -> None:
 TOGETHER = {
     "real_vllm",
     "shared_faults",
+    "shared_limits",
     "environments",
     "ownership",
     "replacement",

@@ -194,8 +194,12 @@ class JobDispatcher:
 
     def _room(self, function: str, jobs: _FunctionJobs) -> int:
         """Return how many more jobs may be submitted now."""
-        scale = self._live(function).revision.policy.scale
+        policy = self._live(function).revision.policy
+        scale = policy.scale
         capacity = scale.max * scale.concurrency
+        if not capacity and policy.settings.scale.max == 1:
+            # Another gateway has the only worker, and runs the jobs.
+            return 0
         # An attempt whose invocation has ended waits only for the store and uses no worker.
         # Attempts for waiting callers are not counted. Otherwise a steady flow of such callers would keep out stored jobs.
         queued = [attempt for attempt in jobs.attempts.values() if not attempt.awaited]
