@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from ..ground.access.access_watch import AccessWatch
 from ..ground.access.shared_quotas import KEYS, SharedQuotas
-from ..ground.billing.shared_budgets import SharedBudgets
+from ..ground.billing.ledger import SharedBudgets
 from ..ground.storing.members import GatewayMember, GatewayReport
 from ..ground.telemetry.background import BackgroundTasks
 from ..jobs.stored.jobs import Jobs
 from ..node.functions.follower import Follower
 from ..node.functions.shared_revisions import GatewayPeers, SharedRevisions
-from ..node.functions.worker_shares import WorkerShares
 from ..node.packaging.revision_files import RevisionFiles
 from .node import RunningNode
 from .state import State
+from .worker_shares import WorkerShares
 
 if TYPE_CHECKING:
     # It needs psycopg, which a gateway without the setting need not have.
@@ -95,9 +95,7 @@ class SharedState:
 class LimitSharing:
     """The limits that hold over all gateways with a common database: of workers, quotas of keys, and budgets."""
 
-    def __init__(
-        self, members: Membership, state: State, node: RunningNode, stack: contextlib.AsyncExitStack
-    ) -> None:
+    def __init__(self, members: Membership, state: State, node: RunningNode, stack: contextlib.AsyncExitStack) -> None:  # fmt: skip
         self._members = members
         self._quotas, self._budgets = SharedQuotas(state.keyring), SharedBudgets(node.ledger)
         self._workers = WorkerShares(node.revisions, state.keyring.max_workers, members.beat)

@@ -23,18 +23,13 @@ class GatewayUse(NamedTuple):
     busy: int = 0
     """The part of `have` that has calls, or starts. It cannot be given up now."""
     want: int = 0
-    """How much its calls need, those that run and those that wait."""
+    """How much its running and waiting calls need."""
     since_s: float = 0.0
     """The time for which it has had something or, if it has nothing, for which it has wanted something."""
 
 
-def by_name(
-    reports: Mapping[str, Mapping[str, Any]], kind: str, make: Callable[..., T], figures: int
-) -> dict[str, dict[str, T]]:
-    """Return what the gateways have reported of one kind, by name, and of each name by incarnation. `make` takes `figures` figures, or none.
-
-    Newer gateways may report more figures.
-    """
+def by_name(reports: Mapping[str, Any], kind: str, make: Callable[..., T], figures: int) -> dict[str, dict[str, T]]:  # fmt: skip
+    """Return the reports of one kind, by name and incarnation. `make` takes at most `figures` figures; newer gateways may report more."""
     told = {gateway: report.get(kind, {}) for gateway, report in reports.items()}
     names = {name: None for uses in told.values() for name in uses}
     return {name: {one: make(*uses.get(name, ())[:figures]) for one, uses in told.items()} for name in names}
@@ -62,9 +57,7 @@ def divide(name: str, limit: int, uses: Mapping[str, GatewayUse]) -> dict[str, i
     return shares
 
 
-def _add_evenly(
-    shares: dict[str, int], left: int, asked: Mapping[str, int], name: str, uses: Mapping[str, GatewayUse]
-) -> None:
+def _add_evenly(shares: dict[str, int], left: int, asked: dict[str, int], name: str, uses: Mapping[str, GatewayUse]) -> None:  # fmt: skip
     """Divide `left`: each gets the same, at most what it has asked for. The first in their turn get the remainder, one each."""
     level = _level(left, sorted(asked.values()))
     lacking = [one for one, count in asked.items() if count > level]
@@ -75,7 +68,7 @@ def _add_evenly(
 
 
 def _level(left: int, asked: list[int]) -> int:
-    """Return the largest number of which each may get as many as it asks for. `asked` begins with the smallest."""
+    """Return the largest number that all gateways can get, except gateways that ask for less. `asked` begins with the smallest."""
     for number, count in enumerate(asked):
         gateways = len(asked) - number
         if count * gateways > left:
@@ -86,7 +79,7 @@ def _level(left: int, asked: list[int]) -> int:
 
 def _turn(name: str, gateway: str, use: GatewayUse, *, takes_turns: bool) -> tuple[float, ...]:
     """Return the place of a gateway among those that do not get what they ask for; the smallest is first."""
-    # Each limit has another order of the gateways, so that not the same one gets all remainders.
+    # The order of the gateways differs between limits: otherwise one gateway would get all remainders.
     rank = int.from_bytes(hashlib.blake2b(f"{name}\0{gateway}".encode(), digest_size=6).digest())
     held, patient = min(use.have, use.want), use.since_s < PATIENCE_S
     if held or not takes_turns:

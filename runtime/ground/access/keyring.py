@@ -30,7 +30,7 @@ USE_GRAIN_S = 3600.0
 # A bucket admits a request if it holds at least 1 - _TOLERANCE tokens. With a limit of exactly 1, rounding could make
 # `enter` refuse a caller who has waited exactly the time that `enter` returned.
 _TOLERANCE = 1e-9
-# What was taken at another gateway is subtracted at most this much later: two heartbeats, and their delays.
+# The most time from a request at another gateway to its debit: two heartbeats, and their delays.
 LATE_S = 2.2
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
@@ -84,7 +84,7 @@ class Bucket:
     def __init__(self, most: float, per_s: float, now_s: float) -> None:
         self.most, self._per_s = most, per_s
         self.level, self._at_s = most, now_s
-        # What it has lost because it was full and may get back, and what callers have not taken besides.
+        # The losses of the full bucket that a debit may give back, and all else that callers have not taken.
         self._begun_s, self._lost, self._gone = now_s, 0.0, 0.0
 
     def wait_s(self, now_s: float, count: float) -> float:

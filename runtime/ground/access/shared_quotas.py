@@ -115,7 +115,7 @@ class SharedQuotas:
     def take(self, gateway: str, reports: Mapping[str, Any], now_s: float) -> None:
         """Follow what the living gateways have told, by incarnation. `gateway` is this one."""
         told, meters = by_name(reports, KEYS, KeyUse, len(NO_USE)), self._meters()
-        # What was taken before this gateway came does not count.
+        # Earlier requests, before this gateway came, do not count.
         before, self._told = told if self._told is None else self._told, told
         for name in before.keys() | told.keys():
             if (meter := meters.get(name)) is not None:

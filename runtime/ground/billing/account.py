@@ -15,7 +15,6 @@ from .usage import HOUR_S, Footprint, Prices, Usage, priced
 
 # The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
 LONGEST_TIMER_S = 3600.0
-UNREACHED_RETRY_S = 5.0
 
 
 class StoredUsage(NamedTuple):
@@ -203,11 +202,6 @@ class Account:
         return self._budget.money_per_day is not None or self._budget.seconds_per_day is not None
 
     @property
-    def limits(self) -> tuple[float | None, float | None]:
-        """The limits of money and of seconds."""
-        return self._budget.money_per_day, self._budget.seconds_per_day
-
-    @property
     def budget(self) -> BudgetSpec:
         return self._budget
 
@@ -251,8 +245,8 @@ class Account:
     def reserve(self, share: float) -> None:
         """Leave this share of the rest of today's budget to the other gateways, until `note_elsewhere` is called."""
         self.settle()
-        rest = (max(0.0, (limit or 0.0) - used) for limit, used in zip(self.limits, self.spent, strict=True))
-        self._reserved = Spending(*(share * left for left in rest))
+        spent, most = self.spent, (self._budget.money_per_day or 0.0, self._budget.seconds_per_day or 0.0)
+        self._reserved = Spending(*(share * max(0.0, limit - used) for limit, used in zip(most, spent, strict=True)))  # fmt: skip
         self.check()
 
     @property
@@ -277,11 +271,10 @@ class Account:
 
     def describe(self) -> str:
         """Return in a sentence how much of the budget is used, for the function's log and its status."""
+        limits = (self._budget.money_per_day, self._budget.seconds_per_day)
         parts = [
             f"{used:.6g} of {limit:.6g} ({key})"
-            for used, limit, key in zip(
-                self.spent, self.limits, ("money_per_day", "seconds_per_day"), strict=True
-            )
+            for used, limit, key in zip(self.spent, limits, ("money_per_day", "seconds_per_day"), strict=True)
             if limit is not None
         ]
         used = f"{self.share:.0%} of today's budget is used" + (f": {', '.join(parts)}" if parts else "")
@@ -297,7 +290,7 @@ class Account:
         retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
         if any(self._reserved):
             message = f"{self._function} has used this gateway's part of its budget, and the database of the gateways cannot be reached."
-            return BudgetExhausted(message, remedy="Try again.", details={"retry_after_s": UNREACHED_RETRY_S})
+            return BudgetExhausted(message, remedy="Try again.", details={"retry_after_s": 5.0})
         return BudgetExhausted(
             f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
             remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",

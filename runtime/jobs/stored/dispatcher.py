@@ -194,10 +194,9 @@ class JobDispatcher:
 
     def _room(self, function: str, jobs: _FunctionJobs) -> int:
         """Return how many more jobs may be submitted now."""
-        policy = self._live(function).revision.policy
-        scale = policy.scale
+        scale = self._live(function).revision.policy.scale
         capacity = scale.max * scale.concurrency
-        if not capacity and policy.settings.scale.max == 1:
+        if not capacity and scale.elsewhere == 1:
             # Another gateway has the only worker, and runs the jobs.
             return 0
         # An attempt whose invocation has ended waits only for the store and uses no worker.

@@ -140,8 +140,6 @@ class RevisionWorkers:
     def note_limit(self, reached: ReachedLimit | None, missing: int) -> None:
         if reached is not None:
             self.carry_out.note_refused(reached.name, reached.most, missing, self.observed.seen)
-            if reached.name == "owner_limit":
-                self.node.limits.lacks(self.spec.function, self.observed.use.want)
         self.revision.dispatcher.limits.reached = reached
 
     def renew_standby(self) -> bool:

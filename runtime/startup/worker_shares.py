@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...ground.access.gateway_shares import GatewayUse, by_name, share_of
-from ..scaling.revision_state import Phase
-from .live import Live
-from .revisions import Revisions
+from ..ground.access.gateway_shares import GatewayUse, by_name, share_of
+from ..node.functions.live import Live
+from ..node.functions.revisions import Revisions
+from ..node.scaling.revision_state import Phase
 
 FUNCTIONS, OWNERS = "functions", "owners"
 UNUSED = GatewayUse()
@@ -23,21 +23,20 @@ UNUSED = GatewayUse()
 class WorkerShares:
     """The workers that the functions of this gateway have and need, and its shares of the limits."""
 
-    def __init__(
-        self, revisions: Revisions, of_owner: Callable[[str], int | None], tell: Callable[[], object]
-    ) -> None:
+    def __init__(self, revisions: Revisions, of_owner: Callable[[str], int | None], tell: Callable[[], object]) -> None:  # fmt: skip
         """`of_owner` returns the limit of an owner over all gateways. `tell` has the next heartbeat made at once."""
         self._revisions, self._of_owner, self._tell = revisions, of_owner, tell
         self._limits = revisions.reconciler.limits
         self._limits.of_owner, self._limits.lacks = self._share_of_owner, self._note_lack
-        self._told = dict[str, dict[str, GatewayUse]]()
+        # How many workers the other gateways know that the calls of each function need here.
+        self._wants = dict[str, int]()
         self._owner_shares = dict[str, int]()
-        # Since when functions and owners without workers need some.
+        # The times at which functions and owners without workers began to need some.
         self._since: dict[tuple[str, str], float] = {}
 
     def report(self, now_s: float) -> dict[str, dict[str, GatewayUse]]:
         """Return what is in use, for the other gateways. Functions and owners without workers and calls are left out."""
-        told = self._told = {FUNCTIONS: {}, OWNERS: {}}
+        told: dict[str, dict[str, GatewayUse]] = {FUNCTIONS: {}, OWNERS: {}}
         for live in self._revisions.running:
             if any(use := live.workers.observed.use):
                 # `scale.max` does not count the workers of retiring revisions, and of a revision that is proven.
@@ -45,6 +44,7 @@ class WorkerShares:
                     told[FUNCTIONS][live.record.function] = use
                 if self._of_owner(owner := live.workers.owner) is not None:
                     told[OWNERS][owner] = GatewayUse(*map(operator.add, use, told[OWNERS].get(owner, UNUSED)))
+        self._wants = {name: use.want for name, use in told[FUNCTIONS].items()}
         before, self._since = self._since, {}
         for kind, uses in told.items():
             for name, use in uses.items():
@@ -91,7 +91,6 @@ class WorkerShares:
 
     def _note_lack(self, function: str, want: int) -> None:
         """Tell the other gateways at once if the calls of a function need more workers than they know."""
-        told = self._told.get(FUNCTIONS, {})
-        if want > told.get(function, UNUSED).want:
-            told[function] = GatewayUse(want=want)
+        if want > self._wants.get(function, 0):
+            self._wants[function] = want
             self._tell()
