@@ -84,4 +84,7 @@ def _turn(name: str, gateway: str, use: GatewayUse, *, takes_turns: bool) -> tup
     held, patient = min(use.have, use.want), use.since_s < PATIENCE_S
     if held or not takes_turns:
         return 0 if patient or not takes_turns else 2, -held, rank
+    if use.have:
+        # Of idle workers, the newest stay: calls come to their gateway.
+        return 3, use.since_s, rank
     return 3 if patient else 1, -use.since_s, rank

@@ -82,9 +82,13 @@ async def test_scale_max_holds_over_both(pair: list[Gateway], gate: Gate) -> Non
     late = await second.error("other", X_Request_Timeout="0.2")
     assert (late["status"], "Other gateways have 2 workers" in late["message"]) == (504, True)
     other = asyncio.create_task(second.answer("other"))
+
+    async def refused() -> bool:
+        return "max (other gateways: 2) refuses 1" in (await second.status())["desired"]["because"]
+
+    await until(refused, "the reason why no worker starts")
     # The first one gives up one of its workers, after the call.
     await so(lambda: share(pair[0], first.name) == 1, "a share of one on the first gateway")
-    assert "max (other gateways: 2) refuses 1" in (await second.status())["desired"]["because"]
     assert [arrival.word for arrival in gate.arrived] == ["one", "one"]
     begun[0].go()
     (await gate.next("other")).go()
@@ -94,14 +98,20 @@ async def test_scale_max_holds_over_both(pair: list[Gateway], gate: Gate) -> Non
 
 
 async def test_an_idle_worker_ends_for_calls_at_another_gateway(pair: list[Gateway]) -> None:
-    first, second = await deployed(pair, **{"scale.max": 1})
-    assert isinstance(await first.answer(), int)
-    await so(lambda: share(pair[1], second.name) == 0, "no share on the second gateway")
-    assert isinstance(await second.answer(), int)
-    await first.settled()
-    decisions = live(pair[0], first.name).function.decisions.since(0)
-    assert [one.action for one in decisions if one.cause == "elsewhere"] == ["stop"]
-    assert isinstance(await first.answer(), int)
+    functions = await deployed(pair, **{"scale.max": 1})
+    assert isinstance(await functions[0].answer(), int)
+    await so(lambda: share(pair[1], functions[1].name) == 0, "no share on the second gateway")
+    assert isinstance(await functions[1].answer(), int)
+
+    async def one_is_left() -> bool:
+        counts = [(await function.status())["workers"] for function in functions]
+        return sum(sum(count.values()) for count in counts) == 1
+
+    await until(one_is_left, "the end of one worker")
+    histories = [live(gateway, functions[0].name).function.decisions.since(0) for gateway in pair]
+    stops = [one.action for history in histories for one in history if one.cause == "elsewhere"]
+    assert stops == ["stop"]
+    assert [isinstance(await function.answer(), int) for function in functions] == [True, True]
 
 
 async def test_the_limit_of_an_owner_holds_over_both(postgres_url: str, gate: Gate) -> None:

@@ -54,6 +54,12 @@ def test_a_gateway_that_is_alone_or_wants_alone_gets_all() -> None:
     assert [share_of(one, "f", 4, uses) for one in uses] == [4, 0, 0]
 
 
+def test_the_newest_idle_workers_stay() -> None:
+    uses = {"a": GatewayUse(1, 0, 0, 9.0), "b": GatewayUse(1, 0, 0, 0.1), "c": GatewayUse()}
+    for name in "fgh":
+        assert divide(name, 1, uses) == {"a": 0, "b": 1, "c": 0}
+
+
 def test_a_worker_that_has_a_call_is_waited_for() -> None:
     uses = {"a": GatewayUse(0, 0, 1), "b": GatewayUse(2, 2, 2)}
     assert divide("f", 2, uses) == {"a": 1, "b": 1}
