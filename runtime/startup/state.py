@@ -76,8 +76,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     await asyncio.to_thread(own_documents.remove_leftovers, ACCESS)
     documents = await asyncio.to_thread(open_documents, folder, settings.database)
     stack.push_async_callback(asyncio.to_thread, documents.close)
-    keyring = Keyring(documents, Meter if members is None else SharedMeter)
-    secrets = Secrets(documents)
+    keyring, secrets = Keyring(documents, SharedMeter if members else Meter), Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
     return State(folder, previous, disk, logs, store, own_documents, documents, keyring, secrets, members)

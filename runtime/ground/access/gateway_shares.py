@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 PATIENCE_S = 10.0
 """If a limit is smaller than the number of gateways that want something of it, a gateway keeps its part for this time. After that, gateways come
 before it that have waited for this time without a part.
 """
-T = TypeVar("T")
 
 
 class GatewayUse(NamedTuple):
@@ -28,7 +28,7 @@ class GatewayUse(NamedTuple):
     """The time for which it has had something or, if it has nothing, for which it has wanted something."""
 
 
-def by_name(reports: Mapping[str, Any], kind: str, make: Callable[..., T], figures: int) -> dict[str, dict[str, T]]:  # fmt: skip
+def by_name(reports: Mapping[str, Any], kind: str, make: Callable[..., Any], figures: int) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Return the reports of one kind, by name and incarnation. `make` takes at most `figures` figures; newer gateways may report more."""
     told = {gateway: report.get(kind, {}) for gateway, report in reports.items()}
     names = {name: None for uses in told.values() for name in uses}
@@ -50,7 +50,13 @@ def divide(name: str, limit: int, uses: Mapping[str, GatewayUse]) -> dict[str, i
 
     If a part is not enough for all, each gets the same, at most what it asks for.
     """
-    shares = dict.fromkeys(uses, 0)
+    return dict(_divide(name, limit, tuple(uses.items())))
+
+
+# Most reports are those of the heartbeat before.
+@lru_cache(4096)
+def _divide(name: str, limit: int, items: tuple[tuple[str, GatewayUse], ...]) -> dict[str, int]:
+    uses, shares = dict(items), dict.fromkeys(dict(items), 0)
     for asks in (lambda use: use.want, lambda use: use.have, lambda _: 2 * limit):
         asked = {one: max(0, asks(use) - shares[one]) for one, use in uses.items()}
         _add_evenly(shares, limit - sum(shares.values()), asked, name, uses)

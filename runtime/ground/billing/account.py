@@ -278,8 +278,6 @@ class Account:
             if limit is not None
         ]
         used = f"{self.share:.0%} of today's budget is used" + (f": {', '.join(parts)}" if parts else "")
-        if any(self._reserved):
-            used += ", or left to the other gateways, because the database cannot be reached"
         if not self.exhausted:
             return used
         return f"{used}; no worker starts before 0:00 UTC, unless it is raised, or: pilotflame reset {self._function}"

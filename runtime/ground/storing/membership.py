@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
@@ -48,9 +47,9 @@ class _Beat(NamedTuple):
 
     until_s: float
     members: tuple[GatewayMember, ...]
-    reports: Mapping[str, Any] = MappingProxyType({})
+    reports: Mapping[str, Any] = {}
     known: int = 0
-    spent: Mapping[str, DaySpending] = MappingProxyType({})
+    spent: Mapping[str, DaySpending] = {}
     told: GatewayReport = GatewayReport()
 
 
