@@ -686,6 +686,7 @@ TOGETHER = {
     "any_gateway",
     "real_vllm",
     "shared_faults",
+    "shared_limits",
     "environments",
     "ownership",
     "replacement",

@@ -175,7 +175,9 @@ async def _open_ledger(
     """Open the accounts of the functions. `totals` returns a function's counts from the metrics."""
     memory = settings.price_memory_gb_hour
     prices = Prices(memory, round(memory * DISK_SHARE, 12), settings.price_device_hour)
-    ledger = Ledger(UsageStore(state.folder / "usage.sqlite3"), prices, totals, settings.currency)
+    store = UsageStore(state.folder / "usage.sqlite3")
+    fresh = state.members is not None and not state.members.first
+    ledger = Ledger(store, prices, totals, settings.currency, fresh=fresh)
     await asyncio.to_thread(ledger.open)
     stack.push_async_callback(ledger.close)
     return ledger

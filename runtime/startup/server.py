@@ -26,7 +26,7 @@ from ..node.launching.container_engine import find_engine
 from .address import open_address, warn_of_keys
 from .front import FrontParts, open_front
 from .node import RunningNode, open_node
-from .sharing import SharedState
+from .sharing import LimitSharing, SharedState
 from .state import open_state
 from .stored_calls import open_stored_calls
 
@@ -112,8 +112,9 @@ async def startup(
     is_stale = None if shared is None else shared.is_stale
     parts = FrontParts(settings, address, state, node, calls, plugins, engine, alone, is_stale)
     front = await open_front(parts, stack)
-    if shared is not None:
+    if shared is not None and state.members is not None:
         shared.follow(front.endless.end_of_key)
+        LimitSharing(state.members, state, node, stack)
     server = Server(
         address.url, node, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
         front.endless, front.standalone, _lame_duck_s(settings, local=address.local), address.certificate,

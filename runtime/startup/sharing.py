@@ -1,14 +1,17 @@
-"""Follows the gateways that share a database: their functions, jobs, keys and secrets."""
+"""Follows the gateways that share a database: their functions, jobs, keys and secrets, and what they use of limits."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ..ground.access.access_watch import AccessWatch
-from ..ground.storing.members import GatewayMember
+from ..ground.access.shared_quotas import KEYS, SharedQuotas
+from ..ground.billing.ledger import SharedBudgets
+from ..ground.storing.members import GatewayMember, GatewayReport
 from ..ground.telemetry.background import BackgroundTasks
 from ..jobs.stored.jobs import Jobs
 from ..node.functions.follower import Follower
@@ -16,6 +19,7 @@ from ..node.functions.shared_revisions import GatewayPeers, SharedRevisions
 from ..node.packaging.revision_files import RevisionFiles
 from .node import RunningNode
 from .state import State
+from .worker_shares import WorkerShares
 
 if TYPE_CHECKING:
     # It needs psycopg, which a gateway without the setting need not have.
@@ -91,6 +95,32 @@ class SharedState:
     def _advanced(self, generation: int) -> None:
         self._members.generation = generation
         self._members.beat()
+
+
+class LimitSharing:
+    """The limits that hold over all gateways with a common database: of workers, quotas of keys, and budgets."""
+
+    def __init__(self, members: Membership, state: State, node: RunningNode, stack: contextlib.AsyncExitStack) -> None:  # fmt: skip
+        self._members = members
+        self._quotas, self._budgets = SharedQuotas(state.keyring), SharedBudgets(node.ledger)
+        self._workers = WorkerShares(node.revisions, state.keyring.max_workers, members.beat)
+        members.reporter = self._report
+        _after_heartbeats(members, self._look, "shared_limits", node.functions.tasks, stack)
+
+    def _report(self) -> GatewayReport:
+        now_s = time.monotonic()
+        uses = {KEYS: self._quotas.report(now_s), **self._workers.report(now_s)}
+        return GatewayReport(uses, self._budgets.report())
+
+    async def _look(self) -> None:
+        members, own = self._members, self._members.incarnation
+        if not members.alive:
+            self._budgets.cut_off(sum(one.alive for one in members.members))
+            self._workers.cut_off()
+        elif own in members.reports:
+            self._budgets.take(members.told.spent, members.spent)
+            self._quotas.take(own, members.reports, time.monotonic())
+            self._workers.take(own, members.reports)
 
 
 def share_functions(

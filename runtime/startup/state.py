@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ground.access.keyring import ACCESS, Keyring
+from ..ground.access.keyring import ACCESS, Keyring, Meter
 from ..ground.access.secrets import Secrets
+from ..ground.access.shared_quotas import SharedMeter
 from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.settings.state_dir import (
     check_not_moving,
@@ -92,7 +93,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
 
         pool = PostgresPool(members.url)
         stack.callback(pool.close)
-    keyring, secrets = Keyring(documents), Secrets(documents)
+    keyring, secrets = Keyring(documents, SharedMeter if members else Meter), Secrets(documents)
     for load in (keyring.load, secrets.load):
         await asyncio.to_thread(load)
     return State(

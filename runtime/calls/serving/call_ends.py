@@ -96,8 +96,14 @@ def _all_taken(reached: ReachedLimit) -> tuple[str, str]:
             f"The node's GPUs ({reached.most}) have no room for another worker, and none of theirs was idle.",
             "Try again later, lower resources.gpu_memory_mb or scale.max of functions, or add GPUs.",
         )
+    if reached.name == "elsewhere":
+        return (
+            f"Other gateways have {workers} of those that scale.max allows.",
+            "Try again later, or raise scale.max in pilotflame.toml.",
+        )
+    elsewhere = "" if reached.most else " Other gateways have the others."
     return (
-        f"The functions of its owner may have {workers} together, and all are taken.",
+        f"The functions of its owner may have {workers} together, and all are taken.{elsewhere}",
         "Try again later, lower scale.max of the owner's other functions, or deploy with a key that allows more workers.",
     )
 

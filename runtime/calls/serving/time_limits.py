@@ -36,12 +36,14 @@ class TimeLimits:
         self.deadlines = Deadlines(asyncio.get_running_loop(), self._check)
         self.reached: ReachedLimit | None = None
         """The limit, shared with other functions, that now keeps workers from starting; None without such a limit. `reconciling` sets it."""
+        self.elsewhere: ReachedLimit | None = None
+        """The part of `scale.max` that other gateways have, if this now keeps workers from starting."""
         self.given_up = 0
         """The number of invocations that have failed because their time was over before a worker had started."""
 
     def _check(self, invocation: Invocation) -> None:
         """Fail an invocation if its time is over. Otherwise set its next time."""
-        now_s = time.monotonic()
+        now_s, reached = time.monotonic(), self.reached or self.elsewhere
         waited_s = now_s - invocation.timeline.received_s
         cold = not (self._aside.get(invocation, invocation).worker or self._replicas.ready)
         if (replica := self._replicas.named(invocation.worker)) is not None:
@@ -49,10 +51,10 @@ class TimeLimits:
         elif now_s >= invocation.deadline_s - EARLY_S:
             self.given_up += cold
             queued = not invocation.worker and invocation not in self._aside and bool(self._replicas.ready)
-            self._fail(invocation, self._late(invocation, waited_s, self.reached, queued=queued))
+            self._fail(invocation, self._late(invocation, waited_s, reached, queued=queued))
         elif cold and now_s >= invocation.hold_until_s - EARLY_S:
             self.given_up += 1
-            self._fail(invocation, activation_timeout(self._function, waited_s, self.reached))
+            self._fail(invocation, activation_timeout(self._function, waited_s, reached))
         else:
             # If its worker has died, `recover` has not decided about it yet, and only its deadline limits it.
             died = bool(invocation.worker)

@@ -30,6 +30,8 @@ USE_GRAIN_S = 3600.0
 # A bucket admits a request if it holds at least 1 - _TOLERANCE tokens. With a limit of exactly 1, rounding could make
 # `enter` refuse a caller who has waited exactly the time that `enter` returned.
 _TOLERANCE = 1e-9
+# The most time from a request at another gateway to its debit: two heartbeats, and their delays.
+LATE_S = 2.2
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
 MOST_CALL_MIN = 10
@@ -77,19 +79,42 @@ def stored_keys(documents: Documents) -> KeysFile | None:
 class Bucket:
     """Holds at most `most`, and gains `per_s` a second. It may be overdrawn."""
 
-    __slots__ = ("_at_s", "_per_s", "level", "most")
+    __slots__ = ("_at_s", "_begun_s", "_gone", "_lost", "_per_s", "level", "most")
 
     def __init__(self, most: float, per_s: float, now_s: float) -> None:
         self.most, self._per_s = most, per_s
         self.level, self._at_s = most, now_s
+        # The losses of the full bucket that a debit may give back, and all else that callers have not taken.
+        self._begun_s, self._lost, self._gone = now_s, 0.0, 0.0
 
     def wait_s(self, now_s: float, count: float) -> float:
         """Return the seconds after which the bucket holds `count`; 0.0 if it does now."""
         if now_s > self._at_s:
-            self.level = min(self.most, self.level + (now_s - self._at_s) * self._per_s)
+            self.level += (now_s - self._at_s) * self._per_s
             self._at_s = now_s
+            if self.level > self.most:
+                self._lost += self.level - self.most
+                self.level = self.most
         lacking = count - self.level
         return lacking / self._per_s if lacking > _TOLERANCE else 0.0
+
+    def taken(self, now_s: float) -> float:
+        """Return how much callers have taken so far."""
+        self.wait_s(now_s, 0.0)
+        gained = (self._at_s - self._begun_s) * self._per_s
+        return round(self.most + gained - self._lost - self._gone - self.level, 3)
+
+    def debit(self, now_s: float, count: float) -> None:
+        """Subtract what was taken of the same quota elsewhere, in the last LATE_S. If the bucket was full meanwhile, it gets back what it has
+        lost: at that time it would have gained it.
+        """
+        self.wait_s(now_s, 0.0)
+        lately = LATE_S * self._per_s
+        count = min(count, self.most + lately)
+        lost = min(self._lost, lately)
+        back = max(0.0, min(count, lost))
+        self.level -= count - back
+        self._gone, self._lost = self._gone + self._lost - lost + count, lost - back
 
 
 class Meter:
@@ -112,6 +137,8 @@ class Meter:
         self._model_tokens = None if most is None else Bucket(most, most / 60, now_s)
         self._concurrency = math.inf if concurrency is None else concurrency
         self.running = 0
+        self.elsewhere = 0
+        """The part of `running` that runs at other gateways."""
         self.limit = ""
         """The name of the limit that has refused the latest refused request."""
 
@@ -193,7 +220,7 @@ class Meter:
         """End what `reserve` has begun."""
         self.leave(requests)
         if (bucket := self._model_tokens) is not None:
-            bucket.level = min(bucket.most, bucket.level + reserved - used)
+            bucket.level += reserved - used
 
 
 class Reservation:
@@ -222,13 +249,13 @@ def check_quota(meter: Meter, wait_s: float) -> None:
 class Held:
     """An API key in memory: the stored key, the caller that it identifies, and the meter of its quota."""
 
-    def __init__(self, key: ApiKey) -> None:
+    def __init__(self, key: ApiKey, meter: type[Meter] = Meter) -> None:
         self.key = key
         functions = None if key.functions is None else frozenset(key.functions)
         self.caller = Caller(
             key.id, frozenset(key.scopes), functions, key.name, key.expires_s, key.container_only
         )
-        self.meter = Meter(
+        self.meter = meter(
             key.rate_per_s, key.burst, key.concurrency, time.monotonic(), key.model_tokens_per_min
         )
         self.last_used_s = key.last_used_s or 0.0
@@ -261,8 +288,9 @@ class Keyring:
     gateway with the same documents has changed meanwhile.
     """
 
-    def __init__(self, documents: Documents) -> None:
-        self._documents = documents
+    def __init__(self, documents: Documents, meter: type[Meter] = Meter) -> None:
+        """Quotas are measured by `meter`."""
+        self._documents, self._meter = documents, meter
         self.exists = False
         """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
         without a key.
@@ -334,6 +362,10 @@ class Keyring:
         held = self._held.get(owner.partition(":")[0])
         return held.meter if held is not None and held.meter.limited else None
 
+    def meters(self) -> dict[str, Meter]:
+        """Return the meter of each key that has limits, by the key's id."""
+        return {name: held.meter for name, held in list(self._held.items()) if held.meter.limited}
+
     def of_issuer(self, url: str, now_s: float) -> list[Held]:
         """Return the keys as which tokens of this issuer can act. Keys that have expired are left out."""
         return [
@@ -394,7 +426,7 @@ class Keyring:
         now_s, held = time.time(), list(self._held.values())
         expired = sum(one.key.expired(now_s) for one in held)
         states: Numbers = {("valid",): len(held) - expired, ("expired",): expired}
-        running: Numbers = {(): sum(one.meter.running for one in held)}
+        running: Numbers = {(): sum(one.meter.running - one.meter.elsewhere for one in held)}
         return [
             Reading("keys", "API keys.", states, ("state",)),
             Reading("key_requests_running", "Requests with an API key that are running.", running, ()),
@@ -428,7 +460,7 @@ class Keyring:
         for key in file.keys:
             # The meter of a known key goes on.
             known = self._held.get(key.id)
-            one = held[key.id] = known if known is not None and known.is_of(key) else Held(key)
+            one = held[key.id] = known if known is not None and known.is_of(key) else Held(key, self._meter)
             if (used_s := key.last_used_s or 0.0) > one.last_used_s:
                 one.last_used_s = used_s
         # Other threads read these without the lock, so the limits of a key that was revoked come before the key goes.

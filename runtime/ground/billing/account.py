@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -99,6 +100,7 @@ class Account:
         """The largest used share of a limit of the budget."""
         self._function, self._prices = function, prices
         self._budget = BudgetSpec()
+        self._elsewhere = self._reserved = Spending()
         self._spenders: list[Spender] = []
         self._past = self._settled = self._unmeasured = Usage()
         self.due_s = math.inf
@@ -153,6 +155,7 @@ class Account:
         # midnight again.
         elif day > self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
+            self._elsewhere = self._reserved = Spending()
             # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
             # the wall clock can be set.
             asyncio.get_running_loop().call_soon(self.check)
@@ -204,8 +207,13 @@ class Account:
 
     @property
     def spent(self) -> Spending:
-        """The usage that counts against today's budget."""
-        return Spending(self.today.cost - self.forgiven.money, self.today.worker_s - self.forgiven.seconds)
+        """The usage that counts against today's budget, of all gateways."""
+        money, seconds = self._used()
+        return Spending(money - self.forgiven.money, seconds - self.forgiven.seconds)
+
+    def _used(self) -> Spending:
+        elsewhere = self._elsewhere
+        return Spending(self.today.cost + elsewhere.money, self.today.worker_s + elsewhere.seconds)
 
     def open(self, budget: BudgetSpec, owner: str) -> None:
         """Set the budget and the owner of the revision that has become live.
@@ -224,8 +232,27 @@ class Account:
         if not self.exhausted:
             return
         self.settle()
-        self.forgiven = Spending(self.today.cost, self.today.worker_s)
+        self.forgiven = self._used()
         self.check()
+
+    def note_elsewhere(self, used: Spending, forgiven: Spending) -> None:
+        """Learn what the other gateways have used of today's budget, and what a reset at one of them has forgiven."""
+        forgiven = Spending(*map(max, forgiven, self.forgiven))
+        if (used, forgiven, Spending()) != (self._elsewhere, self.forgiven, self._reserved):
+            self._elsewhere, self.forgiven, self._reserved = used, forgiven, Spending()
+            self.check()
+
+    def reserve(self, share: float) -> None:
+        """Leave this share of the rest of today's budget to the other gateways, until `note_elsewhere` is called."""
+        self.settle()
+        spent, most = self.spent, (self._budget.money_per_day or 0.0, self._budget.seconds_per_day or 0.0)
+        self._reserved = Spending(*(share * max(0.0, limit - used) for limit, used in zip(most, spent, strict=True)))  # fmt: skip
+        self.check()
+
+    @property
+    def works(self) -> bool:
+        """True if the function has workers."""
+        return any(one.worker_total for one in self._spenders)
 
     def check(self) -> None:
         """Decide whether the function may use more, and when to decide again. Tell the function's revisions."""
@@ -235,7 +262,8 @@ class Account:
         else:
             self.settle()
             left_s = day_left_s(self.day, time.time())
-            self.state, self.share, again_in_s = decide_budget(self._budget, self.spent, self._rate(), left_s)
+            counted = Spending(*map(operator.add, self.spent, self._reserved))
+            self.state, self.share, again_in_s = decide_budget(self._budget, counted, self._rate(), left_s)
             if again_in_s is not None and self._spenders:
                 self.due_s = time.monotonic() + min(again_in_s, LONGEST_TIMER_S)
         for spender in list(self._spenders):
@@ -258,6 +286,9 @@ class Account:
         """Return the error of an invocation for which no worker may be started today. The error shows no amounts."""
         # In the first moment of a new day, the budget may not be checked yet.
         retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
+        if any(self._reserved):
+            message = f"{self._function} has used this gateway's part of its budget, and the database of the gateways cannot be reached."
+            return BudgetExhausted(message, remedy="Try again.", details={"retry_after_s": 5.0})
         return BudgetExhausted(
             f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
             remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",

@@ -6,9 +6,10 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ....errors import GatewayError
+from ..storing.members import DaySpending
 from ..telemetry.metrics import Reading, Totals
 from .account import Account, Spender, StoredUsage
 from .budget import BudgetSpec, Spending, day_of
@@ -25,10 +26,13 @@ class Ledger:
     """The accounts of the functions of one gateway. A deleted function keeps its account until its usage is stored."""
 
     def __init__(
-        self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD"
-    ) -> None:
-        """`totals` returns the counts of a function from the metrics. The ledger uses the counts of cold starts."""
-        self.prices, self.currency = prices, currency
+        self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD", *, fresh: bool = False
+    ) -> None:  # fmt: skip
+        """`totals` returns the counts of a function from the metrics. The ledger uses the counts of cold starts.
+
+        If `fresh`, the budgets of today begin unused: `SharedBudgets` knows what earlier runs of the gateway have used.
+        """
+        self.prices, self.currency, self._fresh = prices, currency, fresh
         self._store, self._totals = store, totals
         self._accounts: dict[str, Account] = {}
         self._node: set[str] = set()
@@ -52,10 +56,16 @@ class Ledger:
             # The stored usage may belong to an earlier day.
             today = used if self._stored_day == day else Usage()
             forgiven = Spending(standing.money, standing.seconds) if standing.day == day else Spending()
+            if self._fresh:
+                today, forgiven = Usage(), Spending()
             stored = StoredUsage(today, forgiven, standing.footprint)
             counted = functools.partial(self._new_colds, function)
             self._accounts[function] = Account(function, self.prices, stored, counted)
         return self._accounts[function]
+
+    def limited(self) -> list[tuple[str, Account]]:
+        """Return the accounts with a budget, and their functions."""
+        return [one for one in self._accounts.items() if one[1].limited]
 
     def open_node(self, name: str, processes: Spender) -> None:
         """Open the account `name` of processes of the node that belong to no function. This account has no budget."""
@@ -213,3 +223,38 @@ def _standing(account: Account) -> Standing:
         footprint.devices,
         footprint.beside_gb,
     )
+
+
+class SharedBudgets:
+    """The budgets of a gateway that shares a database with others: it tells the others what it has used today, and learns what they have used.
+
+    While this is impossible, it uses at most an equal part of what was left.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._told: dict[str, DaySpending] = {}
+
+    def report(self) -> dict[str, DaySpending]:
+        """Return the figures of this gateway that have changed, by function."""
+        news = {function: _spending(account) for function, account in self._ledger.limited()}
+        return {name: now for name, now in news.items() if now != self._told.get(name, DaySpending(now.day))}
+
+    def take(self, told: Mapping[str, DaySpending], elsewhere: Mapping[str, DaySpending]) -> None:
+        """Follow a heartbeat, which has told the figures `told` to the others. `elsewhere` has what the others have used."""
+        self._told.update(told)
+        for function, account in self._ledger.limited():
+            found = elsewhere.get(function)
+            _, *figures = found if found and found.day == account.day else DaySpending(account.day)
+            account.note_elsewhere(Spending(*figures[:2]), Spending(*figures[2:]))
+
+    def cut_off(self, gateways: int) -> None:
+        """Leave to the other gateways, which cannot be heard, their parts of what is left of each budget."""
+        for _, account in self._ledger.limited():
+            account.reserve(1.0 - 1.0 / gateways)
+
+
+def _spending(account: Account) -> DaySpending:
+    if account.works:
+        account.settle()
+    return DaySpending(account.day, account.today.cost, account.today.worker_s, *account.forgiven)

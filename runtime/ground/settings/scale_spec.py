@@ -26,11 +26,15 @@ class ScaleSpec:
     """The window whose largest need decides how many workers stay besides the last one."""
     park_after_s: float = math.inf
     """A worker that was not needed in this time is parked."""
+    elsewhere: int = 0
+    """The part of `scale.max` that other gateways have. `max` is without it."""
 
 
 class ReachedLimit(NamedTuple):
     """The limit that keeps workers from a revision."""
 
-    name: Literal["max_workers", "owner_limit", "gpus"]
-    """The limit of the gateway, the limit of the owner's API key, or the memory of the GPUs (placement.py)."""
+    name: Literal["max_workers", "owner_limit", "gpus", "elsewhere"]
+    """The limit of the gateway, the limit of the owner's API key, the memory of the GPUs (placement.py), or the part of `scale.max` that other
+    gateways have.
+    """
     most: int

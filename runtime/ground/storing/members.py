@@ -1,9 +1,9 @@
-"""Defines the facts that a gateway has about each gateway that shares its database."""
+"""Defines what gateways that share a database know about each other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class GatewayMember(NamedTuple):
@@ -17,3 +17,22 @@ class GatewayMember(NamedTuple):
     """The newest change of functions that it has followed."""
     alive: bool
     duties: Sequence[str] = ()
+
+
+class DaySpending(NamedTuple):
+    """What a function has used of its budget on a day of UTC, and what of it was forgiven: money and seconds of workers."""
+
+    day: int
+    money: float = 0.0
+    seconds: float = 0.0
+    forgiven_money: float = 0.0
+    forgiven_seconds: float = 0.0
+
+
+class GatewayReport(NamedTuple):
+    """What a gateway tells the others with a heartbeat."""
+
+    uses: Mapping[str, Any] = {}
+    """JSON: what it has and wants of limits that hold over all gateways."""
+    spent: Mapping[str, DaySpending] = {}
+    """By function, the figures of this run of the gateway that have changed."""

@@ -14,14 +14,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 import orjson
 import psycopg
 
 from .duties import SharedDuties
-from .members import GatewayMember
+from .members import DaySpending, GatewayMember, GatewayReport
 from .postgres import BEGIN, PostgresConnection, migrate, usable
 
 LOG = logging.getLogger(__name__)
@@ -32,10 +34,23 @@ LEASE_S = 10.0
 """Longer than a restart of PostgreSQL, or a stop of the whole machine for a snapshot. After a gateway's death, its jobs wait for this time."""
 CLOSE_TIMEOUT_S = 5.0
 _BEGIN = f"{BEGIN}; SET LOCAL statement_timeout = '{int(LEASE_S / 2)}s'"
-_BEAT = "SELECT heartbeat(?, ?, ?, ?, ?, ?)::text"
+REPORT_WAIT_S = 0.1
+"""A heartbeat waits this long for a report. If the event loop is busy for longer, the heartbeat repeats the last one."""
+_BEAT = "SELECT heartbeat(?, ?, ?, ?, ?, ?, ?, ?, ?)::text"
 _LEAVE = (
     "WITH left_duties AS (DELETE FROM duties WHERE incarnation = ?1) DELETE FROM nodes WHERE incarnation = ?1"
 )
+
+
+class _Beat(NamedTuple):
+    """The result of a heartbeat: the monotonic time of the end of the lease, and attributes of Membership."""
+
+    until_s: float
+    members: tuple[GatewayMember, ...]
+    reports: Mapping[str, Any] = {}
+    known: int = 0
+    spent: Mapping[str, DaySpending] = {}
+    told: GatewayReport = GatewayReport()
 
 
 class Membership:
@@ -50,10 +65,20 @@ class Membership:
         self.generation = 0
         """Told to the other gateways with each heartbeat."""
         self.members: tuple[GatewayMember, ...] = ()
+        self.reporter: Callable[[], GatewayReport] = GatewayReport
+        """Called on the event loop before each heartbeat."""
+        self.told = GatewayReport()
+        """What the latest heartbeat has told the other gateways."""
+        self.reports: Mapping[str, Any] = {}
+        """The latest `GatewayReport.uses` of each living gateway, by incarnation. Gateways of older versions have none."""
+        self.spent: Mapping[str, DaySpending] = {}
+        """What the other gateways, living and dead, have used of each function's budget on the latest day."""
         self.followers: list[Callable[[], object]] = []
         """Called on the event loop after each heartbeat, and when the lease has ended."""
         self.duties = SharedDuties(lambda: self.alive)
         self._until_s = self._since_s = 0.0
+        # The number of the newest spending that is in `spent`, and what to tell next.
+        self._known, self._report = 0, self.told
         self._lapse: asyncio.TimerHandle | None = None
         self._news, self._ended = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -81,7 +106,7 @@ class Membership:
             until = self._until_of(previous)
             if until is not None and (self._ended.wait(1.5 * BEAT_S) or self._until_of(previous) == until):
                 self._connection.execute(_LEAVE, (previous,))
-            self._note(*self._beat([]))
+            self._note(self._beat([], self._report))
 
     def start(self) -> None:
         """Begin with heartbeats. Call it on the event loop, after `open`."""
@@ -109,7 +134,7 @@ class Membership:
             self._news.wait(BEAT_S)
             self._news.clear()
             try:
-                beat = self._beat([*self.duties.names])
+                beat = self._beat([*self.duties.names], self._ask(loop))
             except Exception as error:  # noqa: BLE001  without heartbeats, other gateways would run the jobs of this one
                 self._disconnect()
                 if not failing:
@@ -140,17 +165,35 @@ class Membership:
                     connection.close()
             self._ended.wait(BEAT_S)
 
-    def _beat(self, duties: list[str]) -> tuple[float, tuple[GatewayMember, ...]]:
-        """Renew the lease. Return the monotonic time of its end, and the members."""
+    def _ask(self, loop: asyncio.AbstractEventLoop) -> GatewayReport:
+        """Return what the event loop reports now."""
+        made = Future[GatewayReport]()
+        # The event loop may have ended.
+        with suppress(RuntimeError, TimeoutError):
+            loop.call_soon_threadsafe(lambda: made.set_result(self.reporter()))
+            self._report = made.result(REPORT_WAIT_S)
+        return self._report
+
+    def _beat(self, duties: list[str], report: GatewayReport) -> _Beat:
+        """Renew the lease, and tell `report`."""
         begun_s = time.monotonic()
-        values = (*self._told, self.generation, LEASE_S, duties)
+        spent = [{"function": name, **row._asdict()} for name, row in report.spent.items()]
+        # orjson refuses named tuples.
+        uses = orjson.dumps(report.uses, default=tuple).decode()
+        told = (uses, orjson.dumps(spent).decode(), self._known)
+        values = (*self._told, self.generation, LEASE_S, duties, *told)
         connection = self._connected()
         connection.run(_BEGIN)
         ((text,),) = connection.execute(_BEAT, values).fetchall()
         connection.run("COMMIT")
+        found = orjson.loads(text)
         # A newer gateway may have made a heartbeat that tells more.
-        members = [{name: one[name] for name in GatewayMember._fields} for one in orjson.loads(text)]
-        return begun_s + LEASE_S, tuple(GatewayMember(**one) for one in members)
+        members = [{name: one[name] for name in GatewayMember._fields} for one in found["members"]]
+        spending = {one.pop("function"): DaySpending(**one) for one in found["spent"]}
+        return _Beat(
+            begun_s + LEASE_S, tuple(GatewayMember(**one) for one in members),
+            found["reports"], found["known"], spending, report,
+        )  # fmt: skip
 
     def _until_of(self, incarnation: str) -> object:
         """Return the end of a lease; None if there is no such member."""
@@ -158,8 +201,8 @@ class Membership:
         row = self._connected().execute(query, (incarnation,)).fetchone()
         return None if row is None else row[0]
 
-    def _follow(self, beat: tuple[float, tuple[GatewayMember, ...]]) -> None:
-        self._note(*beat)
+    def _follow(self, beat: _Beat) -> None:
+        self._note(beat)
         if self._lapse is not None:
             self._lapse.cancel()
         # A heartbeat may hang for longer than the lease.
@@ -175,12 +218,15 @@ class Membership:
         for follower in self.followers:
             follower()
 
-    def _note(self, until_s: float, members: tuple[GatewayMember, ...]) -> None:
+    def _note(self, beat: _Beat) -> None:
         if not self.alive:
             self._since_s = time.monotonic()
-        self._until_s, self.members = until_s, members
+        self._until_s, self.members, self.reports, self._known, spent, self.told = beat
+        if spent:
+            today = max(row.day for row in spent.values())
+            self.spent = {**{name: row for name, row in self.spent.items() if row.day >= today}, **spent}
         self.duties.note(
-            [duty for one in members if one.incarnation == self.incarnation for duty in one.duties]
+            [duty for one in beat.members if one.incarnation == self.incarnation for duty in one.duties]
         )
 
     def _connected(self) -> PostgresConnection:

@@ -87,6 +87,7 @@ _CAUSES = {
     "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
     "owner_limit": "the functions of its owner may have no more", "gpus": "the GPUs have no room",
     "paused": "its owner has paused it", "retired": "its revision was replaced or deleted",
+    "elsewhere": "calls at other gateways need the other workers of scale.max",
     "replaced": "other calls had waited for its place since its revision was replaced", "shutdown": "the gateway shut down",
 }  # fmt: skip
 _BUDGET = {"within": "is not used up", "warned": "is nearly used up", "exhausted": "is used up"}

@@ -198,6 +198,9 @@ class JobDispatcher:
         """Return how many more jobs may be submitted now."""
         scale = self._live(function).revision.policy.scale
         capacity = scale.max * scale.concurrency
+        if not capacity and scale.elsewhere == 1:
+            # Another gateway has the only worker, and runs the jobs.
+            return 0
         # An attempt whose invocation has ended waits only for the store and uses no worker.
         # Attempts for waiting callers are not counted. Otherwise a steady flow of such callers would keep out stored jobs.
         queued = [attempt for attempt in jobs.attempts.values() if not attempt.awaited]

@@ -116,7 +116,9 @@ class CarryOut:
         one.pool.stop([*one.replicas.parked, *one.replicas.idle, *busy][:workers])
         if one.phase is not Phase.PROVEN:
             retired = "retired" if one.drain.end is None else "shutdown"
-            cause = one.function.stopped or (retired if one.phase is Phase.RETIRING else "idle")
+            scale = one.revision.policy.scale
+            idle = "elsewhere" if scale.elsewhere and seen.held > scale.max else "idle"
+            cause = one.function.stopped or (retired if one.phase is Phase.RETIRING else idle)
             self._note("stop", cause, seen, workers=workers, recent=seen.recent.workers)
 
     # -- a grant of the allocation

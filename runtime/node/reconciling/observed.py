@@ -9,7 +9,8 @@ from dataclasses import replace
 from ....errors import PilotflameError
 from ...calls.serving.replica import Replica
 from ...calls.serving.revision import CallWatcher
-from ...ground.settings.scale_spec import ScaleSpec
+from ...ground.access.gateway_shares import PATIENCE_S, GatewayUse
+from ...ground.settings.scale_spec import ReachedLimit, ScaleSpec
 from ...ground.telemetry.load_history import LoadState
 from ...ground.telemetry.rung_name import RungName
 from ..scaling.at_rest import Present, RestPlan, at_rest
@@ -17,7 +18,7 @@ from ..scaling.claims import RevisionClaim, WorkerTier
 from ..scaling.desired_state import desired
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
-from ..scaling.load import NEAR_LIMIT, sufficient_load, sufficient_queue
+from ..scaling.load import NEAR_LIMIT, needed, sufficient_load, sufficient_queue
 from ..scaling.revision_state import Phase, RevisionState
 from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
@@ -68,6 +69,11 @@ class ObservedRevision:
         row = desired(spec, seen, now_s, self._state(now_s), ahead)
         rest = at_rest(self._one.phase, self._rest_plan(), seen, row.held, self._present(), now_s)
         self.row = row._replace(rest=rest, again_s=min(row.again_s, rest.again_s))
+        if spec.elsewhere:
+            refused, limit = self.row.capped.startswith("max"), ReachedLimit("elsewhere", spec.elsewhere)
+            self._one.revision.dispatcher.limits.elsewhere = limit if refused else None
+            if refused:
+                self._one.node.limits.lacks(self._one.spec.function, self.use.want)
         self.quiet_s = min(QUIET_S, spec.scale_to_zero_s, spec.park_after_s)
         # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
         looks_first = function.ladder.watch.period or seen.parked
@@ -75,6 +81,27 @@ class ObservedRevision:
         calls.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         calls.enough_queued = -1.0 if looks_first else sufficient_queue(spec, seen)
         return self.row, seen
+
+    @property
+    def use(self) -> GatewayUse:
+        """How many workers it has, how many of these have calls or start, and how many its calls need. Workers for other reasons do not count
+        as needed.
+        """
+        replicas, queued = self._one.replicas, len(self._one.revision.dispatcher.queue)
+        if not (have := replicas.total) and not queued:
+            return GatewayUse()
+        want = 0
+        if queued + replicas.in_flight > replicas.leaving:
+            most = self._one.revision.policy.settings.scale.max
+            want = min(most, max(1, needed(self._scale_spec(), self.seen)))
+        busy = replicas.starting + sum(bool(each.outstanding.calls) for each in replicas)
+        # An unchanged report costs no write.
+        held_s = min(PATIENCE_S, time.monotonic() - min(self._ready_s(), default=math.inf))
+        return GatewayUse(have, min(have, busy), want, round(max(0.0, held_s), 1))
+
+    def _ready_s(self) -> list[float]:
+        replicas = self._one.replicas
+        return [each.activation.ready_s for each in replicas.ready + replicas.parked]
 
     def desired(self) -> Row:
         """Return the row of the last look, or a new row if the number of calls has changed without a look."""
@@ -198,12 +225,11 @@ class ObservedRevision:
         """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
         row, one, replicas = self.desired(), self._one, self._one.replicas
         wants = {WorkerTier[rank.name]: count for rank, count in row.wants.items()}
-        ready_s = [each.activation.ready_s for each in replicas.ready + replicas.parked]
         bookings = one.node.gpus.of_owner(one) if one.gpu_need is not None else []
         processes = tuple(node_processes(replicas, one.pool.forking, bookings))
         return RevisionClaim(
             one.key, one.spec.function, one.owner, wants, row.awake, row.held, processes, one.gpu_need,
-            waiting_since_s, min(ready_s, default=math.inf), self._cost, one.phase is Phase.RETIRING,
+            waiting_since_s, min(self._ready_s(), default=math.inf), self._cost, one.phase is Phase.RETIRING,
         )  # fmt: skip
 
     def _cost(self, freed_bytes: float) -> float:

@@ -174,7 +174,9 @@ class SharedLimits:
     ) -> None:  # fmt: skip
         """See `Reconciler`."""
         self._gpus, self._agenda, self.drain_s = gpus, agenda, drain_s
-        self._most, self._of_owner = most, of_owner
+        self._most, self.of_owner = most, of_owner
+        self.lacks: Callable[[str, int], object] = lambda _function, _want: None
+        """Called when a limit that several gateways may share keeps a function from workers, with the number that its calls need."""
         self.members: dict[str, Member] = {}
         """The revisions that may have workers, by key."""
         # Revisions that retire: their processes count until they have ended.
@@ -182,6 +184,8 @@ class SharedLimits:
         self._short: dict[Member, _Short] = {}
         # True if an event may have changed the result of an allocation.
         self._pending = False
+        # True if present workers may exceed a limit.
+        self._shrunk = False
         self._rested_at_s = 0.0
         gpus.on_freed = self.note_change
 
@@ -225,7 +229,7 @@ class SharedLimits:
         The workers that other revisions wait for count as if they were there.
         """
         starting = max(0, missing - seen.parked)
-        for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
+        for scope, most in ((None, self._most), (one.owner, self.of_owner(one.owner))):
             if most is not None and self._taken(one, scope) + starting > most:
                 return None
         others = (other.gpu_need for other in self._short if other is not one)
@@ -289,13 +293,18 @@ class SharedLimits:
         self._pending = True
         asyncio.get_running_loop().call_soon(self._allocate)
 
+    def shrink(self) -> None:
+        """Learn that the limit of an owner has become smaller: workers that exceed it end, although nothing waits."""
+        self._shrunk = True
+        self.allocate_soon()
+
     def _allocate(self) -> None:
         """Share the workers and the GPU memory among all revisions, and have the revisions carry out their grants."""
-        if not self._pending:
+        if not (self._pending or self._shrunk):
             return
-        self._pending, now_s = False, time.monotonic()
+        shrunk, self._pending, self._shrunk, now_s = self._shrunk, False, False, time.monotonic()
         self._agenda.drop(ALLOCATION)
-        if not self._short:
+        if not (self._short or shrunk):
             return
         present = (one for one in self._all() if one.replicas.total or one in self._short)
         # A process that ends may hold GPU memory for a moment after its revision was forgotten.
@@ -314,7 +323,7 @@ class SharedLimits:
 
     def _limits(self, members: list[Member]) -> Limits:
         owners = {one.owner for one in members}
-        known = {owner: most for owner in owners if (most := self._of_owner(owner)) is not None}
+        known = {owner: most for owner in owners if (most := self.of_owner(owner)) is not None}
         return Limits(self._most, known, self.drain_s)
 
     def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:

@@ -70,7 +70,7 @@ def proposals(state: RevisionState) -> Iterator[Proposal]:
 
 def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Iterator[Cap]:
     """Yield the caps that bound the workers whatever the load is."""
-    yield Cap("max", EVERY, held=spec.max)
+    yield Cap(f"max (other gateways: {spec.elsewhere})" if spec.elsewhere else "max", EVERY, held=spec.max)
     if state.phase is Phase.PROVEN:
         yield Cap("proven", frozenset({Rank.KEEP}), held=0)
     if state.phase is Phase.RETIRING:

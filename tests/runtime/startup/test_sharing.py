@@ -78,9 +78,9 @@ async def pair(url: str) -> AsyncIterator[list[Gateway]]:
         yield found
 
 
-async def deployed(gateways: list[Gateway], gate: Gate) -> list[Function]:
+async def deployed(gateways: list[Gateway], gate: Gate, settings: dict[str, Any] = ONE) -> list[Function]:
     """Deploy a function on the first gateway. Return it on each gateway: all have it when the deploy is answered."""
-    first = await gateways[0].deploy(SIGNS, ONE, gate=gate, name=f"f{secrets.token_hex(4)}")
+    first = await gateways[0].deploy(SIGNS, settings, gate=gate, name=f"f{secrets.token_hex(4)}")
     assert first.described["warnings"] == []
     return [first, *(gateway.function(first.name) for gateway in gateways[1:])]
 
@@ -140,7 +140,7 @@ async def test_a_new_gateway_serves_what_the_others_serve(pair: list[Gateway], u
 
 async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
     """One gateway claims no more jobs than its workers soon run."""
-    first, second = await deployed(pair, gate)
+    first, second = await deployed(pair, gate, {"scale.max": 2})
     jobs = [await run(first, "held") for _ in range(30)]
     names = {_name(gateway) for gateway in pair}
     for _ in range(2):

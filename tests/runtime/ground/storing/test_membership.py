@@ -12,6 +12,7 @@ import pytest_asyncio
 from live import until
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.ground.storing import membership as module
+from pilotflame.runtime.ground.storing.members import DaySpending, GatewayMember, GatewayReport
 from pilotflame.runtime.ground.storing.membership import Membership
 from postgres import PostgresServer, postgres_server
 
@@ -120,7 +121,7 @@ async def test_nobody_is_dead_for_a_gateway_that_was_away_itself(
     # Without heartbeats of its own, the second one cannot know.
     second._until_s = 0.0
     assert not second.dead
-    second._note(time.monotonic() + 0.5, second.members)
+    second._note(module._Beat(time.monotonic() + 0.5, second.members))
     assert not second.dead
 
 
@@ -177,3 +178,88 @@ def _kill(members: Membership) -> None:
     members._told = ("nobody", "nobody", "0")
     members.incarnation = "nobody"
     members.close()
+
+
+async def test_gateways_tell_what_they_have_and_what_they_have_spent(join: Join) -> None:
+    today = int(time.time() // 86400)
+    spent = DaySpending(today, 2.0, 3.0, 0.5, 0.25)
+    first = await join("a")
+    first.reporter = lambda: GatewayReport({"x": {"f": (1, 2)}}, {"f": spent})
+    second = await join("b")
+    second.reporter = lambda: GatewayReport({}, {"f": DaySpending(today, 10.0, 20.0)})
+    third = await join("c")
+
+    async def seen() -> bool:
+        return third.spent == {"f": DaySpending(today, 12.0, 23.0, 0.5, 0.25)} and len(third.reports) == 3
+
+    await until(seen, "the spending of both")
+    assert first.spent == {"f": DaySpending(today, 10.0, 20.0)}
+    assert third.reports[first.incarnation] == {"x": {"f": [1, 2]}}
+    assert first.told.spent == {"f": spent}
+
+
+async def test_spending_outlives_its_gateway_for_a_day(join: Join, postgres_url: str) -> None:
+    today = int(time.time() // 86400)
+    first = await join("a")
+    first.reporter = lambda: GatewayReport(
+        {}, {"new": DaySpending(today, 2.0), "old": DaySpending(today - 3, 1.0)}
+    )
+
+    async def told() -> bool:
+        return bool(first.told.spent)
+
+    await until(told, "the first report")
+    first.reporter = GatewayReport
+
+    async def quiet() -> bool:
+        return not await told()
+
+    await until(quiet, "a heartbeat without spending")
+    await asyncio.to_thread(_kill, first)
+    second = await join("b")
+    assert second.spent == {"new": DaySpending(today, 2.0)}
+    with psycopg.connect(postgres_url) as connection:
+        assert connection.execute("SELECT function FROM spent").fetchall() == [("new",)]
+
+
+async def test_a_heartbeat_brings_only_spending_that_is_new(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = int(time.time() // 86400)
+    first, second = await join("a"), await join("b")
+    beats: list[dict[str, DaySpending]] = []
+    note = second._note
+    monkeypatch.setattr(second, "_note", lambda beat: (beats.append(dict(beat.spent)), note(beat)))
+    rows = {"f": DaySpending(today, 1.0)}
+    first.reporter = lambda: GatewayReport({}, rows)
+
+    async def seen() -> bool:
+        return bool(second.spent)
+
+    await until(seen, "the spending")
+    rows = {}
+
+    async def quiet() -> bool:
+        return len(beats) > 3 and not any(beats[-3:])
+
+    await until(quiet, "heartbeats without spending")
+    assert second.spent == {"f": DaySpending(today, 1.0)}
+
+
+async def test_a_gateway_of_the_version_before_is_a_member_that_tells_nothing(
+    join: Join, postgres_url: str
+) -> None:
+    members = await join("a", "webhooks")
+    members.reporter = lambda: GatewayReport({"x": 1})
+    await has(members, "webhooks")
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        before = "SELECT heartbeat('old', 'old', '0.9', 0, 10, '{webhooks}')"
+        (told,) = connection.execute(before).fetchone() or ()
+
+        async def seen() -> bool:
+            return len(members.members) == 2
+
+        await until(seen, "the older gateway")
+        assert {one["name"] for one in told} == {"a", "old"}
+        assert all(GatewayMember._fields == tuple(one) for one in told)
+    assert set(members.reports) == {members.incarnation}

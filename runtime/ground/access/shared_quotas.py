@@ -1,0 +1,125 @@
+"""Lets the quotas of API keys hold over all gateways that share a database.
+
+Each gateway has the whole quota of a key, and subtracts what the others have taken of it (`Bucket.debit`). It learns this up to two heartbeats later,
+so that a key may take more than its quota for this time. A caller who keeps within the quota is never refused, whichever gateways the requests reach.
+
+So requests that run at other gateways count only if it is certain that the key exceeds its `concurrency`: the least numbers of requests that have run
+at each gateway in the last seconds have a larger sum. Then each gateway admits its share for a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+from .gateway_shares import GatewayUse, by_name, share_of
+from .keyring import Keyring, Meter
+
+KEYS = "keys"
+WINDOW_S, WINDOWS = 1.0, 2
+"""The least number of running requests is that of the present window and of `WINDOWS` before it, so that the times of all gateways overlap."""
+UNUSED_S = 10.0
+"""The other gateways are told no more of a key that was not used for this time."""
+EXCEEDED_S = 10.0
+"""Gateways admit only their shares of `concurrency` for this time after the key has exceeded it."""
+_SESSIONS = itertools.count(1)
+
+
+class KeyUse(NamedTuple):
+    """What a gateway tells of a key."""
+
+    session: int = 0
+    """Counts the times at which the key was used again after a pause. The next figures count from there."""
+    requests: float = 0.0
+    model_tokens: float = 0.0
+    running: int = 0
+    """The least number of requests that ran at the same time in the last seconds."""
+
+
+NO_USE = KeyUse()
+
+
+class SharedMeter(Meter):
+    """The meter of a key that is used at several gateways."""
+
+    def __init__(self, *limits: Any) -> None:
+        """See Meter."""
+        super().__init__(*limits)
+        # The least number of running requests in this window, and in the windows before.
+        self._least, self._before = 0, deque([0] * WINDOWS, maxlen=WINDOWS)
+        self._window_s = self._used_s = self._exceeded_until_s = -math.inf
+        self._session, self._base, self._taken = 0, (0.0, 0.0), (0.0, 0.0)
+
+    def leave(self, requests: int = 1) -> None:
+        super().leave(requests)
+        self._least = min(self._least, self.running - self.elsewhere)
+
+    def tell(self, now_s: float) -> KeyUse | None:
+        """Return what the other gateways should know; None if the key was not used lately."""
+        own, taken = self.running - self.elsewhere, self._taken_until(now_s)
+        if now_s - self._window_s >= WINDOW_S:
+            self._before.append(self._least)
+            self._window_s, self._least = now_s, own
+        before, self._taken, unused = self._taken, taken, now_s - self._used_s > UNUSED_S
+        if own or before != taken:
+            if unused:
+                self._session, self._base = next(_SESSIONS), before
+            self._used_s = now_s
+        elif unused:
+            return None
+        requests, tokens = (now - base for now, base in zip(taken, self._base, strict=True))
+        return KeyUse(self._session, requests, tokens, min(self._least, *self._before))
+
+    def _taken_until(self, now_s: float) -> tuple[float, float]:
+        requests, tokens = self._requests, self._model_tokens
+        return requests.taken(now_s) if requests else 0.0, tokens.taken(now_s) if tokens else 0.0
+
+    def take_elsewhere(self, now_s: float, before: KeyUse, use: KeyUse) -> None:
+        """Subtract what another gateway has taken between two reports."""
+        base = before if before.session == use.session else NO_USE
+        if self._requests is not None:
+            self._requests.debit(now_s, use.requests - base.requests)
+        if self._model_tokens is not None:
+            self._model_tokens.debit(now_s, use.model_tokens - base.model_tokens)
+
+    def limit_running(self, now_s: float, gateway: str, uses: Mapping[str, KeyUse]) -> None:
+        """Count requests of other gateways as running if the key exceeds its concurrency. `uses` has all gateways, by incarnation."""
+        if self._concurrency == math.inf:
+            return
+        most, elsewhere = int(self._concurrency), 0
+        running = {one: GatewayUse(use.running, use.running, use.running) for one, use in uses.items()}
+        if sum(use.have for use in running.values()) > most:
+            self._exceeded_until_s = now_s + EXCEEDED_S
+        if now_s < self._exceeded_until_s and running:
+            elsewhere = most - share_of(gateway, "", most, running)
+        self.running += elsewhere - self.elsewhere
+        self.elsewhere = elsewhere
+
+
+class SharedQuotas:
+    """The quotas of all keys of a gateway."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        """The keyring has SharedMeters."""
+        self._meters = cast("Callable[[], dict[str, SharedMeter]]", keyring.meters)
+        self._told: dict[str, dict[str, KeyUse]] | None = None
+
+    def report(self, now_s: float) -> dict[str, KeyUse]:
+        """Return what to tell the other gateways, by key. Keys that were not used lately are left out."""
+        told = {name: meter.tell(now_s) for name, meter in self._meters().items()}
+        return {name: use for name, use in told.items() if use is not None}
+
+    def take(self, gateway: str, reports: Mapping[str, Any], now_s: float) -> None:
+        """Follow what the living gateways have told, by incarnation. `gateway` is this one."""
+        told, meters = by_name(reports, KEYS, KeyUse, len(NO_USE)), self._meters()
+        # Earlier requests, before this gateway came, do not count.
+        before, self._told = told if self._told is None else self._told, told
+        for name in before.keys() | told.keys():
+            if (meter := meters.get(name)) is not None:
+                uses, last = told.get(name, {}), before.get(name, {})
+                for one in uses.keys() - {gateway}:
+                    meter.take_elsewhere(now_s, last.get(one, NO_USE), uses[one])
+                meter.limit_running(now_s, gateway, uses)

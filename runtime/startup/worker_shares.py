@@ -1,0 +1,96 @@
+"""Lets `scale.max` and the limits of owners hold over all gateways that share a database.
+
+Each gateway tells the others, for each function that has workers or calls, how many workers it has and needs, and takes its share. A gateway that
+lacks workers tells so at once. For about two heartbeats, the gateways together may have more workers than a limit allows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..ground.access.gateway_shares import GatewayUse, by_name, share_of
+from ..node.functions.live import Live
+from ..node.functions.revisions import Revisions
+from ..node.scaling.revision_state import Phase
+
+FUNCTIONS, OWNERS = "functions", "owners"
+UNUSED = GatewayUse()
+
+
+class WorkerShares:
+    """The workers that the functions of this gateway have and need, and its shares of the limits."""
+
+    def __init__(self, revisions: Revisions, of_owner: Callable[[str], int | None], tell: Callable[[], object]) -> None:  # fmt: skip
+        """`of_owner` returns the limit of an owner over all gateways. `tell` has the next heartbeat made at once."""
+        self._revisions, self._of_owner, self._tell = revisions, of_owner, tell
+        self._limits = revisions.reconciler.limits
+        self._limits.of_owner, self._limits.lacks = self._share_of_owner, self._note_lack
+        # How many workers the other gateways know that the calls of each function need here.
+        self._wants = dict[str, int]()
+        self._owner_shares = dict[str, int]()
+        # The times at which functions and owners without workers began to need some.
+        self._since: dict[tuple[str, str], float] = {}
+
+    def report(self, now_s: float) -> dict[str, dict[str, GatewayUse]]:
+        """Return what is in use, for the other gateways. Functions and owners without workers and calls are left out."""
+        told: dict[str, dict[str, GatewayUse]] = {FUNCTIONS: {}, OWNERS: {}}
+        for live in self._revisions.running:
+            if any(use := live.workers.observed.use):
+                # `scale.max` does not count the workers of retiring revisions, and of a revision that is proven.
+                if live.workers.phase is Phase.LIVE:
+                    told[FUNCTIONS][live.record.function] = use
+                if self._of_owner(owner := live.workers.owner) is not None:
+                    told[OWNERS][owner] = GatewayUse(*map(operator.add, use, told[OWNERS].get(owner, UNUSED)))
+        self._wants = {name: use.want for name, use in told[FUNCTIONS].items()}
+        before, self._since = self._since, {}
+        for kind, uses in told.items():
+            for name, use in uses.items():
+                if not use.have:
+                    at_s = self._since[kind, name] = before.get((kind, name), now_s)
+                    uses[name] = use._replace(since_s=round(now_s - at_s, 1))
+        return told
+
+    def take(self, gateway: str, reports: Mapping[str, Any]) -> None:
+        """Take the shares of this gateway. `reports` has what each living gateway has told, by incarnation."""
+        functions = by_name(reports, FUNCTIONS, GatewayUse, len(UNUSED))
+        for live in list(self._revisions.running):
+            most, uses = live.record.settings.scale.max, functions.get(live.record.function)
+            self._limit(live, most if uses is None else share_of(gateway, live.record.function, most, uses))
+        before, self._owner_shares = self._owner_shares, {}
+        for owner, uses in by_name(reports, OWNERS, GatewayUse, len(UNUSED)).items():
+            if (limit := self._of_owner(owner)) is not None:
+                self._owner_shares[owner] = share_of(gateway, owner, limit, uses)
+        if any(share < before.get(owner, share + 1) for owner, share in self._owner_shares.items()):
+            self._limits.shrink()
+
+    def cut_off(self) -> None:
+        """Let each function have a worker while the other gateways cannot be heard: they may have ended."""
+        self._owner_shares = {owner: max(1, share) for owner, share in self._owner_shares.items()}
+        for live in list(self._revisions.running):
+            self._limit(live, max(1, live.workers.revision.policy.scale.max))
+
+    def _share_of_owner(self, owner: str) -> int | None:
+        limit = self._of_owner(owner)
+        return limit if limit is None else min(limit, self._owner_shares.get(owner, limit))
+
+    def _limit(self, live: Live, share: int) -> None:
+        """Let a live revision have at most `share` workers."""
+        policy, revision = live.workers.revision.policy, live.workers.revision
+        if policy.scale.max == share or live.workers.phase is not Phase.LIVE:
+            return
+        scale = replace(policy.scale, max=share, elsewhere=policy.settings.scale.max - share)
+        revision.dispatcher.limits.elsewhere = None
+        revision.configure(replace(policy, scale=scale))
+        live.workers.look()
+        if not policy.scale.max:
+            # Its waiting jobs may run here again.
+            self._revisions.functions.events.live(live.record.function)
+
+    def _note_lack(self, function: str, want: int) -> None:
+        """Tell the other gateways at once if the calls of a function need more workers than they know."""
+        if want > self._wants.get(function, 0):
+            self._wants[function] = want
+            self._tell()
