@@ -222,7 +222,7 @@ async def _knows(gateway: Gateway, count: int) -> None:
     async def does() -> bool:
         async with gateway.at_home() as home:
             nodes = (await home.get("/v1/nodes")).json()["nodes"]
-        return sum(one["alive"] for one in nodes) == count
+        return bool(sum(one["alive"] for one in nodes) == count)
 
     await until(does, f"{count} gateways")
 

@@ -67,7 +67,7 @@ class WorkerShares:
             self._limits.shrink()
 
     def cut_off(self) -> None:
-        """Let each function have a worker while the other gateways cannot be heard: they may have ended."""
+        """Let each function have at least one worker while no reports come: the other gateways may have ended."""
         self._owner_shares = {owner: max(1, share) for owner, share in self._owner_shares.items()}
         for live in list(self._revisions.running):
             self._limit(live, max(1, live.workers.revision.policy.scale.max))

@@ -17,7 +17,7 @@ before it that have waited for this time without a part.
 
 
 class GatewayUse(NamedTuple):
-    """What one gateway has and wants of something limited, such as the workers of a function."""
+    """The use of a limit by one gateway, such as the number of its workers of a function."""
 
     have: int = 0
     busy: int = 0
@@ -25,7 +25,7 @@ class GatewayUse(NamedTuple):
     want: int = 0
     """How much its running and waiting calls need."""
     since_s: float = 0.0
-    """The time for which it has had something or, if it has nothing, for which it has wanted something."""
+    """Seconds since it has had something. If it has nothing, seconds since it has wanted something."""
 
 
 def by_name(reports: Mapping[str, Any], kind: str, make: Callable[..., Any], figures: int) -> dict[str, dict[str, Any]]:  # fmt: skip
@@ -53,7 +53,7 @@ def divide(name: str, limit: int, uses: Mapping[str, GatewayUse]) -> dict[str, i
     return dict(_divide(name, limit, tuple(uses.items())))
 
 
-# Most reports are those of the heartbeat before.
+# Most reports do not change between two heartbeats.
 @lru_cache(4096)
 def _divide(name: str, limit: int, items: tuple[tuple[str, GatewayUse], ...]) -> dict[str, int]:
     uses, shares = dict(items), dict.fromkeys(dict(items), 0)
@@ -91,6 +91,6 @@ def _turn(name: str, gateway: str, use: GatewayUse, *, takes_turns: bool) -> tup
     if held or not takes_turns:
         return 0 if patient or not takes_turns else 2, -held, rank
     if use.have:
-        # Of idle workers, the newest stay: calls come to their gateway.
+        # The newest idle workers stay, because calls come to their gateway.
         return 3, use.since_s, rank
     return 3 if patient else 1, -use.since_s, rank

@@ -1,7 +1,7 @@
 """Lets the quotas of API keys hold over all gateways that share a database.
 
-Each gateway has the whole quota of a key, and subtracts what the others have taken of it (`Bucket.debit`). It learns this up to two heartbeats later,
-so that a key may take more than its quota for this time. A caller who keeps within the quota is never refused, whichever gateways the requests reach.
+Each gateway has the whole quota of a key, and subtracts what the others have taken of it (`Bucket.debit`). It learns their use up to two heartbeats later,
+so a key may exceed its quota for two seconds. A caller who keeps within the quota is never refused, whichever gateways the requests reach.
 
 So requests that run at other gateways count only if it is certain that the key exceeds its `concurrency`: the least numbers of requests that have run
 at each gateway in the last seconds have a larger sum. Then each gateway admits its share for a time.
@@ -20,16 +20,16 @@ from .keyring import Keyring, Meter
 
 KEYS = "keys"
 WINDOW_S, WINDOWS = 1.0, 2
-"""The least number of running requests is that of the present window and of `WINDOWS` before it, so that the times of all gateways overlap."""
+"""A gateway reports the least number of running requests in the present window and the last `WINDOWS`, so that the times of all gateways overlap."""
 UNUSED_S = 10.0
-"""The other gateways are told no more of a key that was not used for this time."""
+"""A gateway reports no key that was not used for this time."""
 EXCEEDED_S = 10.0
 """Gateways admit only their shares of `concurrency` for this time after the key has exceeded it."""
 _SESSIONS = itertools.count(1)
 
 
 class KeyUse(NamedTuple):
-    """What a gateway tells of a key."""
+    """The use of a key at one gateway, as it reports it."""
 
     session: int = 0
     """Counts the times at which the key was used again after a pause. The next figures count from there."""

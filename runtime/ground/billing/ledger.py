@@ -226,9 +226,9 @@ def _standing(account: Account) -> Standing:
 
 
 class SharedBudgets:
-    """The budgets of a gateway that shares a database with others: it tells the others what it has used today, and learns what they have used.
+    """The budgets of one of several gateways. Each gateway reports its use of today to the others.
 
-    While this is impossible, it uses at most an equal part of what was left.
+    Without the reports of the others, it uses at most an equal part of each rest.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -249,7 +249,7 @@ class SharedBudgets:
             account.note_elsewhere(Spending(*figures[:2]), Spending(*figures[2:]))
 
     def cut_off(self, gateways: int) -> None:
-        """Leave to the other gateways, which cannot be heard, their parts of what is left of each budget."""
+        """Leave to the other gateways, whose reports do not come, their parts of the rest of each budget."""
         for _, account in self._ledger.limited():
             account.reserve(1.0 - 1.0 / gateways)
 

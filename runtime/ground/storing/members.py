@@ -20,7 +20,7 @@ class GatewayMember(NamedTuple):
 
 
 class DaySpending(NamedTuple):
-    """What a function has used of its budget on a day of UTC, and what of it was forgiven: money and seconds of workers."""
+    """The money and the worker-seconds of a function on a day of UTC, and the parts that its budget forgives."""
 
     day: int
     money: float = 0.0

@@ -84,7 +84,7 @@ class ObservedRevision:
 
     @property
     def use(self) -> GatewayUse:
-        """How many workers it has, how many of these have calls or start, and how many its calls need. Workers for other reasons do not count
+        """The number of its workers, of its workers that have calls or start, and of workers that its calls need. Workers for other reasons do not count
         as needed.
         """
         replicas, queued = self._one.replicas, len(self._one.revision.dispatcher.queue)

@@ -141,14 +141,18 @@ async def test_a_new_gateway_serves_what_the_others_serve(pair: list[Gateway], u
 async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
     """One gateway claims no more jobs than its workers soon run."""
     first, second = await deployed(pair, gate, {"scale.max": 2})
+    call = asyncio.create_task(second.answer("held"))
+    arrival = await gate.next(_name(pair[1]))
     jobs = [await run(first, "held") for _ in range(30)]
-    names = {_name(gateway) for gateway in pair}
-    for _ in range(2):
-        await gate.next()
+    await gate.next(_name(pair[0]))
+    # The jobs at the first gateway wait at the gate. So the second one runs the next one.
+    arrival.go()
+    assert await call == _name(pair[1])
+    await gate.next(_name(pair[1]))
     gate.open()
     found = await asyncio.gather(*(ended(second, job) for job in jobs))
     assert {one["status"] for one in found} == {"COMPLETED"}
-    assert {one["output"] for one in found} == {arrival.word for arrival in gate.arrived} == names
+    assert {one["output"] for one in found} == {_name(gateway) for gateway in pair}
 
 
 async def test_a_job_that_another_gateway_has_cancelled_leaves_its_worker(
