@@ -29,7 +29,7 @@ LIMITS = {
     "large classes": 10,
     "settings": 128,
     "make targets": 27,
-    "words of docs": 47_150,
+    "words of docs": 47_350,
     "words of CHANGELOG": 800,
 }
 """The most of each figure. An issue that adds something states the new limit."""

@@ -242,7 +242,7 @@ async def test_without_the_database_a_gateway_uses_its_part_of_a_budget(
             await so(lambda: share(pair[1], functions[1].name) == 0, "no share on the second gateway")
             server.kill()
             await so(lambda: account._reserved.seconds, "the part of the other gateway")
-            # Nobody knows whether the first gateway still lives.
+            # The first gateway may be dead or alive.
             assert isinstance(await functions[1].answer(), int)
             account._add(Usage(busy_s=290))
             account.check()

@@ -139,7 +139,7 @@ async def test_a_new_gateway_serves_what_the_others_serve(pair: list[Gateway], u
 
 
 async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
-    """One gateway claims no more jobs than its workers soon run. Its workers may run all jobs, if they are all that `scale.max` allows."""
+    """One gateway claims no more jobs than its workers soon run. The workers of one gateway may run all jobs, if `scale.max` allows no others."""
     first, second = await deployed(pair, gate, {"scale.max": 2})
     jobs = [await run(first, "held") for _ in range(30)]
     for _ in range(2):

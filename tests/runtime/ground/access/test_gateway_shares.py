@@ -35,7 +35,7 @@ def test_what_calls_need_comes_before_idle_workers_and_is_divided_evenly(
     got = {one: min(shares[one], uses[one].want) for one in uses}
     assert sum(got.values()) == min(limit, sum(use.want for use in uses.values()))
     unsatisfied = [got[one] for one in uses if got[one] < uses[one].want]
-    # Nobody has two more than a gateway that lacks something.
+    # No gateway has two more than a gateway that lacks something.
     assert max(got.values()) <= min(unsatisfied, default=max(got.values())) + 1
 
 
