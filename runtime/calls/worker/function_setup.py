@@ -40,14 +40,14 @@ PIPELINE_PARTS = ("tokenizer", "image_processor", "feature_extractor", "processo
 WEIGHTS_HINT = """\
 {where} holds {mb:.0f} MiB of weights, which were loaded at import. That works, but the memory is held as long as
 the function is deployed. With `snapshot = "FOLDER"` (of safetensors files) in pilotflame.toml and these lines, workers
-map the weights instead and share them, and `handler` finds the model in context.state. A handler of RunPod has no context:
-there, `build` sets a global variable.
+map the weights instead and share them, and `handler` finds the model in context.state.
     def build(context):
         with context.snapshot.skeleton():
             model = {made}.eval()
 {piped}        context.snapshot.restore(model{device})
         return {state}
-{moved}The template text-embedding (`pilotflame init --template text-embedding`) is a complete example.
+{moved}The template text-embedding (`pilotflame init --template text-embedding`) is a complete example. A handler of RunPod
+has no context: its `build` sets a global variable.
 """
 # A pipeline moves its inputs to its own device.
 MOVED = """\
