@@ -37,6 +37,8 @@ def described() -> OpenApi:
         state=Path(),
         origins=None,
         disk=SimpleNamespace(check=None),
+        members=None,
+        database=None,
     )
     apis = (
         Invoker(backend),

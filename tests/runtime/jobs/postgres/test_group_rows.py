@@ -156,7 +156,7 @@ class Twin:
 
     def clear(self) -> None:
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(f"TRUNCATE {', '.join(TABLES)}".encode())
+            connection.execute(f"TRUNCATE {', '.join(TABLES)} CASCADE".encode())
             connection.execute("INSERT INTO stored VALUES ('*', 0)")
         self.told.clear()
 
