@@ -35,6 +35,7 @@ ONE_GATEWAY: dict[str, str] = {
     "runpod/test_routes.py::test_a_job_that_waits_too_long_times_out": _SCALE,
     "runpod/test_routes.py::test_the_queue_is_purged": _SCALE,
     "runpod/test_routes.py::test_nothing_waits_for_a_cold_start": _OWN,
+    "runpod/test_routes.py::test_low_priority_goes_last": "each gateway runs the jobs that it has claimed in the order of their priorities",
     "runpod/test_routes.py::test_a_stream_that_breaks_off_ends_with_an_error_event": _LOOKS,
     "runpod/test_openai_jobs.py::test_polls_encode_each_piece_once": _OWN,
     "runpod/test_handler.py::test_error_and_refresh": _OWN,

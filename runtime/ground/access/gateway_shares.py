@@ -91,6 +91,7 @@ def _turn(name: str, gateway: str, use: GatewayUse, *, takes_turns: bool) -> tup
     if held or not takes_turns:
         return 0 if patient or not takes_turns else 2, -held, rank
     if use.have:
-        # The newest idle workers stay, because calls come to their gateway.
-        return 3, use.since_s, rank
+        # The ages of idle workers come from reports of different times. If they counted, two gateways could each find the other's worker
+        # the better one, and end both.
+        return 3, rank
     return 3 if patient else 1, -use.since_s, rank

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -166,12 +165,17 @@ class Membership:
             self._ended.wait(BEAT_S)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> GatewayReport:
-        """Return what the event loop reports now."""
-        made = Future[GatewayReport]()
+        """Return what the event loop reports now. A report that comes later is told with the next heartbeat."""
+        made = threading.Event()
+
+        def report() -> None:
+            self._report = self.reporter()
+            made.set()
+
         # The event loop may have ended.
-        with suppress(RuntimeError, TimeoutError):
-            loop.call_soon_threadsafe(lambda: made.set_result(self.reporter()))
-            self._report = made.result(REPORT_WAIT_S)
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(report)
+            made.wait(REPORT_WAIT_S)
         return self._report
 
     def _beat(self, duties: list[str], report: GatewayReport) -> _Beat:
