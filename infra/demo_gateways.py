@@ -63,7 +63,7 @@ class Demo:
         for at in range(GATEWAYS):
             await self.start(at)
         self.note("three gateways serve a function with PostgreSQL; callers submit jobs at all of them")
-        await self._gateways[0].deploy(HANDLER, {"scale.max": 2, "concurrency": 4}, name="work")
+        await self._gateways[0].deploy(HANDLER, {"scale.max": 2, "concurrency": 4}, name="echo")
         async with asyncio.TaskGroup() as tasks:
             for _ in range(CALLERS):
                 tasks.create_task(self._call())
@@ -133,7 +133,7 @@ class Demo:
         while True:
             at = next(self._turns) % GATEWAYS
             with contextlib.suppress(httpx.TransportError, ValueError):
-                answer = await self._gateways[at].client.request(method, f"/v2/work/{path}", **more)
+                answer = await self._gateways[at].client.request(method, f"/v2/echo/{path}", **more)
                 if right(found := answer.json()):
                     self._accepted[at] += method == "POST"
                     return found

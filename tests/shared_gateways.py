@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from live import LIMIT_S, Gateway, gateway_here, until
+from live import LIMIT_S, Gateway, gateway_here, short_folder, until
 from pilotflame.runtime.node.functions.follower import Follower
 from pilotflame.runtime.node.functions.restoration import Restoration
 from pilotflame.runtime.node.functions.shared_revisions import GatewayPeers, SharedRevisions
@@ -92,3 +93,14 @@ class Group:
 
 async def _nothing() -> None:
     """The gateways of a test have keys and secrets of their own."""
+
+
+@contextlib.asynccontextmanager
+async def gateways(url: str, **settings: Any) -> AsyncIterator[list[Gateway]]:
+    """Two gateways that share a database, with real heartbeats."""
+    async with contextlib.AsyncExitStack() as stack:
+        folders = [stack.enter_context(short_folder()) for _ in range(2)]
+        yield [
+            await stack.enter_async_context(gateway_here(one / "state", database=url, **settings))
+            for one in folders
+        ]

@@ -117,6 +117,7 @@ class LimitSharing:
         if not members.alive:
             self._budgets.cut_off(sum(one.alive for one in members.members))
             self._workers.cut_off()
+            self._quotas.cut_off()
         elif own in members.reports:
             self._budgets.take(members.told.spent, members.spent)
             self._quotas.take(own, members.reports, time.monotonic())

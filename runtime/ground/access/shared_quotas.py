@@ -95,6 +95,14 @@ class SharedMeter(Meter):
             self._exceeded_until_s = now_s + EXCEEDED_S
         if now_s < self._exceeded_until_s and running:
             elsewhere = most - share_of(gateway, "", most, running)
+        self._count_elsewhere(elsewhere)
+
+    def cut_off(self) -> None:
+        """Admit at least one request at a time while no reports come: the other gateways may have ended."""
+        if self.elsewhere:
+            self._count_elsewhere(min(self.elsewhere, int(self._concurrency) - 1))
+
+    def _count_elsewhere(self, elsewhere: int) -> None:
         self.running += elsewhere - self.elsewhere
         self.elsewhere = elsewhere
 
@@ -111,6 +119,11 @@ class SharedQuotas:
         """Return what to tell the other gateways, by key. Keys that were not used lately are left out."""
         told = {name: meter.tell(now_s) for name, meter in self._meters().items()}
         return {name: use for name, use in told.items() if use is not None}
+
+    def cut_off(self) -> None:
+        """Go on without the reports of the other gateways."""
+        for meter in self._meters().values():
+            meter.cut_off()
 
     def take(self, gateway: str, reports: Mapping[str, Any], now_s: float) -> None:
         """Follow what the living gateways have told, by incarnation. `gateway` is this one."""

@@ -165,7 +165,7 @@ class Membership:
             self._ended.wait(BEAT_S)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> GatewayReport:
-        """Return what the event loop reports now. A report that comes later is told with the next heartbeat."""
+        """Return what the event loop reports now. The next heartbeat sends a report that comes later."""
         made = threading.Event()
 
         def report() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -17,6 +16,7 @@ from pilotflame.runtime.ground.billing.usage import Usage
 from pilotflame.runtime.ground.storing import membership
 from pilotflame.runtime.node.functions.live import Live
 from postgres import PostgresServer, new_schema, postgres_server
+from shared_gateways import gateways
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = (
@@ -35,13 +35,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def url(postgres: PostgresServer) -> str:
     return new_schema(postgres.url, f"t{secrets.token_hex(8)}")
-
-
-@contextlib.asynccontextmanager
-async def gateways(url: str) -> AsyncIterator[list[Gateway]]:
-    async with contextlib.AsyncExitStack() as stack:
-        folders = [stack.enter_context(short_folder()) for _ in range(2)]
-        yield [await stack.enter_async_context(gateway_here(one / "state", database=url)) for one in folders]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

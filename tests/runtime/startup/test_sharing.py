@@ -40,7 +40,7 @@ from pilotflame.runtime.startup.server import serve
 from postgres import PostgresServer, new_schema, postgres_server
 from pydantic import SecretStr
 from receiver import receiving
-from shared_gateways import Group, Shared
+from shared_gateways import Group, Shared, gateways
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIGNS = """
@@ -61,20 +61,9 @@ def url(postgres: PostgresServer) -> str:
     return new_schema(postgres.url, f"t{secrets.token_hex(8)}")
 
 
-@contextlib.asynccontextmanager
-async def gateways(url: str) -> AsyncIterator[list[Gateway]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                gateway_here(stack.enter_context(short_folder()) / "state", database=url, **LOCAL)
-            )
-            for _ in range(2)
-        ]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(url: str) -> AsyncIterator[list[Gateway]]:
-    async with gateways(url) as found:
+    async with gateways(url, **LOCAL) as found:
         yield found
 
 
@@ -274,7 +263,7 @@ def served(member: Shared) -> Callable[[], Awaitable[bool]]:
 
 
 async def test_gateways_share_keys(postgres_url: str) -> None:
-    async with gateways(postgres_url) as pair, pair[0].at_home() as home, pair[1].at_home() as other:
+    async with gateways(postgres_url, **LOCAL) as pair, pair[0].at_home() as home, pair[1].at_home() as other:
         made = (await home.post("/v1/keys", json={"name": "team", "scopes": ["read"]})).json()
         headers = {"Authorization": f"Bearer {made['key']}"}
 
@@ -379,13 +368,13 @@ async def test_a_gateway_that_cannot_serve_a_new_revision_marks_the_old_one(
     pair: list[Gateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_revisions, "SETTLE_S", 0.1)
-    function = await pair[0].deploy(SIGNS, ONE)
+    function = await pair[0].deploy(SIGNS)
     fails = f"{SIGNS}assert NAME != {_name(pair[1])!r}\n"
-    described = (await pair[0].deploy(fails, ONE, name=function.name)).described
+    described = (await pair[0].deploy(fails, name=function.name)).described
     assert "may not serve the latest change" in described["warnings"][0]
     await until(lambda: _marked(pair[1], function.path, stale=True), "the mark of the old revision")
     assert await _marked(pair[0], function.path, stale=False)
-    await pair[0].deploy(SIGNS, ONE, name=function.name)
+    await pair[0].deploy(SIGNS, name=function.name)
     await until(lambda: _marked(pair[1], function.path, stale=False), "the newest revision")
 
 
@@ -405,7 +394,7 @@ async def test_a_gateway_brings_its_functions_unless_there_are_others_of_these_n
             async with gateway_here(path) as gateway:
                 await gateway.deploy(f"def handler(event):\n    return {number}\n", name="both")
                 await gateway.deploy(f"def handler(event):\n    return {number}\n", name=f"only{number}")
-        async with gateways(postgres_url) as pair:
+        async with gateways(postgres_url, **LOCAL) as pair:
             await pair[0].deploy("def handler(event):\n    return -1\n", name="both")
             assert (await pair[0].client.delete("/v1/functions/both")).status_code == 200
             async with gateway_here(folder / "own" / "state", database=postgres_url) as joined:

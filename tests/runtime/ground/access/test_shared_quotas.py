@@ -18,6 +18,7 @@ from pilotflame.runtime.ground.access.shared_quotas import (
     EXCEEDED_S,
     KEYS,
     UNUSED_S,
+    KeyUse,
     SharedMeter,
     SharedQuotas,
 )
@@ -161,6 +162,16 @@ def test_requests_elsewhere_count_once_the_concurrency_is_exceeded() -> None:
     group.meters[0].leave()
     group.run(EXCEEDED_S + 5.0)
     assert [(meter.running, meter.elsewhere) for meter in group.meters] == [(0, 0), (0, 0)]
+
+
+def test_a_gateway_without_a_share_admits_one_request_while_no_reports_come() -> None:
+    meter = SharedMeter(None, None, 1, 0.0)
+    meter.limit_running(0.0, "a", {"a": KeyUse(), "b": KeyUse(running=2)})
+    assert meter.enter(0.0) > 0
+    meter.cut_off()
+    meter.cut_off()
+    assert meter.enter(0.0) == 0.0
+    assert meter.enter(0.0) > 0
 
 
 def test_idle_keys_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
