@@ -56,11 +56,12 @@ class Follower:
     @property
     def generation(self) -> int:
         """The newest change up to which this gateway serves the changes of all functions."""
-        return min((change.entry.generation - 1 for change in self._open.values()), default=self._seen)
+        behind = [change.entry.generation - 1 for name, change in self._open.items() if self._lacks(name)]
+        return min(behind, default=self._seen)
 
     def lags(self, function: str | None) -> bool:
         """Return True if this gateway serves an older revision of a function than it should; None: of any function."""
-        return bool(self._open) if function is None else function in self._open
+        return self._lacks(function) if function is not None else any(map(self._lacks, self._open))
 
     async def follow(self) -> None:
         """Read the changes, and begin to follow those that are due. Call it about each second.
@@ -145,6 +146,11 @@ class Follower:
             store.pause(name, paused=entry.paused)
         return deleted
 
+    def _lacks(self, name: str) -> bool:
+        """Return True if this gateway does not serve the newest change of a function. A change of its own may be read before it serves it."""
+        change = self._open.get(name)
+        return change is not None and self.shared.applied.get(name, 0) < change.entry.generation
+
     async def _read(self) -> None:
         for entry in await asyncio.to_thread(self.shared.index.changes, self._seen):
             self._seen = entry.generation
@@ -166,7 +172,7 @@ class Follower:
         entry, applied = change.entry, self.shared.applied
         try:
             async with self._slots, self.rollouts.functions.lock(entry.name):
-                if self._open.get(entry.name) is change and applied.get(entry.name, 0) < entry.generation:
+                if self._open.get(entry.name) is change and self._lacks(entry.name):
                     await self._apply(entry)
                     applied[entry.name] = max(entry.generation, applied.get(entry.name, 0))
         except Exception as error:  # noqa: BLE001  whatever it is, the gateway goes on to serve what it has

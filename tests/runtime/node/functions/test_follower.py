@@ -17,6 +17,7 @@ from pilotflame.errors import GatewayError, RequirementsError
 from pilotflame.runtime.ground.storing.postgres import PostgresConnection, migrate
 from pilotflame.runtime.node.functions import follower as follower_module
 from pilotflame.runtime.node.functions import shared_revisions
+from pilotflame.runtime.node.functions.revision_record import RevisionRecord
 from pilotflame.runtime.node.functions.store import Store
 from pilotflame.runtime.node.packaging.code import pack
 from postgres import PostgresServer, new_schema
@@ -75,6 +76,25 @@ async def test_what_a_deploy_has_returned_is_served_by_all(pair: Pair):
     await pair.other.gateway.deploy(version("third"), name="everywhere")
     assert await pair.one.gateway.function("everywhere").answer() == "third"
     assert pair.one.live("everywhere").startswith("r3-")
+
+
+async def test_a_gateway_does_not_lag_behind_its_own_deploy(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """It reads its change, as after each heartbeat, between the commit and the start of the new revision."""
+    follower, loop = pair.one.follower, asyncio.get_running_loop()
+    store, lagged = follower.shared.store, list[bool]()
+    promote = store.promote
+
+    def read_first(record: RevisionRecord) -> None:
+        asyncio.run_coroutine_threadsafe(follower.follow(), loop).result(30)
+        lagged.append(follower.lags(record.function))
+        promote(record)
+
+    monkeypatch.setattr(store, "promote", read_first)
+    monkeypatch.delitem(pair.group.beating, "one")
+    monkeypatch.delitem(pair.group.generations, "one")
+    await pair.one.gateway.deploy(version("own"), name="ahead")
+    assert (lagged, follower.lags("ahead"), follower.lags(None)) == ([True], False, False)
+    assert not await asyncio.to_thread(follower.shared.index.changes, follower.generation)
 
 
 async def test_a_rollback_and_a_restart_are_made_on_all(pair: Pair):
