@@ -12,7 +12,7 @@ except ImportError:
     # vLLM is no dependency, and another version may have it elsewhere.
     CPUWorker: Any = object  # type: ignore[no-redef]
 
-WARM_UP_TOKENS = 64
+WARM_UP_TOKENS = 8
 
 
 class SmallWarmUp(CPUWorker):  # type: ignore[misc, unused-ignore]
