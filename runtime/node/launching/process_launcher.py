@@ -131,8 +131,9 @@ class ProcessLauncher:
         if specs or key not in self._specs:
             return
         del self._specs[key]
-        # Keep a lock that a launch holds: launches that come meanwhile wait for that lock, and then use the same base.
-        if not self._starting[key].locked():
+        # Keep a lock that a launch holds: launches that come meanwhile wait for that lock, and then use the same base. A launch that
+        # went on after an earlier call may have left no lock.
+        if (lock := self._starting.get(key)) is not None and not lock.locked():
             del self._starting[key]
         if (base := self._bases.pop(key, None)) is not None:
             base.close()
