@@ -26,7 +26,7 @@ from ..node.launching.container_engine import find_engine
 from .address import open_address, warn_of_keys
 from .front import FrontParts, open_front
 from .node import RunningNode, open_node
-from .sharing import LimitSharing, SharedState
+from .sharing import ReportSharing, SharedState
 from .state import open_state
 from .stored_calls import open_stored_calls
 
@@ -114,7 +114,7 @@ async def startup(
     front = await open_front(parts, stack)
     if shared is not None and state.members is not None:
         shared.follow(front.endless.end_of_key)
-        LimitSharing(state.members, state, node, stack)
+        ReportSharing(state.members, state, node, calls.alerts, stack)
     server = Server(
         address.url, node, node.functions, front.admin, node.functions.tasks, calls.jobs, calls.sources, front.http,
         front.endless, front.standalone, _lame_duck_s(settings, local=address.local), address.certificate,

@@ -1,4 +1,4 @@
-"""Follows the gateways that share a database: their functions, jobs, keys and secrets, and what they use of limits."""
+"""Follows the gateways that share a database: their functions, jobs, keys and secrets, and what they report."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..ground.access.shared_quotas import KEYS, SharedQuotas
 from ..ground.billing.ledger import SharedBudgets
 from ..ground.storing.members import GatewayMember, GatewayReport
 from ..ground.telemetry.background import BackgroundTasks
+from ..jobs.alerting.alerts import ALERTS, FunctionAlerts
 from ..jobs.stored.jobs import Jobs
 from ..node.functions.follower import Follower
 from ..node.functions.shared_revisions import GatewayPeers, SharedRevisions
@@ -97,19 +98,25 @@ class SharedState:
         self._members.beat()
 
 
-class LimitSharing:
-    """The limits that hold over all gateways with a common database: of workers, quotas of keys, and budgets."""
+class ReportSharing:
+    """What gateways with a common database report to each other: uses of limits over all gateways, and calls for alerts."""
 
-    def __init__(self, members: Membership, state: State, node: RunningNode, stack: contextlib.AsyncExitStack) -> None:  # fmt: skip
-        self._members = members
+    def __init__(
+        self, members: Membership, state: State, node: RunningNode, alerts: FunctionAlerts, stack: contextlib.AsyncExitStack
+    ) -> None:  # fmt: skip
+        self._members, self._alerts = members, alerts
         self._quotas, self._budgets = SharedQuotas(state.keyring), SharedBudgets(node.ledger)
         self._workers = WorkerShares(node.revisions, state.keyring.max_workers, members.beat)
         members.reporter = self._report
-        _after_heartbeats(members, self._look, "shared_limits", node.functions.tasks, stack)
+        _after_heartbeats(members, self._look, "reports", node.functions.tasks, stack)
 
     def _report(self) -> GatewayReport:
         now_s = time.monotonic()
-        uses = {KEYS: self._quotas.report(now_s), **self._workers.report(now_s)}
+        uses = {
+            KEYS: self._quotas.report(now_s),
+            ALERTS: self._alerts.report(),
+            **self._workers.report(now_s),
+        }
         return GatewayReport(uses, self._budgets.report())
 
     async def _look(self) -> None:
@@ -122,6 +129,8 @@ class LimitSharing:
             self._budgets.take(members.told.spent, members.spent)
             self._quotas.take(own, members.reports, time.monotonic())
             self._workers.take(own, members.reports)
+            others = (report for gateway, report in members.reports.items() if gateway != own)
+            self._alerts.hear([report[ALERTS] for report in others if ALERTS in report])
 
 
 def share_functions(

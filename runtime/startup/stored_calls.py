@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import GatewayError, JobStoreFailed
+from ...errors import GatewayError
 from ..front.api.plugin import ApiPlugin
 from ..ground.settings.function_settings import FunctionSettings
 from ..ground.settings.gateway_settings import GatewaySettings
@@ -40,10 +40,11 @@ NO_SHUTDOWN = (
 
 @dataclass(frozen=True, slots=True)
 class StoredCalls:
-    """The jobs of a gateway, and the queues whose messages are its jobs."""
+    """The jobs of a gateway, the queues whose messages are its jobs, and its alerts."""
 
     jobs: Jobs
     sources: Sources
+    alerts: FunctionAlerts
 
 
 async def open_stored_calls(
@@ -57,9 +58,10 @@ async def open_stored_calls(
         plugins=settings.plugins, identity=functools.partial(identity, functions), duties=state.duties,
     )  # fmt: skip
     prewarming = Prewarming(functions)
-    await _connect(functions, jobs, sources, prewarming, state.duties, stack)
+    alerts = FunctionAlerts(jobs.store, functions.tasks, jobs.addresses.check, state.duties)
+    await _connect(functions, jobs, sources, prewarming, alerts, state.duties, stack)
     node.metrics.readers += [jobs.readings, sources.readings, prewarming.readings]
-    return StoredCalls(jobs, sources)
+    return StoredCalls(jobs, sources, alerts)
 
 
 def identity(functions: Functions, name: str) -> Identity:
@@ -117,14 +119,12 @@ async def _connect(
     jobs: Jobs,
     sources: Sources,
     prewarming: Prewarming,
+    alerts: FunctionAlerts,
     duties: Duties,
     stack: contextlib.AsyncExitStack,
 ) -> None:
     """Connect jobs, event sources, pre-warming and alerts to the events of functions."""
-    events, alerts = (
-        functions.events,
-        FunctionAlerts(jobs.store, functions.tasks, jobs.addresses.check, duties),
-    )
+    events = functions.events
     await alerts.start()
     stack.callback(prewarming.close)
     stack.callback(alerts.close)
@@ -156,7 +156,7 @@ async def _connect(
     for function in functions.all():
         follow(function.record.function)
     if duties.shared:
-        duties.keep(ALERTS, lambda mine: mine and functions.tasks.create_task(_judge(alerts, functions)))
+        duties.keep(ALERTS, lambda mine: mine and alerts.take_over())
     events.called.append(prewarming.note_call)
     events.ended.append(alerts.note_end)
     events.refused.append(alerts.note_refused)
@@ -166,12 +166,3 @@ async def _connect(
     events.creating.append(functools.partial(jobs.store.purge, running=True))
     events.deleted.append(gone)
     events.disowned.append(jobs.forget)
-
-
-async def _judge(alerts: FunctionAlerts, functions: Functions) -> None:
-    """Send the alerts of functions from now on, instead of another gateway."""
-    # Without the store, the conditions that had begun are not known, and their ends are not sent.
-    with contextlib.suppress(JobStoreFailed):
-        await alerts.start()
-    for function in functions.all():
-        alerts.follow(function)

@@ -7,10 +7,12 @@ gateway is killed. A condition whose beginning was sent has a row, too, so that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ....errors import JobStoreFailed, PilotflameError, WebhookRefused
 from ...calls.serving.live_function import LiveFunction
@@ -38,6 +40,8 @@ class _Watch:
     owner: str
     log: LogChannel
     conditions: list[Condition]
+    told: bool = False
+    """True if other gateways have reported calls."""
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
     storing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -49,17 +53,23 @@ class FunctionAlerts:
     def __init__(
         self, store: JobStore, tasks: asyncio.TaskGroup, check_url: Callable[[str], object], duties: Duties | None = None
     ) -> None:  # fmt: skip
-        """`check_url` raises WebhookRefused for a URL that may not be called. If several gateways share jobs, one of them sends alerts, about its own calls."""
+        """`check_url` raises WebhookRefused for a URL that may not be called. If several gateways share jobs, one of them sends alerts."""
         self._store, self._tasks, self._check_url = store, tasks, check_url
         self._duties = duties or Duties()
+        # False until it is known which conditions other gateways have begun.
+        self._known = not self._duties.shared
         self._watches: dict[str, _Watch] = {}
         self._begun: dict[str, set[str]] = {}
 
     async def start(self) -> None:
-        """Read which conditions had begun when the previous gateway ended, and watch no function yet. Raise JobStoreFailed."""
-        self.close()
+        """Read which conditions have begun. Raise JobStoreFailed."""
+        self._begun.clear()
         for function, condition in await self._store.begun_alerts():
             self._begun.setdefault(function, set()).add(condition)
+        for function, watch in self._watches.items():
+            begun = self._begun.pop(function, set())
+            for one in watch.conditions:
+                one.begun = one.name in begun
 
     def close(self) -> None:
         for watch in self._watches.values():
@@ -99,6 +109,41 @@ class FunctionAlerts:
             begun |= {one.name for one in watch.conditions if one.begun}
         self._drop(function, begun)
 
+    # -- the other gateways with the same jobs
+
+    def take_over(self) -> None:
+        """Send the alerts from now on, instead of another gateway."""
+        self._known = False
+        self._tasks.create_task(self._take_over(), name="alert")
+
+    async def _take_over(self) -> None:
+        # Without the store, the conditions that had begun are not known, and their ends are not sent.
+        with contextlib.suppress(JobStoreFailed):
+            await self.start()
+        self._known = True
+        for function, watch in self._watches.items():
+            self._look(function, watch, time.monotonic())
+
+    def report(self) -> dict[str, dict[str, Sequence[float | str]]]:
+        """Return what the other gateways need of the calls here, by function and condition, as JSON."""
+        now_s = time.monotonic()
+        told = {
+            function: {one.name: found for one in watch.conditions if (found := one.report(now_s))}
+            for function, watch in self._watches.items()
+        }
+        return {function: found for function, found in told.items() if found}
+
+    def hear(self, reports: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
+        """Take the latest reports of the other gateways."""
+        now_s = time.monotonic()
+        for function, watch in self._watches.items():
+            told = [report[function] for report in reports if function in report]
+            if told or watch.told:
+                watch.told = bool(told)
+                for condition in watch.conditions:
+                    condition.hear(now_s, [one[condition.name] for one in told if condition.name in one])
+                self._look(function, watch, now_s)
+
     # -- what happens to calls
 
     def note_end(self, end: InvocationEnd) -> None:
@@ -133,7 +178,7 @@ class FunctionAlerts:
         """Send alerts for the conditions that have changed. Set the timer to the time when a condition may change
         without a call.
         """
-        if not self._duties.has(ALERTS):
+        if not (self._known and self._duties.has(ALERTS)):
             return
         for condition in watch.conditions:
             if condition.changed(now_s):

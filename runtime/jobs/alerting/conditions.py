@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from ...ground.settings.alerts import Alerts
 
@@ -52,6 +52,14 @@ class Condition:
         raise NotImplementedError
 
     def holds(self, now_s: float) -> bool:
+        raise NotImplementedError
+
+    def report(self, now_s: float) -> Sequence[float | str]:
+        """Return what `hear` needs of the calls of this gateway, as JSON; nothing if there were none lately."""
+        raise NotImplementedError
+
+    def hear(self, now_s: float, reports: Sequence[Sequence[Any]]) -> None:
+        """Count the calls of the other gateways, instead of what they have reported before."""
         raise NotImplementedError
 
     def figures(self) -> Mapping[str, float | str]:
@@ -99,6 +107,8 @@ class ErrorShare(Condition):
     """Until this time, a window without calls does not end the condition, because a restart has emptied the window."""
     calls: int = 0
     errors: int = 0
+    elsewhere: tuple[int, int] = (0, 0)
+    """The calls and errors of the other gateways."""
     _slices: deque[_Slice] = field(default_factory=deque)
 
     @classmethod
@@ -123,14 +133,23 @@ class ErrorShare(Condition):
         `min_calls`.
         """
         self._expire(now_s)
-        if not self.calls:
+        calls, errors = self._of_all()
+        if not calls:
             return self.begun and now_s < self.quiet_until_s
-        return self.errors >= self.limit * self.calls and (self.begun or self.calls >= self.min_calls)
+        return errors >= self.limit * calls and (self.begun or calls >= self.min_calls)
+
+    def report(self, now_s: float) -> Sequence[float | str]:
+        self._expire(now_s)
+        return (self.calls, self.errors) if self.calls else ()
+
+    def hear(self, now_s: float, reports: Sequence[Sequence[Any]]) -> None:
+        self.elsewhere = sum(one[0] for one in reports), sum(one[1] for one in reports)
 
     def figures(self) -> Mapping[str, float | str]:
-        share = self.errors / self.calls if self.calls else 0.0
+        calls, errors = self._of_all()
+        share = errors / calls if calls else 0.0
         return {
-            "value": round(share, 4), "limit": self.limit, "calls": self.calls, "errors": self.errors,
+            "value": round(share, 4), "limit": self.limit, "calls": calls, "errors": errors,
             "window_s": self.window_s,
         }  # fmt: skip
 
@@ -140,6 +159,10 @@ class ErrorShare(Condition):
             return sent_s
         quiet_s = self.quiet_until_s if self.quiet_until_s > now_s else math.inf
         return min(sent_s, self._leaves_s(self._slices[0]) if self._slices else quiet_s)
+
+    def _of_all(self) -> tuple[int, int]:
+        """Return the calls and errors of all gateways."""
+        return self.calls + self.elsewhere[0], self.errors + self.elsewhere[1]
 
     def _expire(self, now_s: float) -> None:
         while self._slices and self._leaves_s(self._slices[0]) <= now_s:
@@ -151,6 +174,14 @@ class ErrorShare(Condition):
         return one.begun_s + self.window_s / SLICES + self.window_s
 
 
+class ColdStart(NamedTuple):
+    """A cold start of a function."""
+
+    at_s: float
+    took_ms: float
+    request_id: str
+
+
 @dataclass(slots=True)
 class SlowColdStart(Condition):
     """Holds while the latest cold start took longer than `limit_ms`."""
@@ -159,9 +190,9 @@ class SlowColdStart(Condition):
     begins = "a cold start took longer than `cold_start_ms`, which has no default"
     ends = "the next cold start is fast enough"
     limit_ms: float = math.inf
-    latest_ms: float | None = None
-    """The duration of the latest cold start; None before the first cold start."""
-    request_id: str = ""
+    # The latest cold starts of this gateway and of the others.
+    _own: ColdStart | None = None
+    _other: ColdStart | None = None
 
     @classmethod
     def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self | None:
@@ -171,20 +202,33 @@ class SlowColdStart(Condition):
 
     def observe(self, now_s: float, call: CountedCall) -> None:
         if call.cold_start_ms is not None:
-            self.note(call.cold_start_ms, call.request_id)
+            self.note(ColdStart(now_s, call.cold_start_ms, call.request_id))
 
-    def note(self, took_ms: float, request_id: str) -> None:
-        self.latest_ms, self.request_id = took_ms, request_id
+    def note(self, start: ColdStart) -> None:
+        self._own = start
 
     def holds(self, now_s: float) -> bool:
-        return self.begun if self.latest_ms is None else self.latest_ms > self.limit_ms
+        latest = self._latest()
+        return self.begun if latest is None else latest.took_ms > self.limit_ms
+
+    def report(self, now_s: float) -> Sequence[float | str]:
+        own = self._own
+        if own is None or now_s - own.at_s > WINDOW_S:
+            return ()
+        # Monotonic clocks of machines differ.
+        return round(now_s - own.at_s, 3), own.took_ms, own.request_id
+
+    def hear(self, now_s: float, reports: Sequence[Sequence[Any]]) -> None:
+        starts = [ColdStart(now_s - age_s, *more) for age_s, *more in (one[:3] for one in reports)]
+        self._other = max(starts, default=self._other)
 
     def figures(self) -> Mapping[str, float | str]:
-        return {
-            "value": round(self.latest_ms or 0.0, 3),
-            "limit": self.limit_ms,
-            "request_id": self.request_id,
-        }
+        latest = self._latest() or ColdStart(0.0, 0.0, "")
+        value = round(latest.took_ms, 3)
+        return {"value": value, "limit": self.limit_ms, "request_id": latest.request_id}
+
+    def _latest(self) -> ColdStart | None:
+        return max((one for one in (self._own, self._other) if one is not None), default=None)
 
 
 CONDITIONS: tuple[type[Condition], ...] = (ErrorShare, SlowColdStart)

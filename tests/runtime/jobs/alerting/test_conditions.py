@@ -7,7 +7,13 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.jobs.alerting.conditions import SLICES, Condition, ErrorShare, SlowColdStart
+from pilotflame.runtime.jobs.alerting.conditions import (
+    SLICES,
+    ColdStart,
+    Condition,
+    ErrorShare,
+    SlowColdStart,
+)
 
 CALLS = st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=60)
 
@@ -82,7 +88,7 @@ def test_an_alert_of_before_a_restart_ends_when_the_window_has_passed() -> None:
 def test_a_change_that_was_not_stored_is_repeated_after_the_pause() -> None:
     condition: Condition = SlowColdStart(10.0, limit_ms=5.0)
     assert isinstance(condition, SlowColdStart)
-    condition.note(9.0, "q1")
+    condition.note(ColdStart(0.5, 9.0, "q1"))
     assert condition.changed(1.0)
     condition.not_sent()
     assert not condition.changed(2.0)
@@ -94,6 +100,37 @@ def test_a_change_that_was_not_stored_is_repeated_after_the_pause() -> None:
 def test_a_fast_cold_start_ends_the_alert_of_a_slow_one() -> None:
     condition = SlowColdStart(0.0, begun=True, limit_ms=5.0)
     assert not condition.changed(1.0)
-    condition.note(4.0, "q1")
+    condition.note(ColdStart(1.5, 4.0, "q1"))
     assert condition.changed(2.0)
     assert (condition.begun, condition.due_s(2.0)) == (False, math.inf)
+
+
+def test_a_share_counts_the_calls_of_all_gateways() -> None:
+    here, there = ErrorShare(0.0, min_calls=3), ErrorShare(0.0, min_calls=3)
+    here.note(1.0, failed=True)
+    for _ in range(2):
+        there.note(51.0, failed=True)
+    here.hear(2.0, [there.report(51.0), (0, 0, "a figure of a newer version")])
+    assert here.changed(2.0)
+    assert (here.figures()["calls"], here.figures()["errors"]) == (3, 3)
+    # A report has the calls of its own gateway alone.
+    assert here.report(2.0) == (1, 1)
+    assert there.report(1e9) == ()
+    here.hear(3.0, [])
+    assert here.figures()["calls"] == 1
+
+
+def test_the_latest_cold_start_of_all_gateways_decides() -> None:
+    here, there = SlowColdStart(0.0, limit_ms=5.0), SlowColdStart(0.0, limit_ms=5.0)
+    assert there.report(1.0) == ()
+    here.note(ColdStart(10.0, 4.0, "q1"))
+    there.note(ColdStart(1000.0, 9.0, "q2"))
+    here.hear(20.0, [there.report(1015.0)])
+    assert not here.holds(20.0)
+    here.hear(20.0, [there.report(1002.0)])
+    assert here.changed(20.0)
+    assert here.figures() == {"value": 9.0, "limit": 5.0, "request_id": "q2"}
+    # Without news, it stays the latest one.
+    here.hear(2000.0, [])
+    assert here.holds(2000.0)
+    assert there.report(2000.0) == ()
