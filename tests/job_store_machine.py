@@ -113,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert job == self.run(self.store.get(function, job.id))
         assert self.queued == [function] * (not replayed)
         if not wanted:
-            # The caller has not got the answer.
+            # A caller that did not receive the answer submits again with the same id.
             assert self.run(self.store.submit(asked, made)) == (job, replayed)
         return str(job.id)
 

@@ -23,7 +23,9 @@ items = st.builds(Item, st.sampled_from("abcd"), st.integers(1, 3), st.integers(
 
 
 class Beside(RuleBasedStateMachine):
-    """Nothing is lost or served twice; priority, then the tenant served least, then the earliest deadline."""
+    """Compares FairQueue with a simple model: no item is lost or returned twice. `pop` chooses the most urgent priority, then the tenant
+    that was served least, then the earliest deadline.
+    """
 
     def __init__(self) -> None:
         super().__init__()

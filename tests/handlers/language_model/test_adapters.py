@@ -73,7 +73,8 @@ async def test_the_rows_of_a_batch_have_their_own_adapters(
     stored.snapshot.open()
     engine = Engine(model, 4, 4000, stored)
     drawn = random.Random(5)
-    # The model without an adapter has made the stored prefix.
+    # Half of the prompts begin with the stored prefix. It has the keys and values of the model without an adapter, so rows with an
+    # adapter must not use it.
     given = [[*range(3, 43), *one] if number % 2 else one for number, one in enumerate(prompts(9, 30))]
     names = [drawn.choice(("", *NAMES)) for _ in given]
     found = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Chunks that have landed, and the threads that wait for them: the cost of a wait, and the effect of an error."""
+"""Which chunks have been received and verified, who is notified of them, and how waits for missing chunks end."""
 
 from __future__ import annotations
 

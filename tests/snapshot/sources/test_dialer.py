@@ -35,7 +35,7 @@ GOOD = "127.0.0.1"
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The addresses of HOST in the name service of this process, which the test sets; and the lookups under ""."""
+    """Replace `socket.getaddrinfo` for HOST. The test sets the addresses in `names[HOST]`; `names[""]` lists the lookups."""
     known: dict[str, list[str]] = {"": []}
     real = socket.getaddrinfo
 

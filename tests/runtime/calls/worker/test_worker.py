@@ -166,7 +166,7 @@ def test_what_waits_is_given_back_while_a_call_runs(worker: Callable[..., Proces
     process.wait_for("inside")
     process.send(FrameKind.DRAIN)
     process.expect(FrameKind.DRAIN)
-    # A thread that ends reads the end of the queue, which must not be given back.
+    # After DRAIN, the queue has one empty group for each thread, which ends the thread. ASK_BACK must not remove these groups.
     process.send(FrameKind.ASK_BACK)
     process.release("gate")
     assert process.expect(FrameKind.RESULT).channel == 5

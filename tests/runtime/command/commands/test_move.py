@@ -315,7 +315,7 @@ async def test_other_functions_of_the_same_name_are_refused(postgres_url: str, m
         done = await asyncio.to_thread(moved, folder / "own" / "state")
         assert done.returncode == 1
         assert "different functions of these names: both" in done.stderr
-        # A folder of a gateway that has been with the others has their functions.
+        # This file shows that the gateway has already shared the database. Then `move` does not compare its functions.
         assert MEMBER_FILE == INCARNATION_FILE
         (folder / "own" / "state" / MEMBER_FILE).touch()
         assert (await asyncio.to_thread(moved, folder / "own" / "state")).returncode == 0

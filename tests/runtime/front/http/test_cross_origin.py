@@ -88,7 +88,7 @@ async def test_other_pages_and_other_routes_are_refused(deploy, gateway: Gateway
         response = await gateway.client.post(path, json={}, headers={"Origin": origin})
         assert failure(response)["type"] == "forbidden"
         assert ALLOW not in response.headers
-    # A page that sends no Origin, as a link or an image does, is refused as before.
+    # A cross-site request without Origin, such as the request of a link or an image, is refused although `cors.origins` allows a page.
     response = await gateway.client.post(function.path, headers={"Sec-Fetch-Site": "cross-site"})
     assert failure(response)["type"] == "forbidden"
 
