@@ -1,7 +1,7 @@
 """Prepares a deploy: makes the checked files of a revision from a folder or an archive.
 
 `Preparation.run` and `worker_spec` read and write files, so they block. They start no process of the function, but
-`run` may run uv to install its requirements.
+`run` may start uv to install the function's requirements.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Deployment:
     folder_name: str = ""
     """The name of the folder that was packed into `archive`."""
     base: ReusedRevision | None = None
-    """The live revision from which the upload takes the files that `archive` lists and does not have."""
+    """The live revision from which the deploy copies the files that `archive` lists but does not contain."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
@@ -87,7 +87,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """One deploy on its way to the checked files of a revision. `run` blocks."""
+    """Makes the checked files of a new revision for one deploy request. `run` blocks."""
 
     store: Store
     environments: Path
@@ -99,9 +99,13 @@ class Preparation:
     """Returns the secrets of a function."""
     progress: DeployProgress
     check: Callable[[FunctionSettings, Mapping[str, str]], None]
-    """Called with the settings and what `_outside` returns, before anything is built."""
+    """Raises an error if the deploy is refused. `run` calls it before it builds anything, with the settings and the
+    result of `_outside`.
+    """
     policies: DeployPolicies
-    """Say from where snapshots may be fetched."""
+    """Say whether a folder of this machine may be deployed, from where snapshots may be fetched, and who must have
+    signed them.
+    """
 
     def run(self) -> tuple[Path, RevisionFields]:
         """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
@@ -147,7 +151,7 @@ class Preparation:
             unpack(request.archive, code_folder)
             if request.base is not None:
                 self._reuse(request.base, code_folder)
-            # Archives that other programs have packed may hold credentials and caches.
+            # Remove credentials and caches. Archives that other programs have packed may contain them.
             code.remove_ignored(code_folder)
             return code_folder
         if request.path is None:
@@ -157,8 +161,8 @@ class Preparation:
         return request.path
 
     def _reuse(self, base: ReusedRevision, code_folder: Path) -> None:
-        """Take the files that the upload keeps from the live revision. Raise BaseChanged if the live revision is not
-        `base`.
+        """Copy the files that the upload lists but does not contain from the live revision. Raise BaseChanged if the
+        live revision is not `base`.
         """
         if self.request.authorize is not None:
             self.request.authorize(base.function)
@@ -169,7 +173,8 @@ class Preparation:
         take(self.store.code(live), code_folder)
 
     def _settings(self, folder: Path) -> tuple[FunctionSettings, Requirements]:
-        """Return the settings of the function in `folder`, and the requirements in a file of its handler's platform.
+        """Return the settings of the function in `folder`, and the requirements that the file of the handler's platform
+        declares.
 
         Raise Forbidden if the caller may not deploy the function, and SettingsError if the function cannot be deployed with
         these settings.
@@ -186,8 +191,8 @@ class Preparation:
             update["concurrency"] = self.dialects.concurrency(folder, settings.handler)
         settings = settings.model_copy(update=update)
         if request.authorize is not None:
-            # A function with `after` starts when an upstream function is called, which reveals this call to the caller. So
-            # the caller must also have the right to deploy the upstream functions.
+            # The starts of a function with `after` show its deployer when the upstream functions are called. So the
+            # deployer must also have the right to deploy the upstream functions.
             for name in (settings.name, *settings.after):
                 request.authorize(name)
         if request.base is not None and request.base.function != settings.name:
@@ -203,9 +208,9 @@ class Preparation:
     ) -> tuple[Path, str]:
         """Return the path of the Python that runs the function, and the digest of its requirements.
 
-        If the function has an image, the image must hold the requirements, and this does not check them. Otherwise, raise
-        RequirementsError if the requirements are not met and the request does not ask to install them, or if their
-        installation fails.
+        If the function has an image, do not check the requirements: the image must contain the packages. Otherwise,
+        raise RequirementsError if the requirements are not met and the request does not ask to install them, or if
+        their installation fails.
         """
         install = self.request.install
         build = (
@@ -249,14 +254,15 @@ class Preparation:
         stored = root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve())
         before = None if earlier is None else folder_of(earlier, name)
         describe_local(root, folder, part, self.log, rules, earlier=before, stored=stored)
-        # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
+        # Store the path of uploaded weights relative to the code, because the staged folder is moved later.
         return StoredSnapshot(root=root.relative_to(uploaded) if stored else root)
 
 
 def _outside(settings: FunctionSettings, folder: Path, *, uploaded: bool) -> dict[str, str]:
     """Return the URLs and absolute paths of the snapshots that are not in the uploaded code, by name.
 
-    The snapshots of a folder of this machine are not copied, so they are outside the code.
+    If the deploy reads a folder of this machine, the snapshots in the folder are not copied. So they count as outside
+    the code.
     """
     root = folder.resolve()
     paths = settings.snapshot_paths(folder).items()
@@ -298,7 +304,8 @@ def worker_spec(
     entry = _entry(folder, record, dialects)
     named = settings.all_snapshots
     weights = [
-        # The stored URL may name a commit. The policies are about the URL in the settings, as at the deploy.
+        # Ask the policies about the URL in the settings, as the deploy did. The stored URL may name a commit instead of
+        # a branch.
         _weights(folder, name, stored, cache, policies.access(named.get(name, ""), record.deployed_by))
         for name, stored in record.snapshots.items()
     ]
@@ -318,7 +325,7 @@ def worker_spec(
 
 def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
     """Return where the handler of a stored revision is."""
-    # The zygote has reported these, and it runs the function's own code.
+    # Check both values before their use: the zygote has reported them, and it runs the function's own code.
     dialect, entry = record.handler.get("dialect", OWN), record.handler.get("entry")
     if (
         dialect != OWN
@@ -339,7 +346,8 @@ def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, 
         return Weights(
             name=name, root=assets, manifest=manifest, source=stored.url, cache=cache, access=access
         )
-    # Weights in the code have their assets there, and a revision of an earlier release has no copies of them.
+    # `assets` is None if workers find the assets beside the weights: if the weights are in the code, or if an earlier
+    # release has made the revision without copies of the assets.
     return Weights(
         name=name, root=code_folder / (stored.root or ""), manifest=manifest, assets=assets if assets.is_dir() else None,
         versions=read_versions(folder),
@@ -348,14 +356,15 @@ def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, 
 
 def fair_threads(settings: FunctionSettings) -> int:
     """Return how many threads each worker of a function should use, so that all share the processors equally."""
-    # If all workers together had more threads than there are processors, they would be far slower. A forward
-    # pass of MiniLM took 476 ms with 2 threads, and 11 ms with 1, while 2 processors were busy.
+    # Give all workers together at most as many threads as there are processors. With more threads, they would be far
+    # slower. A forward pass of MiniLM took 476 ms with 2 threads, and 11 ms with 1, while 2 processors were busy.
     return max(1, int(min(processors(), settings.resources.cpus or math.inf)) // settings.scale.max)
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
     """Return the modules in `HEAVY` whose packages a handler's file imports. The file is parsed and not run."""
-    # If the file cannot be parsed, the zygote fails to import it, with an error that names the line.
+    # Report no error if the file cannot be parsed: the zygote will fail to import it, with an error that names the
+    # line.
     source = SourceFile.read(file)
     found = set(source.packages) if source is not None else set()
     if "sentence_transformers" in found or "vllm" in found:
@@ -380,8 +389,9 @@ def choose_python(
 ) -> tuple[Path, str]:  # fmt: skip
     """Return the path of the Python that runs a function, and the digest of its requirements.
 
-    If the requirements are not met, `build` returns the Python of an environment that meets them; without it, raise
-    RequirementsError. `check_requirements` describes `stood_in`.
+    If the requirements are not met, call `build`, which returns the Python of an environment that meets them. If
+    `build` is None, raise RequirementsError instead. Do not check the requirements of a function with an image.
+    `check_requirements` describes `stood_in`.
     """
     text, name = function_requirements(code_folder, needs)
     digest = requirements.requirements_digest(text)
@@ -392,7 +402,8 @@ def choose_python(
         if build is None:
             raise
         return build(text), digest
-    # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
+    # Use the gateway's interpreter, so that the function's zygote can be forked from the base zygote of other
+    # functions.
     return Path(sys.executable), digest
 
 
@@ -416,6 +427,8 @@ def function_requirements(code_folder: Path, needs: Requirements) -> tuple[str, 
 
 
 def _beginning(file: Path) -> str:
-    """Return the text of a file, or as much of it as is more than `parse_requirements` accepts."""
+    """Return the text of a file. Cut a text that is too long for `parse_requirements` one character after its limit, so
+    that `parse_requirements` still refuses it.
+    """
     with file.open(encoding="utf-8") as text:
         return text.read(requirements.MAX_CHARS + 1)

@@ -48,7 +48,9 @@ class EnvironmentLauncher(RevisionLauncher):
         await self._launcher.forget(self._present or spec)
 
     async def _resolved(self, spec: WorkerSpec, log: WriteLine) -> WorkerSpec:
-        """Return `spec` with the Python that runs it now, which is the same object in each call."""
+        """Return `spec` with the Python that runs the revision now. Return the same object in each call, because the
+        launcher identifies a spec by its id.
+        """
         recorded = Path(spec.python)
         if recorded == Path(sys.executable):
             return spec

@@ -18,7 +18,9 @@ from .shared_revisions import SharedRevisions
 
 LOG = logging.getLogger(__name__)
 AT_A_TIME = 4
-"""How many functions are changed at a time. The installation of requirements may take minutes."""
+"""The number of functions that are changed at the same time. A change may take minutes, because it may install
+requirements.
+"""
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 
@@ -34,7 +36,7 @@ class _Change:
 
 @dataclass(eq=False)
 class Follower:
-    """Brings the functions of this gateway to what the index says."""
+    """Makes this gateway serve the functions as the index describes them."""
 
     shared: SharedRevisions
     rollouts: Rollouts
@@ -42,8 +44,9 @@ class Follower:
     advanced: Callable[[int], object]
     """Called with the new `generation` when it has grown."""
     refresh: Callable[[], Awaitable[object]]
-    """Brings API keys and secrets up to date. It runs after changes were read and before they are followed: a key may be newer than all
-    other changes here, and a function whose key is unknown counts as trusted.
+    """Brings API keys and secrets up to date. It is awaited after the changes are read and before they are applied.
+    Otherwise, the key of a changed function might still be unknown here, and a function with an unknown key counts as
+    trusted.
     """
     _open: dict[str, _Change] = field(default_factory=dict, init=False)
     # The newest change that was read, and the newest generation that `advanced` was called with.
@@ -55,16 +58,18 @@ class Follower:
 
     @property
     def generation(self) -> int:
-        """The newest change up to which this gateway serves the changes of all functions."""
+        """The number of the newest change for which this gateway serves this change and all earlier changes."""
         behind = [change.entry.generation - 1 for name, change in self._open.items() if self._lacks(name)]
         return min(behind, default=self._seen)
 
     def lags(self, function: str | None) -> bool:
-        """Return True if this gateway serves an older revision of a function than it should; None: of any function."""
+        """Return True if this gateway does not serve the newest change of a function yet. With None, return True if
+        there is such a function.
+        """
         return self._lacks(function) if function is not None else any(map(self._lacks, self._open))
 
     async def follow(self) -> None:
-        """Read the changes, and begin to follow those that are due. Call it about each second.
+        """Read the changes, and begin to apply the changes that are due. Call this about once a second.
 
         A change that fails is tried again later, until it succeeds or a newer change of the function replaces it.
         """
@@ -85,10 +90,12 @@ class Follower:
         self._tell()
 
     async def catch_up(self, *, first: bool = False) -> None:
-        """Before the stored functions are restored, make their files what the index says. Publish functions that it never had.
+        """Make the stored files match the index, and publish stored functions that the index never had. Call this
+        before the stored functions are restored.
 
-        `first` says that this gateway has never followed the index. Then it publishes its functions also if others of these names were
-        deleted. Raise GatewayError if there are others of these names.
+        `first` is True if this gateway has never followed the index. Then also publish a stored function if the index
+        has only a deleted function of its name. If the index has a function of the same name as a stored function,
+        raise GatewayError.
         """
         store, entries = self.shared.store, await asyncio.to_thread(self.shared.index.changes, 0)
         self._seen = max((entry.generation for entry in entries), default=0)
@@ -128,7 +135,9 @@ class Follower:
             LOG.warning("%s is on this gateway only: %s", record.function, error)
 
     def _bring(self, entry: FunctionEntry) -> bool:
-        """Make the stored files of a function what the index says. Return True if the function, or its earlier owner's, was deleted."""
+        """Make the stored files of a function match the index. Return True if the stored function was deleted, because
+        the index has no such function or has one of another owner.
+        """
         shared, store = self.shared, self.shared.store
         folder, name = store.function(entry.name), entry.name
         record = None if entry.live is None else RevisionRecord.parse(entry.live.record)
@@ -147,7 +156,9 @@ class Follower:
         return deleted
 
     def _lacks(self, name: str) -> bool:
-        """Return True if this gateway does not serve the newest change of a function. A change of its own may be read before it serves it."""
+        """Return True if this gateway does not serve the newest change of a function. This may also be its own change,
+        which `_read` may find before the gateway serves it.
+        """
         change = self._open.get(name)
         return change is not None and self.shared.applied.get(name, 0) < change.entry.generation
 
@@ -162,7 +173,8 @@ class Follower:
     def _begin(self) -> None:
         functions, now_s = self.rollouts.functions, time.monotonic()
         for change in sorted(self._open.values(), key=lambda change: change.entry.generation):
-            # A deploy or a deletion here may hold the lock for minutes. The change waits for a later call.
+            # Do not wait for the lock, because a deploy or a deletion here may keep it for minutes. A later call begins
+            # the change.
             locked = functions.lock(change.entry.name).locked()
             if not (change.running or locked or functions.closing) and change.due_s <= now_s:
                 change.running = True
@@ -198,7 +210,7 @@ class Follower:
             fetch = functools.partial(self.shared.fetch, entry.live)
             await self.rollouts.adopt(await self.shared.threads.run(fetch))
         elif live.function.paused == entry.paused and live.workers.inventory.exist:
-            # Nothing else has changed, so it was restarted.
+            # The change differs in nothing, so it is a restart. Replace the processes here, too.
             await self.rollouts.adopt(live.record)
         if functions.get(name).function.paused != entry.paused:
             await functions.pause(name, paused=entry.paused, followed=entry.generation)
@@ -211,7 +223,9 @@ class Follower:
             )
 
     def _may_replace(self, old: RevisionRecord, new: RevisionRecord) -> bool:
-        """Return True if both have the same owner. Otherwise the function was deleted in between."""
+        """Return True if both revisions have the same owner. If not, the function of `old` was deleted before `new` was
+        deployed.
+        """
         return self.shared.policies.same_owner(old.owner, new.owner)
 
     def _fail(self, change: _Change, error: Exception) -> None:

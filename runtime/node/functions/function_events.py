@@ -17,10 +17,10 @@ Arguments = ParamSpec("Arguments")
 
 
 class Callbacks(list[Callable[Arguments, None]], Generic[Arguments]):
-    """The callbacks for one event. They run in their order on the event loop."""
+    """The callbacks for one event. They run on the event loop, in the order of this list."""
 
     def __call__(self, *positional: Arguments.args, **named: Arguments.kwargs) -> None:
-        """Report the event to all of them."""
+        """Call each callback with the arguments of the event."""
         for callback in self:
             callback(*positional, **named)
 
@@ -45,8 +45,9 @@ class FunctionEvents:
     refused: Callbacks[[str, PilotflameError]] = field(default_factory=Callbacks)
     """Called with a function's name and an error when a caller's request was refused before it became an invocation."""
     live: Callbacks[[str]] = field(default_factory=Callbacks)
-    """Called with a function's name when a revision of the function has become live, and when the function was paused,
-    resumed or reset."""
+    """Called with a function's name when a revision of the function has become live, when the function was paused,
+    resumed or reset, and when its weights were compared after a start of the gateway.
+    """
     deploying: list[Callable[[FunctionSettings, str], Awaitable[object]]] = field(default_factory=list)
     """Awaited with the settings and the id of the API key of a caller's deploy. An error refuses the deploy."""
     creating: list[Callable[[str], Awaitable[object]]] = field(default_factory=list)
@@ -54,18 +55,23 @@ class FunctionEvents:
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
     disowned: Callbacks[[str]] = field(default_factory=Callbacks)
-    """Called with a function's name after `deleted`, on the gateway where it was deleted. So it may delete what all gateways share."""
+    """Called with a function's name after `deleted`, but only on the gateway that the caller asked to delete the
+    function. So a callback may delete data that all gateways share.
+    """
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)
     """Called with each line of a function's log when it is written."""
     removed: Callbacks[[str]] = field(default_factory=Callbacks)
-    """Called with a function's name when its deletion has ended. Then no process of the function runs any more. It is not
-    called if there is a new function of this name by then, which goes on with the counts of the old function."""
+    """Called with a function's name when its deletion has ended. Then no process of the function runs any more. If a
+    new function has the same name by then, this is not called, and the new function continues the counts of the old
+    one.
+    """
 
 
 class Observer:
-    """Follows the events of all functions, as a plugin in the group `pilotflame.observers` does. This class does nothing.
+    """Follows the events of all functions. Plugins in the group `pilotflame.observers` are subclasses. This base class
+    does nothing.
 
-    The events come on the event loop, several for each invocation. So a subscriber must be quick, and must not raise.
+    Callbacks run on the event loop, several times for each invocation. So a callback must be quick, and must not raise.
     """
 
     call_observer: str = ""
@@ -77,7 +83,7 @@ class Observer:
         return cls()
 
     def follow(self, events: FunctionEvents, metrics: Metrics) -> None:
-        """Subscribe to events. Called before the first function exists. `metrics` has the counts so far at any time."""
+        """Subscribe to events. Called before the first function exists. `metrics` always has the present counts."""
 
     async def close(self) -> None:
         """Finish within a few seconds. No event follows."""

@@ -21,10 +21,10 @@ _NUMBER = re.compile(r"r?([1-9][0-9]{0,8})")
 
 
 class FunctionFolder:
-    """The folder that the store has for one function. `store.py` describes its files. It need not exist."""
+    """The folder of one function in the store. The folder need not exist. `store.py` describes its files."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
-        """`report` gets a line if there are revisions, but the live one cannot be read."""
+        """`report` is called with a line if the function has revisions, but its live revision cannot be read."""
         self.name, self.path, self._report = path.name, path, report
         self.live_file, self.deleted_file = path / "current", path / "deleted"
 
@@ -81,7 +81,8 @@ class FunctionFolder:
         except GatewayError:
             pass
         readable = self.records()
-        # Only the record of a revision that was live has the facts of its handler.
+        # If the id of the live revision cannot be read, look for a record with the facts of a handler. Only a revision
+        # that was live has such a record.
         if not revision and not any(record.handler for record in readable):
             return None
         known = revision if revision in self.ids() else f"r{self.next_number()}-{0:08x}"
@@ -98,12 +99,12 @@ class FunctionFolder:
     def find(
         self, live: RevisionRecord, wanted: str | None, among: Sequence[RevisionRecord] | None = None
     ) -> RevisionRecord:
-        """Return the revision to roll back to. `live` is the live revision. `among` are the function's revisions, the newest first; by
-        default those in the folder.
+        """Return the revision to roll back to. `live` is the live revision. `among` are the function's revisions, the
+        newest first. If `among` is None, use the revisions in the folder.
 
         `wanted` is the id of a revision, or its number, as `r3` or `3`. If `wanted` is None, return the newest revision
-        before the live one. Raise UnknownRevision if there is no such revision, and BadInput if it is the live
-        revision.
+        before the live one. Raise UnknownRevision if there is no such revision, and BadInput if the wanted revision is
+        live.
         """
         found = self.records() if among is None else among
         number = _NUMBER.fullmatch(wanted or "")
@@ -129,7 +130,8 @@ class FunctionFolder:
     def hide(self, busy: Collection[str], aside: Path) -> None:
         """Move everything to `aside`, except the code of the `busy` revisions, because the function is deleted."""
         aside.mkdir(mode=0o700)
-        # Until this file is removed, a start of the store removes the whole folder.
+        # Mark the folder as deleted. If the gateway crashes before it removes the mark, the next start of the store
+        # removes the whole folder.
         private_files.write(self.deleted_file, b"")
         try:
             for path in self.path.iterdir():
@@ -140,7 +142,8 @@ class FunctionFolder:
                     path.rename(aside / path.name)
             sync(self.path)
         finally:
-            # If the disk has failed, the next deploy of this name must not be removed with the rest.
+            # Remove the mark also after an error of the disk. Otherwise, the next start of the store would remove a new
+            # function of this name.
             self.deleted_file.unlink()
             sync(self.path)
 
@@ -156,10 +159,10 @@ def _is_whole(code: Path, record: RevisionRecord) -> bool:
 
 def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:
     """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add these to `seen`."""
-    # A function may make a tree that is deeper than Python's stack.
+    # Do not use recursion: a function may make a tree that is deeper than Python's stack.
     folders = [folder]
     while folders:
-        # Another thread may remove the revision meanwhile.
+        # OSError: another thread may remove the revision meanwhile.
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):

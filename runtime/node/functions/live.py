@@ -1,4 +1,4 @@
-"""Holds a deployed function with its live revision, and makes its status for the control routes."""
+"""Represents a deployed function with its live revision, and makes the function's status for the control routes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_ERROR_CHARS = 500
 LIGHT_S = 0.25
 
 
-# The facts of a handler that the status shows. These values are shown until the facts are known.
+# The facts of a handler that the status shows, and the values that it shows until the facts are known.
 _FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": False, "batch": None, "input_schema": {},
           "output_schema": {}, "input_example": {}}  # fmt: skip
 
@@ -78,7 +78,9 @@ class Live:
 
     @property
     def devices(self) -> float:
-        """How many GPUs a worker of the function holds, in the mean. A share of a GPU counts by its memory."""
+        """The mean number of GPUs that a worker of the function has. A worker with a share of a GPU's memory counts as
+        this share.
+        """
         held = [self.workers.inventory.devices(replica) for replica in self.workers.replicas]
         return fmean(held) if held else 0.0
 
@@ -117,8 +119,8 @@ class Live:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
         With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. These workers stay
-        when the revision goes live. The zygote also reports the facts of the handler, which this stores in the record
-        and passes to the policy.
+        when the revision goes live. The zygote also reports the facts of the handler. This method puts them into the
+        record, and configures the policy with them.
         """
         began_s = time.monotonic()
         progress.begin("import")
@@ -132,7 +134,8 @@ class Live:
         self.warnings += source.facts.get("notes", ())
         if source.facts.get("streaming") and self.record.settings.response_cache.ttl_s is not None:
             self.warnings.append("response_cache has no effect: the handler streams its output.")
-        # The record is stored when the revision goes live, so the warnings survive a restart.
+        # Put the warnings into the record, which is stored when the revision goes live. So the status still shows them
+        # after a restart of the gateway.
         found = {"handler": source.facts, "warnings": tuple(self.warnings)}
         self.record = self.record.model_copy(update=found)
         self.revision.configure(policy_of(self.record))
@@ -141,7 +144,7 @@ class Live:
                 await self.workers.prove(min(ready, self.record.settings.scale.max))
 
     def limit_batches(self, most: int | None) -> None:
-        """Form no batches of more than `most` invocations from now on. None: only the handler limits them."""
+        """From now on, form batches of at most `most` invocations. If `most` is None, only the handler limits batches."""
         self.revision.configure(policy_of(self.record, most))
 
     @property
@@ -181,7 +184,7 @@ class Live:
         told = (account.describe() if account.scarce else "", self.function.barred)
         warnings = [*self.warnings, *filter(None, told), *self._told()]
         snapshots, step = snapshots_of(record), self.function.ladder.next_step
-        # The URLs without their credentials.
+        # Show the URLs of snapshots without their credentials.
         settings = settings.with_snapshots({name: snapshots[name] for name in settings.snapshot_urls})
         snapshot = snapshots.pop("", None)
         cooled, cooled_at = self.cooled
@@ -206,7 +209,9 @@ class Live:
 
     @property
     def cooled(self) -> tuple[str, datetime | None]:
-        """Without a ready worker: the decision after which the function held less, and its time."""
+        """Why the function has no ready worker, and since when: the latest decision after which it held less. The text
+        is "" if the function has a ready worker, or if the reason is not known.
+        """
         decision, counts = self.function.decisions.cooled, self.workers.worker_counts()
         if counts.ready:
             return "", None

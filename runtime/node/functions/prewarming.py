@@ -22,7 +22,7 @@ from .registry import Functions
 # The event loop's timers ignore changes of the wall clock and the time during which the machine sleeps. So a timer for
 # a schedule waits at most this long before the clock is read again. A schedule fires at most REARM_S too late.
 REARM_S = 30.0
-# The event loop's timers are exact to a millisecond.
+# No timer is shorter than this, because the event loop's timers are exact to a millisecond.
 SOONEST_S = 0.001
 
 
@@ -79,7 +79,7 @@ class Alarms:
             if fired or was_set_back:
                 alarm.next_at = _next(alarm.schedule, at)
                 if alarm.next_at is not None and alarm.next_at == alarm.fired_at:
-                    # The clock was set back over this time only, which does not fire twice.
+                    # The schedule has already fired at this time, before the clock was set back. Do not fire twice.
                     alarm.next_at = _next(alarm.schedule, alarm.next_at)
 
     def next_at(self) -> float | None:
@@ -121,7 +121,8 @@ class Prewarming:
         self._timer: asyncio.TimerHandle | None = None
         # The owner of each function.
         self._owners: dict[str, str] = {}
-        # By owner: the calls of one owner reveal nothing to other owners, and start no workers of other owners.
+        # By owner, so that the calls of one owner's functions reveal nothing to other owners, and start no workers of
+        # other owners.
         self._upstreams: dict[str, Upstreams] = {}
         # By upstream function: the functions whose settings name it. Each call of the upstream function starts a worker
         # of each of them.
@@ -187,7 +188,7 @@ class Prewarming:
     def _on_timer(self) -> None:
         try:
             for name, schedule, left_s in self._alarms.due(self._clock()):
-                # The gateway is shutting down.
+                # GatewayError: the gateway is shutting down.
                 with contextlib.suppress(GatewayError):
                     self._fire(name, schedule, left_s)
         finally:
@@ -205,7 +206,7 @@ class Prewarming:
         """Record a call of the function `name`, which calls of other functions may follow. `called_s` is in monotonic
         seconds.
         """
-        # The call itself is handled first.
+        # Do this after the event loop has handled the call itself.
         self._loop.call_soon(self._expect_followers, name, called_s)
 
     def _expect_followers(self, name: str, called_s: float) -> None:
@@ -237,7 +238,9 @@ class Prewarming:
             self._declared.setdefault(upstream, set()).add(name)
 
     def _expect(self, follower: str, name: str, cause: str, called_s: float, window: Window) -> None:
-        """Have a worker of `follower` wait in a window after the call of `name`."""
+        """Have a worker of `follower` ready during a window after the call of `name`. If an earlier call still makes
+        such a worker expected, only extend the window.
+        """
         until_s = called_s + window.until_s
         if (expected := self._expected.get((follower, name))) is not None:
             expected.until_s = max(expected.until_s, until_s)

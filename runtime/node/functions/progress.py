@@ -68,7 +68,7 @@ class DeployProgress:
         self._tell = tell
 
     def note_target(self, name: str, replaced: RevisionRecord | None) -> None:
-        """Tell which function the deploy changes. Do nothing if the last call has told the same."""
+        """Report which function the deploy changes. Do nothing if the last call has reported the same."""
         target = DeployTarget(name=name, replaces=Replaced.of(replaced) if replaced is not None else None)
         if target != self.target:
             self.target = target
@@ -83,15 +83,15 @@ class DeployProgress:
         self.add(name, time.monotonic() - began_s)
 
     def note(self, text: str) -> None:
-        """Tell a line about the step that runs."""
+        """Report a line about the step that runs."""
         self._tell(DeployNote(text=text))
 
     def begin(self, name: str) -> None:
-        """Tell that a step has begun. Report its end with `add`."""
+        """Report that a step has begun. Call `add` when the step has ended."""
         self._tell(DeployStep(name=name))
 
     def add(self, name: str, seconds: float) -> None:
-        """Add a step that has ended."""
+        """Add a step that has ended to `steps`, and report it."""
         step = DeployStep(name=name, seconds=round(seconds, 3))
         self.steps.append(step)
         self._tell(step)

@@ -1,4 +1,4 @@
-"""Holds the functions that are deployed now: the live revision of each name, and the rights of its owner."""
+"""Keeps the functions that are deployed now, with their live revisions, and checks the rights of their owners."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Functions:
     settings: GatewaySettings
     policies: DeployPolicies
     shared: SharedRevisions | None = field(default=None, init=False)
-    """What all gateways with the same database serve; None: this gateway is alone."""
+    """The functions that all gateways with the same database serve; None if this gateway does not share a database."""
     closing: bool = field(default=False, init=False)
     """True once the gateway is shutting down."""
     proving: list[tuple[str, str]] = field(default_factory=list, init=False)
@@ -106,11 +106,14 @@ class Functions:
     # -- what becomes live
 
     def lock(self, name: str) -> asyncio.Lock:
-        """Return the lock that the deploys and the deletion of a function hold, one after the other."""
+        """Return the lock of a function. Each deploy and the deletion of the function take it, so that they run one
+        after the other.
+        """
         return self._locks.setdefault(name, asyncio.Lock())
 
     def put(self, live: Live) -> asyncio.Task[None]:
-        """Make a revision the live one of its function, and let the function's ladder move it, within the function's budget.
+        """Make a revision the live revision of its function. From now on, the revision's budget applies, and the
+        function's ladder moves the revision between rungs.
 
         Return the task that plans the function's idle period.
         """
@@ -124,13 +127,15 @@ class Functions:
 
     @property
     def _prices(self) -> HoldingPrices:
-        """The prices of holding and of waiting on this node."""
+        """The prices of memory, devices and waiting on this node."""
         settings = self.settings
         memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
         return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
     def remove(self, name: str, *, followed: bool = False) -> None:
-        """Forget a function, because its deletion begins. `followed`: another gateway deletes it."""
+        """Forget a function, because its deletion begins. `followed` is True if the function was deleted on another
+        gateway.
+        """
         del self._live[name]
         self.events.deleted(name)
         if not followed:
@@ -148,8 +153,9 @@ class Functions:
     async def pause(self, name: str, *, paused: bool, followed: int = 0) -> Live:
         """Pause a function, or resume it if `paused` is False. Raise the errors of `get`.
 
-        A pause also holds after a restart of the gateway. New calls are refused, and jobs and messages of queues wait.
-        Running calls end, and then the function's processes end. If another gateway has done this, `followed` is its generation.
+        The function stays paused after a restart of the gateway. New calls are refused, and jobs and messages of queues
+        wait. When the running calls have ended, the function's processes end. If this follows a change by another
+        gateway, `followed` is the generation of the change.
         """
         live, shared = self.get(name), self.shared
         # Do not take the function's own lock here, because a deploy may hold it for minutes.
@@ -173,7 +179,9 @@ class Functions:
         return live
 
     def expect(self, name: str, invocations: int) -> None:
-        """Start workers for messages that wait for a function. Do nothing if it is gone or the gateway shuts down."""
+        """Start workers for messages that wait for a function. Do nothing if the function was deleted, or if the
+        gateway is shutting down.
+        """
         with contextlib.suppress(GatewayError, UnknownFunction):
             self.get(name).workers.expect(invocations, "backlog")
 
@@ -187,7 +195,8 @@ class Functions:
     def owns(self, caller: Caller, name: str) -> bool:
         """Return True if the caller may change this function, and so may see all of it: settings, logs and tracebacks.
 
-        A caller needs the scope `deploy`. With a key that is not trusted, callers own the functions of their owner only.
+        A caller needs the scope `deploy`. A caller with an untrusted key owns a function only if the same owner has
+        deployed it.
         """
         if not (caller.has(Scope.DEPLOY) and caller.allows(name)):
             return False
@@ -197,7 +206,9 @@ class Functions:
         return live is not None and self.policies.same_owner(live.record.owner, own)
 
     def signed_as(self, name: str) -> str:
-        """Return the name whose secret signs webhooks of a function. The owners of untrusted functions do not share it."""
+        """Return the name whose secret signs webhooks of a function. The name of an untrusted function contains its
+        deployer, so that two owners never get the same secret.
+        """
         live = self._live.get(name)
         if live is None or not self.policies.confined(live.record.deployed_by):
             return name

@@ -22,7 +22,7 @@ LOST = "The stored files of the live revision of {} are damaged. The gateway's l
 
 @dataclass(eq=False)
 class Restoration:
-    """The functions that an earlier gateway has left in the store, on their way to be live."""
+    """Makes the functions live that an earlier gateway has left in the store."""
 
     functions: Functions
     revisions: Revisions
@@ -50,8 +50,8 @@ class Restoration:
         if fault == UNREAD:
             self._unread.append(live)
         live.function.paused = paused
-        # The plan of the idle period depends on its age, which counts on from before the restart. So the plan may no
-        # longer hold a zygote.
+        # Wait for the plan of the idle period. The period began before the restart of the gateway, so the plan may not
+        # include a zygote any more.
         await asyncio.wait([self.functions.put(live)])
         rests_warm = record.settings.scale.rest == "zygote" and not live.function.stopped
         if rests_warm and live.function.ladder.plans_zygote:
@@ -59,7 +59,7 @@ class Restoration:
         live.workers.go_live()
 
     async def _fault(self, record: RevisionRecord, logs: LogChannel, *, read: bool) -> str:
-        """Return why a stored revision may not run; "" if it may. Callers of the function see it.
+        """Return why a stored revision may not run; "" if it may. Callers of the function see this text.
 
         Without `read`, return UNREAD if weights have to be read. Raise GatewayError if the gateway shuts down meanwhile.
         """
@@ -92,7 +92,8 @@ class Restoration:
                 fault = await self._fault(live.record, live.logs, read=True)
             except GatewayError:
                 return
-            # A deploy or a restart compares the weights itself.
+            # Do nothing if a deploy or a restart has replaced the revision meanwhile: it has compared the weights
+            # itself.
             if self.functions.is_live(live):
                 live.function.barred = fault
                 live.logs.write("gateway", fault or "the weights have the signed digests")

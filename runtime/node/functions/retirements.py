@@ -18,8 +18,8 @@ from .registry import Functions
 from .revisions import Revisions
 
 LOG = logging.getLogger(__name__)
-# While this number of replaced revisions of a function run calls, no other revision of it is replaced: each holds its
-# workers, a zygote and its weights.
+# While this many replaced revisions of a function still run calls, its live revision cannot be replaced. Each replaced
+# revision keeps its workers, its zygote and its weights in memory.
 MOST_DRAINING = 3
 # A deletion waits this long for the end of the function's processes, unless calls run.
 DELETED_S = 1.0
@@ -38,7 +38,7 @@ class Retirements:
     _ending: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
 
     def busy(self, name: str, besides: Live | None = None) -> set[str]:
-        """Return the ids of a function's replaced revisions that still finish their invocations, `besides` left out."""
+        """Return the ids of a function's replaced or deleted revisions that have not ended yet, except `besides`."""
         retiring = [old.record for old in self._ending.values() if old is not None and old is not besides]
         return {record.revision for record in retiring if record.function == name}
 
@@ -46,7 +46,7 @@ class Retirements:
         """Return a function's replaced revisions that still run calls, by the tasks that end them."""
         return {
             task: old
-            # A copy, because a deploy calls this in a thread.
+            # Iterate over a copy: a deploy calls this in a thread, and the event loop may change the dict meanwhile.
             for task, old in list(self._ending.items())
             if old is not None and old.record.function == name and old.workers.observed.unfinished
         }
@@ -77,7 +77,7 @@ class Retirements:
         functions = self.functions
         revision = functions.get(name).record.revision
         async with functions.lock(name):
-            # While this method waited, a restart may have replaced the processes, and so the object.
+            # Look the function up again: while this method waited, a restart may have replaced its `Live`.
             live = functions.find(name)
             if live is None or live.record.revision != revision:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
@@ -93,7 +93,7 @@ class Retirements:
         if (live := self.functions.find(name)) is not None:
             await self.functions.tasks.complete(self._take_away(name, live, followed=True))
             return
-        # Its first revision here may have failed to start.
+        # If the first revision of the function failed to start here, only its files exist. Remove them.
         with contextlib.suppress(UnknownFunction):
             await self.revisions.threads.run(functools.partial(self.functions.store.delete, name))
 
@@ -105,7 +105,7 @@ class Retirements:
         for drain in drains:
             drain.limit_shutdown(functions.settings.drain_s)
         retiring = [self.revisions.end(live) for live in functions.all()]
-        # Replaced revisions may still be finishing their invocations.
+        # Also wait for replaced revisions that still finish their invocations.
         if ends := {*map(functions.tasks.create_task, retiring), *self._ending}:
             await asyncio.wait(ends)
         took_s, cut = time.monotonic() - begun_s, sum(drain.cut for drain in drains)
@@ -131,7 +131,7 @@ class Retirements:
         functions = self.functions
         if functions.shared is not None:
             live.function.secrets = functions.secrets.of(name)
-            # It may be refused. Afterwards, no gateway serves the function, so none of them uses the secrets.
+            # Delete the function on all gateways first, because this may be refused. Keep the secrets until then.
             await functions.shared.delete(live.record)
             await asyncio.to_thread(functions.secrets.forget, name)
         await self._take_away(name, live)
@@ -146,9 +146,9 @@ class Retirements:
         self._begin(self._retire_deleted(name, live, deleted), live)
         try:
             await self.revisions.histories.forget(name)
-            # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
-            # get the old secrets.
-            # With other gateways, `_delete` has removed them, on one of the gateways.
+            # Remove the secrets before the files. Then, after a crash in between, a new function with this name does
+            # not get the old secrets. If gateways share a database, `_delete` has removed the secrets, on the gateway
+            # that was asked to delete the function.
             if functions.shared is None:
                 await asyncio.to_thread(functions.secrets.forget, name)
             delete = functools.partial(functions.store.delete, name, busy=self.busy(name))
@@ -157,7 +157,9 @@ class Retirements:
             deleted.set()
 
     async def _retire_deleted(self, name: str, live: Live, deleted: asyncio.Event) -> None:
-        """Retire the revision of a deleted function. Then remove what a new function of this name does not use."""
+        """Retire the revision of a deleted function. Then remove the code that it kept for its calls, and unused
+        environments.
+        """
         await self.revisions.end(live)
         await deleted.wait()
         busy = self.busy(name, besides=live)
@@ -165,7 +167,9 @@ class Retirements:
         await self._tidy(name, lambda: self.functions.store.sweep(name, busy=busy) or True)
 
     def _note_removed(self, name: str) -> None:
-        """If no revision of a deleted function runs, and there is no new function of this name, report its end."""
+        """If no revision of a deleted function runs, and there is no new function of this name, report that its
+        deletion has ended.
+        """
         running = any(one.record.function == name for one in self.revisions.running)
         if self.functions.find(name) is None and not running:
             self.functions.events.removed(name)
@@ -173,11 +177,12 @@ class Retirements:
     async def _tidy(self, name: str, prune: Callable[[], object]) -> None:
         """Call `prune` in a thread. If it has removed a revision, or a deploy has failed, remove unused environments.
 
-        If there were unused environments, also shrink the cache that uv keeps for further environments.
+        If there were unused environments, also shrink the cache of uv.
         """
         untidy, self.untidy = self.untidy, False
         environments = self.revisions.environments
-        # A deleted function whose calls run has no record in the store.
+        # Keep the environments of running revisions, too: a deleted function whose calls still run has no record in the
+        # store.
         running = {live.record.requirements_digest for live in self.revisions.running}
 
         def needed() -> set[str]:

@@ -1,4 +1,6 @@
-"""Makes the live part of stored revisions: the description of their workers, their curves, and the listeners to their events."""
+"""Makes the `Live` objects of stored revisions, with the spec of their workers, their latency curves, and the listeners
+to their events.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ from .revision_record import RevisionRecord
 from .status import Prefetched
 
 DEPLOY_THREADS = 4
-"""The deploys that work on files at a time, such as the installation of requirements, which takes minutes."""
+"""The number of deploys that may work on files at the same time. Such work may take minutes, for example the
+installation of requirements.
+"""
 
 
 @dataclass(eq=False)
 class Revisions:
-    """All revisions of a node that may have processes, and the parts of the node that revisions are made with."""
+    """All revisions of a node that may have processes, and the parts of the node that they use."""
 
     functions: Functions
     environments: Path
@@ -49,14 +53,14 @@ class Revisions:
     threads: FairThreads = field(default_factory=lambda: FairThreads(DEPLOY_THREADS, "deploy"), init=False)
     """The threads in which deploys work on files."""
     waiting: SharedRoom = field(default_factory=lambda: SharedRoom(MAX_WAITING_BYTES), init=False)
-    """The bodies that wait in the queues of all functions."""
+    """Limits the bytes of the bodies that wait in the queues of all functions, for each owner."""
     call_observers: list[str] = field(default_factory=list, init=False)
-    """Names the `CallObserver`s of all workers that start from now on, as `WorkerSpec.observers` does."""
+    """Names the `CallObserver`s of all revisions that are made from now on, as `WorkerSpec.observers` does."""
     running: set[Live] = field(default_factory=set, init=False)
     """All revisions that may have processes: live revisions, revisions that a deploy checks, retiring revisions."""
 
     async def make(self, record: RevisionRecord, *, barred: str = "") -> Live:
-        """Return a revision without processes. `barred` says why a policy does not allow its function to run."""
+        """Return a revision without processes. `barred` says why the function may not run; "" if it may."""
         functions, logs = self.functions, self.functions.logs.of_function(record.function)
         spec = await self._spec(record)
         curves = await self.threads.run(functools.partial(self._curves, record, spec))
@@ -123,7 +127,7 @@ class Revisions:
         return self.functions.secrets.of(function.name) if function.secrets is None else function.secrets
 
     async def _spec(self, record: RevisionRecord) -> WorkerSpec:
-        # It reads files.
+        # Make the spec in a thread, because this reads files.
         store, policies = self.functions.store, self.functions.policies
         made = functools.partial(worker_spec, store, record, self.weights.cache, self.dialects, policies)
         spec = await self.threads.run(made)
@@ -136,7 +140,7 @@ class Revisions:
     def _curves(self, record: RevisionRecord, spec: WorkerSpec) -> LatencyCurveStore:
         """Open the measured latency curves of revisions with the same `key` and the same weights.
 
-        So the key holds everything except the weights that affects the speed of a revision's workers.
+        So the key must contain everything that affects the speed of a revision's workers, except the weights.
         """
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
@@ -161,7 +165,9 @@ class Revisions:
 
 
 def _log_error(logs: LogChannel, end: InvocationEnd, error: PilotflameError) -> None:
-    """Log an error of an invocation that was sent to a worker. The failure of a handler is already in the log."""
+    """Log an error of an invocation that was sent to a worker. Leave out the failure of a handler, which is already in
+    the log.
+    """
     if end.timeline.sent_s and error.status >= 500 and not isinstance(error, FAILURES):
         text = f"{error.code}: {error.whole.message}"
         logs.write("gateway", text, "error", request_id=end.request_id, revision=end.revision)

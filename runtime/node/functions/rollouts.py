@@ -79,7 +79,8 @@ class Rollouts:
             async with functions.lock(name):
                 functions.check_open()
                 if request.authorize is not None:
-                    # While the deploy waited for the lock, another key may have deployed this name.
+                    # Check the right again: while the deploy waited for the lock, another key may have deployed this
+                    # name.
                     request.authorize(name)
                     for accept in functions.events.deploying:
                         await accept(fields.settings, request.owner)
@@ -110,7 +111,7 @@ class Rollouts:
             return record, functools.partial(self._publish, packed=packed), undo.pop_all().close
 
     async def _publish(self, record: RevisionRecord, packed: PackedFiles | None = None) -> None:
-        """Let a revision be live on all gateways, and prepare for a new function."""
+        """Publish a revision to all gateways. If its function is new, await the callbacks of `creating` first."""
         functions, shared, name = self.functions, self.functions.shared, record.function
         old = functions.find(name)
         new = old is None and (shared is None or await shared.is_new(name))
@@ -126,20 +127,22 @@ class Rollouts:
         return live
 
     async def adopt(self, record: RevisionRecord) -> None:
-        """Make a placed revision live, as another gateway has done. The caller holds the function's lock.
+        """Make a placed revision live, because another gateway has done so. The caller must hold the function's lock.
 
-        Only if the function has ready workers here, start a worker to check the revision: the other gateway has checked it.
+        The other gateway has checked the revision. So start a worker to check it here only if the function has ready
+        workers here.
         """
         old = self.functions.find(record.function)
         self.revisions.reconciler.gpus.hardware.check(record.function, record.settings.resources)
-        # Its start here finds its warnings again.
+        # Drop the other gateway's warnings: the start of the revision here finds its warnings again.
         record = record.model_copy(update={"warnings": ()})
         await self._replace(record, check=old is not None and bool(old.workers.replicas.ready))
 
     async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
 
-        The work counts for `owner`, and ends if this is cancelled. Raise the errors of `Functions.get`.
+        The work counts for `owner` when owners share the threads. It ends if the caller is cancelled. Raise the errors
+        of `Functions.get`.
         """
         record, gone = self.functions.get(name).record, threading.Event()
         missing = functools.partial(lacking, self.functions.store.code(record), wanted, gone)
@@ -207,7 +210,9 @@ class Rollouts:
             await asyncio.wait(draining, return_when=asyncio.FIRST_COMPLETED)
 
     async def _renew_now(self, name: str) -> Mapping[asyncio.Task[None], Live]:
-        """Replace a function's processes. If too many revisions drain, return these by the tasks that end them instead."""
+        """Replace a function's processes. If too many replaced revisions drain, do nothing, and return these revisions
+        by the tasks that end them.
+        """
         async with self.functions.lock(name):
             live, draining = self.functions.find(name), self.retirements.draining(name)
             needed = live is not None and not self.functions.closing and live.workers.inventory.exist
@@ -215,7 +220,8 @@ class Rollouts:
                 text = f"{name} has changed secrets, which wait for the end of a replaced revision"
                 self.functions.log(name, text)
                 return draining
-            # The code below reads the present secrets. So a later change needs another replacement.
+            # Remove the name before the code below reads the secrets, so that a later change of secrets causes another
+            # replacement.
             self._renewing.discard(name)
             if live is None or not needed:
                 return {}
@@ -243,7 +249,8 @@ class Rollouts:
         live: Live | None = None
         functions.proving.append((record.function, record.revision))
         try:
-            # While a deploy waited for the lock, another deploy may have made a revision live.
+            # Check the settings again: while a deploy waited for the lock, another deploy may have made a revision
+            # live.
             self._check(record.settings, stored_outside(record), record.owner, progress)
             await self.revisions.check_signatures(record)
             live = await self.revisions.make(record)
@@ -267,7 +274,8 @@ class Rollouts:
             if self.functions.find(record.function) is None:
                 await self.revisions.histories.forget(record.function)
                 logs = self.functions.logs.of_function(record.function)
-                # Another owner may deploy the next function of this name.
+                # Mark the end of the function's log: another owner may deploy the next function of this name, and must
+                # not see these lines.
                 logs.write("gateway", NOT_DEPLOYED.format(record.function))
             await self.revisions.threads.run(withdraw)
         finally:
@@ -289,7 +297,7 @@ class Rollouts:
         if publish is not None and self.functions.shared is not None:
             self.functions.shared.confirm(name)
         self.functions.proving.remove((name, live.record.revision))
-        # A revision that the policies allow may replace a revision that they do not allow any more.
+        # The new revision may run, even if the policies did not allow the old revision any more.
         live.function.barred = ""
         self.functions.put(live)
         live.workers.go_live()
@@ -310,12 +318,14 @@ class Rollouts:
     ) -> None:  # fmt: skip
         """Raise Forbidden, RevisionsDraining or PolicyViolation if a key may not make a revision with these settings live.
 
-        A deploy calls this once it knows the settings, before it builds anything, and again when it holds the function's lock.
-        Rollbacks and restarts only call it then. `progress` gets the live function once its owner is checked.
+        A deploy calls this once it knows the settings, before it builds anything, and again when it holds the
+        function's lock. Rollbacks and restarts call it only when they hold the lock. Once the owner is checked, report
+        the target to `progress`.
         """
         old, policies = self.functions.find(settings.name), self.functions.policies
         if old is not None:
-            # The new revision would get the function's secrets, and could get an environment variable that changes what it runs.
+            # Refuse another owner. The new revision would get the function's secrets. They are environment variables,
+            # so they could also change what the new revision runs.
             if not policies.same_owner(old.record.owner, deployer):
                 message = f"{settings.name} was deployed with another key."
                 raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
@@ -325,7 +335,9 @@ class Rollouts:
 
 
 def _dropped(old: RevisionRecord, new: RevisionRecord) -> Iterator[str]:
-    """Yield a warning if settings of the replaced revision, which its deploy had as options, are not set any more."""
+    """Yield a warning if the deploy of the replaced revision set settings by options, and the new revision does not set
+    them.
+    """
     given = {key for key, origin in old.setting_origins.items() if origin == FROM_OVERRIDE}
     if dropped := sorted(given - new.setting_origins.keys()):
         keys = ", ".join(dropped)
@@ -333,7 +345,7 @@ def _dropped(old: RevisionRecord, new: RevisionRecord) -> Iterator[str]:
 
 
 def _unreachable(settings: FunctionSettings, most: int) -> list[str]:
-    """Return a warning if a function has set a larger body than requests to the gateway may have."""
+    """Return a warning if a function sets a larger `max_body_bytes` than the gateway accepts."""
     if "max_body_bytes" not in settings.model_fields_set or settings.max_body_bytes <= most:
         return []
     return [

@@ -1,4 +1,6 @@
-"""Publishes the functions of this gateway to all gateways with the same database, and brings revisions of others to this node."""
+"""Publishes the functions of this gateway to all gateways with the same database, and brings the revisions of other
+gateways to this node.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +30,28 @@ from .store import Store
 
 LOG = logging.getLogger(__name__)
 SETTLE_S = 30.0
-"""A change waits this long for the other gateways. A zygote that imports torch on a busy machine starts within this time, and
-clients and load balancers wait longer.
+"""The longest time for which a change waits until the other gateways serve it. It is long enough for the start of a
+zygote that imports torch on a busy machine, and shorter than the time-outs of clients and load balancers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayPeers:
-    """The gateways with the same database, as known here."""
+    """What this gateway knows about the gateways with the same database."""
 
     name: str
     """The name of this gateway."""
     generations: Callable[[], Mapping[str, int]]
-    """Returns the newest change that each living gateway has followed, by its name. This gateway may be among them."""
+    """Returns the newest change that each living gateway has followed, by the gateway's name. The result may include
+    this gateway.
+    """
     news: asyncio.Condition
     """Notified when `generations` may return something else."""
 
 
 @dataclass(eq=False)
 class SharedRevisions:
-    """What all gateways serve, and this node's copies of it."""
+    """Publishes changes of functions to all gateways, and copies the revisions of other gateways to this node."""
 
     index: RevisionIndex
     files: RevisionFiles
@@ -65,7 +69,8 @@ class SharedRevisions:
     _made: dict[str, int] = field(default_factory=dict, init=False)
     # The changes that this gateway has committed, and does not serve yet.
     _committed: dict[str, int] = field(default_factory=dict, init=False)
-    # The gateways that did not follow a change in time, with the generations that they had then.
+    # The gateways that did not follow a change in time, with the generations that they had then. `settle` does not wait
+    # for such a gateway while it has the same generation.
     _given_up: dict[str, int] = field(default_factory=dict, init=False)
 
     def check(self, settings: FunctionSettings, outside: Mapping[str, str]) -> None:
@@ -76,7 +81,9 @@ class SharedRevisions:
             raise SnapshotError(fault, remedy=remedy)
 
     def warnings(self, name: str) -> list[str]:
-        """Return what is not as all gateways should have it."""
+        """Return a warning if this gateway does not serve the latest change of a function, and one if other gateways do
+        not.
+        """
         found = []
         if failure := self.failures.get(name):
             found.append(
@@ -89,7 +96,9 @@ class SharedRevisions:
     # -- changes by this gateway
 
     async def prepare(self, staged: Path, name: str) -> tuple[PackedFiles, int]:
-        """Pack a staged revision, before the function's processes can change it. Also return the least number that it may have."""
+        """Pack the files of a staged revision. Call this before processes of the function can change the files. Also
+        return the smallest number that the revision may get.
+        """
 
         def pack() -> tuple[PackedFiles, int]:
             least = self.index.reserve(name, self.store.function(name).next_number())
@@ -103,8 +112,9 @@ class SharedRevisions:
         return entry is None or entry.deleted
 
     async def check_served(self, name: str, record: RevisionRecord | None) -> None:
-        """Raise UnknownFunction if another gateway has deployed or deleted a function, and this one has not followed yet. `record` describes
-        the function of this name that this gateway serves, if there is one.
+        """Raise UnknownFunction if another gateway has created or deleted a function, or deployed it for another owner,
+        and this gateway has not followed yet. `record` is the record of the function that this gateway serves; None if
+        it serves none of this name.
         """
         entry = await asyncio.to_thread(self.index.entry, name)
         there = None if entry is None or entry.live is None else RevisionRecord.parse(entry.live.record)
@@ -116,9 +126,11 @@ class SharedRevisions:
             raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
 
     async def publish(self, record: RevisionRecord, packed: PackedFiles | None, *, paused: bool) -> None:
-        """Make a revision live on all gateways. Without `packed`, it was stored before, or is packed now.
+        """Make a revision live on all gateways. `packed` are the files of the revision. If `packed` is None, use the
+        files that are stored, or else pack the files now.
 
-        `paused`: the function is paused here. Raise Forbidden if another owner has a function of this name.
+        `paused` is True if the function is paused on this gateway. Raise Forbidden if another owner has a function of
+        this name.
         """
 
         def decide(present: FunctionEntry | None) -> FunctionEntry:
@@ -132,7 +144,9 @@ class SharedRevisions:
         self.threads.start(self._discard_unused)
 
     def introduce(self, record: RevisionRecord, *, paused: bool) -> FunctionEntry:
-        """Publish a function from before this gateway had a database. Blocks. Raise GatewayError if the index has one of this name."""
+        """Publish a function that was deployed before this gateway had a database. Blocks. Raise GatewayError if the
+        index already has a function of this name.
+        """
 
         def decide(present: FunctionEntry | None) -> FunctionEntry:
             if present is not None and not present.deleted:
@@ -153,7 +167,7 @@ class SharedRevisions:
             return replace(present, paused=paused)
 
         present = await asyncio.to_thread(self.index.entry, record.function)
-        # The other gateways would take a change without effect for a restart.
+        # Do not store a change that has no effect: the other gateways would take it for a restart.
         if present is None or present.paused != paused:
             entry = await asyncio.to_thread(self.index.change, record.function, decide)
             self._note(entry, record.revision, paused=paused)
@@ -175,7 +189,9 @@ class SharedRevisions:
             self.applied[name] = generation
 
     async def settle(self, name: str) -> None:
-        """Wait until the other gateways serve the change of a function that this gateway has made, or are given up."""
+        """Wait until the other gateways serve the latest change that this gateway has made to a function. After
+        SETTLE_S, stop waiting for the gateways that do not serve it.
+        """
         generation = self._made.get(name, 0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S), self.peers.news:
@@ -187,9 +203,10 @@ class SharedRevisions:
     # -- changes by others
 
     def fetch(self, indexed: IndexedRevision) -> RevisionRecord:
-        """Return the record of a revision that this node has, or gets now: its files, and an environment. Blocks.
+        """Return the record of a revision. If the node does not have the revision, fetch its files and build its
+        environment first. Blocks.
 
-        Raise PilotflameError or OSError if the node cannot have it.
+        Raise PilotflameError or OSError if this fails.
         """
         folder = self.store.function(indexed.function)
         if indexed.revision in folder.ids():
@@ -208,7 +225,9 @@ class SharedRevisions:
         return self.store.place(staged, record)
 
     def fetch_old(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
-        """Return the revision that `FunctionFolder.find` finds among those of all gateways, and bring it to this node. Blocks."""
+        """Choose one of the revisions in the index as `FunctionFolder.find` does, and bring it to this node. Return its
+        record. Blocks.
+        """
         stored = {one.revision: one for one in self.index.revisions(live.function)}
         among = [RevisionRecord.parse(one.record) for one in stored.values()]
         return self.fetch(stored[self.store.function(live.function).find(live, wanted, among).revision])
@@ -218,7 +237,9 @@ class SharedRevisions:
     def _publish(
         self, record: RevisionRecord, packed: PackedFiles | None, decide: Callable[[FunctionEntry | None], FunctionEntry]
     ) -> FunctionEntry:  # fmt: skip
-        """Store the files of a revision, and then what names them."""
+        """Store the files of a revision, and then change the index, which names the files. Do not store files that the
+        index already names.
+        """
         known = packed is None and any(
             one.revision == record.revision for one in self.index.revisions(record.function)
         )
@@ -232,7 +253,9 @@ class SharedRevisions:
         return self.index.change(record.function, decide, new)
 
     def _check_owner(self, present: FunctionEntry | None, owner: Deployer) -> None:
-        """Raise Forbidden if a function of another owner was deployed elsewhere, which this gateway has not followed yet."""
+        """Raise Forbidden if the index has a function of another owner. Another gateway has deployed it, and this
+        gateway has not followed yet.
+        """
         if present is None or present.live is None:
             return
         if not self.policies.same_owner(RevisionRecord.parse(present.live.record).owner, owner):
@@ -240,15 +263,18 @@ class SharedRevisions:
             raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
 
     def _note(self, entry: FunctionEntry, revision: str, *, paused: bool) -> None:
-        """Note a change of this gateway, which serves `revision`. If the function is not like this on all gateways, because this
-        one has not followed an earlier change, it still has to follow.
+        """Note a change that this gateway has made. `revision` and `paused` describe the function as this gateway
+        serves it after the change. If the index has another revision or pause, because this gateway has not followed an
+        earlier change, the change does not count as committed. So this gateway follows it later.
         """
         self._made[entry.name] = entry.generation
         if (entry.traffic[0].revision, entry.paused) == (revision, paused):
             self._committed[entry.name] = entry.generation
 
     def _behind(self, generation: int, *, waits: bool = True) -> dict[str, int]:
-        """Return the other gateways that have not followed a change. If `waits`, without those that are given up."""
+        """Return the generations of the other gateways that have not followed a change, by their names. If `waits`,
+        leave out the gateways that were given up.
+        """
         given_up = self._given_up if waits else {}
         found = self.peers.generations().items()
         return {
@@ -258,7 +284,9 @@ class SharedRevisions:
         }
 
     def _fit(self, record: RevisionRecord, staged: Path) -> RevisionRecord:
-        """Make what a revision from another gateway needs on this machine. Return its record for this machine."""
+        """Check the files of a revision from another gateway, and build its environment on this machine. Return its
+        record for this machine.
+        """
         require(record.settings.packages)
         code, weights, settings = staged / CODE_FOLDER, self.store.weights, record.settings
         roots = {name: code / one.root for name, one in record.snapshots.items() if one.root is not None}

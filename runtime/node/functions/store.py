@@ -59,7 +59,7 @@ DEFAULT_RETENTION = Retention()
 
 
 class Staging:
-    """The folder of what is being made or removed."""
+    """The folder for folders that are being made or removed."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         """`report` gets a line about each folder that cannot be removed."""
@@ -76,7 +76,9 @@ class Staging:
         return self._path / f"{name}.{secrets.token_hex(8)}"
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder in which functions may have taken rights from its owner. Report it if files remain."""
+        """Remove a folder, even if processes of functions have taken the owner's rights to folders in it. Report the
+        folder if files remain.
+        """
         if not remove_tree(folder):
             self._report(f"{folder} cannot be removed completely.")
 
@@ -104,7 +106,8 @@ class ComputedFiles:
     def compiled(self, record: RevisionRecord) -> CompiledCode | None:
         """Return where compilers keep their output for a revision; None if the output is not kept.
 
-        No limit applies to a running process that writes there. So functions with limited disk space do not write there.
+        Nothing limits a running process that writes there. So do not keep the output of functions with limited disk
+        space, which have an image or private files.
         """
         limit_bytes, settings = self._retention.compiled_bytes, record.settings
         if not limit_bytes or settings.image.name or settings.resources.files == "private":
@@ -114,13 +117,17 @@ class ComputedFiles:
         return CompiledCode(folder=self._compiled / record.function, code=code, limit_bytes=limit_bytes)
 
     def prefixes(self, record: RevisionRecord) -> KeptPrefixes | None:
-        """Return the prefixes that a revision declares, and where its workers keep their keys and values; None if it declares none."""
+        """Return the prefixes that a revision declares, and the folder for the keys and values of these prefixes; None
+        if it declares none.
+        """
         folder, limit_bytes = self._prefixes / record.function, self._retention.prefixes_bytes
         kept = KeptPrefixes(declared=record.settings.prefixes, folder=folder, limit_bytes=limit_bytes)
         return kept if kept.declared else None
 
     def keep(self, functions: Collection[str]) -> None:
-        """Remove the files of all other functions."""
+        """Remove the files of all functions that are not in `functions`. If no compiled code is kept, remove all
+        compiled code.
+        """
         for folder in (*self._compiled.glob("*/"), *self._prefixes.glob("*/")):
             unkept = folder.parent == self._compiled and not self._retention.compiled_bytes
             if unkept or folder.name not in functions:
@@ -168,8 +175,8 @@ class Store:
             for half_written in (*path.glob(".current.*"), *path.glob(f"*/.{RECORD_FILE}.*")):
                 half_written.unlink()
             self._discard_deleted(FunctionFolder(path, self._report))
-            # The gateway crashed during this function's first deploy, before the revision was moved here, or after the
-            # deletion of the function.
+            # Remove an empty folder. The gateway crashed during the function's first deploy, before the revision was
+            # moved here, or after the deletion of the function.
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
         self.computed.keep({path.name for path in self._functions.glob("*/")})
@@ -191,9 +198,9 @@ class Store:
     def place(self, staged: Path, fields: RevisionFields, least: int = 1) -> RevisionRecord:
         """Give the revision in a staged folder its id, move the folder to its place, and return its record.
 
-        The number of the revision is at least `least`. A complete record keeps its id: another gateway has given it.
-        The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to remove it.
-        If an error is raised, the staged folder has been removed.
+        The number of the revision is at least `least`. If `fields` is a complete record, keep its id, which another
+        gateway has chosen. The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to
+        remove it. If an error is raised, the staged folder has been removed.
         """
         try:
             with self._lock:
@@ -216,15 +223,17 @@ class Store:
         return record
 
     def promote(self, record: RevisionRecord) -> None:
-        """Make a placed revision live. Store its record again, because the record may have gained `handler`."""
+        """Make a placed revision live. Store its record again, because its start has added the facts of the handler and
+        the warnings.
+        """
         folder = self.function(record.function)
         with self._lock:
             _write_record(folder.path / record.revision, record)
             private_files.write(folder.live_file, f"{record.revision}\n".encode())
 
     def pause(self, name: str, *, paused: bool) -> None:
-        """Store whether a function is paused. Raise GatewayError, or UnknownFunction if the function was deleted
-        meanwhile.
+        """Store whether a function is paused. Raise UnknownFunction if the function was deleted meanwhile, and
+        GatewayError if the file cannot be written.
         """
         folder = self.function(name).path
         with self._lock:
@@ -298,7 +307,9 @@ class Store:
         self.weights.discard_unused()
 
     def sweep(self, name: str, *, busy: Collection[str] = ()) -> list[str]:
-        """Remove the code that `delete` has left for calls, except that of the revisions in `busy`. Return the ids."""
+        """Remove the code that `delete` has kept for running calls, except the code of the revisions in `busy`. Return
+        the ids of the removed revisions.
+        """
         folder, aside = self.function(name), self._staging.aside(name)
         aside.mkdir(mode=0o700)
         with self._lock:
@@ -321,8 +332,8 @@ class Store:
     def prune(self, name: str, *, busy: Collection[str] = ()) -> list[str]:
         """Remove old revisions of a function, and return their ids.
 
-        The newest revisions remain, as far as the retention has room for them. The newest revision, the live revision and
-        the revisions in `busy` always remain. If the live revision cannot be read, nothing is removed. Stored prefixes are
+        The newest revisions remain, as far as the retention allows. The newest revision, the live revision and the
+        revisions in `busy` always remain. If the live revision cannot be read, nothing is removed. Stored prefixes are
         removed once no revision declares any.
         """
         folder = self.function(name)

@@ -21,7 +21,7 @@ from ...ground.settings.resources import PIDS, Resources
 
 # The setting that each controller of the kernel enforces.
 CONTROLLERS = {"memory": "memory_mb", "cpu": "cpus"}
-# If it is there, each group has it. Its limit is PIDS.
+# The controller that counts processes and threads. If the machine has it, each group gets it, with the limit PIDS.
 COUNTER = "pids"
 # In version 2, the gateway moves itself into this group, below its own group.
 GATEWAY_GROUP = "pilotflame-gateway"
@@ -60,12 +60,12 @@ class Cgroup:
         return tuple({folder / "cgroup.procs" for folder in self._folders.values()})
 
     def make(self, controllers: list[Controller], limits: Resources) -> None:
-        """Make the group. Raise OSError."""
+        """Make the group and set its limits. Raise OSError if the kernel does not allow this."""
         for one in controllers:
             self._folders[one.name].mkdir(exist_ok=True)
             for file, value in _limit_files(one, limits).items():
                 path = self._folders[one.name] / file
-                # A kernel that does not account for swap has no file for a limit of swap.
+                # Set a limit of swap only if its file exists. A kernel that does not account for swap has no such file.
                 if "sw" not in file or path.exists():
                     path.write_text(value)
 
@@ -96,7 +96,9 @@ def find_controllers(proc: Path = Path("/proc/self")) -> list[Controller]:
 
 
 def make_cgroup(name: str, limits: Resources) -> Cgroup | None:
-    """Make and return a group with `limits`; None if it would have no limit to enforce. Raise LauncherError."""
+    """Make and return a group with `limits`; None if `limits` has no limit that a group enforces. Raise LauncherError
+    if the group cannot be made.
+    """
     wanted = {name for name, setting in CONTROLLERS.items() if getattr(limits, setting) is not None}
     if not wanted:
         return None
@@ -138,7 +140,6 @@ def _cgroup_mounts(mountinfo: Path) -> Iterator[tuple[str, Path, list[str] | Non
         kind, *_, options = rest.split()
         root, place = fields.split()[3:5]
         if kind in ("cgroup", "cgroup2"):
-            # A folder above the root of a namespace of cgroups cannot be seen.
             yield root, Path(place), options.split(",") if kind == "cgroup" else None
 
 
@@ -159,8 +160,8 @@ def _delegate(folder: Path, wanted: set[str]) -> None:
     control = folder / "cgroup.subtree_control"
     if wanted <= set(control.read_text().split()):
         return
-    # Only the root of the tree has no type. The root may hold processes too, and the kernel's own processes cannot be
-    # moved.
+    # Do not move the processes of the root of the tree, which is the only group without the file cgroup.type. Processes
+    # may stay in the root, and the kernel's own processes cannot be moved.
     if (folder / "cgroup.type").exists():
         _move_all(folder, folder / GATEWAY_GROUP)
     control.write_text(" ".join(f"+{name}" for name in sorted(wanted)))
@@ -202,7 +203,7 @@ def _remove_all(folders: Sequence[Path]) -> None:
         while folder.exists() and time.monotonic() < until_s:
             for pid in map(int, _lines(folder / "cgroup.procs")):
                 _kill(pid, until_s)
-            # A process may stay in the group for a moment after its pidfd has reported the end.
+            # Let the kernel finish: a process may stay in the group for a moment after its pidfd has reported the end.
             os.sched_yield()
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""Logs what a base or the fetcher prints, and makes the error of its end."""
+"""Logs the lines that a base or the fetcher prints, and makes the error that reports the end of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...ground.telemetry.log_stream import LogStream
 from ...ground.telemetry.logs import LogChannel
 
 LOG = logging.getLogger(__name__)
-# An older line does not say why the process has ended.
+# Quote the last line in the error only if it is at most this old. An older line does not say why the process has ended.
 RECENT_S = 5.0
 
 
@@ -38,7 +38,9 @@ class ChildOutput:
         self._stream.close()
 
     def end(self, message: str, remedy: str) -> LauncherError:
-        """Stop reading, and return the error of the process's end. Its last line may name paths, so only owners get it."""
+        """Stop reading, and return the error that reports the end of the process. Only owners get the process's last
+        line of output, because the line may name paths.
+        """
         self.close()
         said = [line.text for line in self._channel.tail(1) if line.text and line.at > time.time() - RECENT_S]
         whole = LauncherError(f"{message}: {said[0]}." if said else f"{message}.", remedy=remedy)

@@ -36,7 +36,8 @@ class Confinements:
         digest = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
         self._prefix = f"{PREFIX}{os.getuid()}-{digest}"
         self._groups: dict[Confinement, cgroups.Cgroup] = {}
-        # Several threads make confinements at the start. Only the first thread looks for what an earlier gateway has left.
+        # Several threads make confinements at the start of the gateway. With this lock, only the first thread looks for
+        # what an earlier gateway has left.
         self._cleaning, self._clean = threading.Lock(), False
         self._left: list[Path] = []
         self._root_lock: int | None = None
@@ -70,7 +71,7 @@ class Confinements:
             _remove_tmp(confinement.tmp)
 
     def close(self) -> None:
-        """Remove the folder of all temporary folders."""
+        """Remove the parent folder of all temporary folders if it is empty, and unlock it."""
         with suppress(OSError):
             self.tmp_root.rmdir()
         if self._root_lock is not None:
@@ -79,7 +80,7 @@ class Confinements:
 
     @property
     def tmp_root(self) -> Path:
-        """The folder of all folders for temporary files."""
+        """The parent folder of all folders for temporary files."""
         return Path(tempfile.gettempdir()) / self._prefix
 
     def remove_left(self) -> None:
@@ -117,7 +118,9 @@ class Confinements:
         return folder
 
     def _make_root(self) -> Path:
-        """Make the folder of all temporary folders. Raise OSError."""
+        """Make the parent folder of all temporary folders, lock it, and return it. Raise OSError if it cannot be made,
+        belongs to another user, or is open to others.
+        """
         root = self.tmp_root
         with suppress(FileExistsError):
             root.mkdir(mode=0o700)
@@ -125,7 +128,7 @@ class Confinements:
             raise PermissionError(errno.EPERM, "it belongs to another user or is open to others", str(root))
         with self._cleaning:
             if self._root_lock is None:
-                # systemd-tmpfiles removes files that were not used for days, except files in a locked folder.
+                # Lock the folder. Otherwise, systemd-tmpfiles would remove files that were not used for days.
                 self._root_lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 with suppress(BlockingIOError):
                     fcntl.flock(self._root_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -134,7 +137,7 @@ class Confinements:
     def _files(self, spec: WorkerSpec) -> dict[str, tuple[Path, ...]]:
         if spec.resources.files != "private":
             return {}
-        # Landlock accepts a rule only for a folder that exists.
+        # Make the folders now, because Landlock accepts a rule only for a folder that exists.
         (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
         # An environment is a folder with bin/python.
         environment = Path(spec.python).parents[1] if spec.python else None

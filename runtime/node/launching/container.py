@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from aiodocker.containers import DockerContainer
 
 
-# The function's own code runs in its zygote, so a zygote may fail to kill a worker. After this time, the gateway removes the
-# container, which ends all its processes.
+# If a process has not ended this long after its parent was asked to kill it, the gateway removes the container, which
+# ends all its processes. A zygote may fail to kill a worker, because it runs the function's own code.
 KILLED_BY_ZYGOTE_S = 2.0
 LOG = logging.getLogger(__name__)
 
@@ -89,7 +89,9 @@ class Container:
         self.first: ContainerChild | None = None
         """The container's first process; None until that process has connected."""
         self.remove: Callable[[], None] = lambda: None
-        """Ends all processes in it. Set once its first process has connected."""
+        """Removes the container, which ends all its processes. Does nothing until the container's first process has
+        connected.
+        """
         self.removing = False
         """Whether `remove` has been called."""
         self._children: set[ContainerChild] = set()
@@ -124,7 +126,9 @@ class ContainerZygote(ZygoteProcess):
 
 
 class ContainerBase(ContainerZygote):
-    """The first process of a container. The container is removed when this base is closed, or when its zygote dies."""
+    """The first process of a container. The container is removed when this base is closed or dies, or when its zygote
+    dies.
+    """
 
     def __init__(
         self, child: Child, listener: Listener, remove: Callable[[], None], container: Container
@@ -153,8 +157,8 @@ class ContainerBase(ContainerZygote):
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
         def on_zygote_death() -> None:
-            # The dead zygote was the process that reported the ends of its workers, and a relaunch needs their memory.
-            # So the container is removed with its workers.
+            # Remove the container with its workers: only the zygote could report the ends of its workers, and a
+            # relaunch needs the memory of the workers.
             self._orphaned = True
             if child.gone.is_set():
                 self.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REMOVE_TIMEOUT_S = 30.0
 PULL_TIMEOUT_S = 3600.0
-# How long a container that ends by itself may take, before the engine kills it.
+# If a container ends by itself, wait this long for its end. After that, let the engine kill it.
 EXIT_TIMEOUT_S = 5.0
 ENGINE_TIMEOUT_S = 60.0
 GATEWAY_LABEL = "pilotflame.gateway"
@@ -63,7 +63,9 @@ NOT_BUILT = (
 
 
 class ContainerEngine:
-    """A connection to the engine, which the first call of `connect` makes. All methods raise LauncherError."""
+    """A connection to the engine, which the first call of `connect` makes. A method that talks to the engine raises
+    LauncherError if this fails; `start` and `last_words` return the failure.
+    """
 
     def __init__(self, url: str | None, gateway: str) -> None:
         """`url` is the engine's socket. `gateway` labels the containers of this gateway."""
@@ -176,7 +178,7 @@ class ContainerEngine:
         """
         async with self._errors(), asyncio.timeout(REMOVE_TIMEOUT_S):
             if ending:
-                # An engine may fail to kill a container that is just ending.
+                # Wait first, because an engine may fail to kill a container that is just ending.
                 with contextlib.suppress(TimeoutError), _if_there():
                     await container.wait(timeout=EXIT_TIMEOUT_S)
             with _if_there():
@@ -216,7 +218,7 @@ class ContainerEngine:
         except BaseException:
             await client.close()
             raise
-        # A rootless engine maps the user who runs it to root in the container. That user owns the mounted files.
+        # Run containers as the user who owns the mounted files. In a container of a rootless engine, this user is root.
         rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         self._user = "0:0" if rootless else f"{os.getuid()}:{os.getgid()}"
         return client

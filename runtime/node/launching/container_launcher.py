@@ -42,7 +42,8 @@ from .zygote_process import ZygoteSource
 
 # How long a closing gateway waits for the engine to finish the start of a container.
 LAST_START_TIMEOUT_S = 5.0
-# With a read-only root, podman mounts these folders writable. Without a size, their files could fill the memory of the machine.
+# Limit the size of the folders that podman mounts writable although the root is read-only. Otherwise, their files could
+# fill the memory of the machine.
 SMALL_TMPFS = dict.fromkeys(("/run", "/var/tmp"), "rw,nosuid,nodev,noexec,size=1m")  # noqa: S108
 COMMAND = ("python", "-m", "pilotflame.zygote", "base")
 OPEN_FILES = 4096
@@ -50,13 +51,13 @@ OPEN_FILES = 4096
 TMP_MB = 1024
 # The file with the largest number of processes and threads that this machine can have.
 PID_MAX = Path("/proc/sys/kernel/pid_max")
-# The only folder of a container that can be written to.
+# The folder for files in a container. Except for it and SMALL_TMPFS, a container has no folder that can be written to.
 TMP = "/tmp"  # noqa: S108
 _MIB = 1 << 20
 
 
 class WeightFolders:
-    """The folders of the node's cache that containers mount. While they are kept, the cache does not evict them."""
+    """Keeps the folders of the node's cache that containers mount in place, also while the cache evicts their files."""
 
     def __init__(self, budgets: Budgets, tasks: asyncio.TaskGroup) -> None:
         self._budgets, self._tasks = budgets, tasks
@@ -237,7 +238,8 @@ class ContainerLauncher:
         if devices:
             host["DeviceRequests"] = devices
         else:
-            # If NVIDIA's runtime is the engine's default, a variable of the image could ask for all GPUs.
+            # Ask for no GPUs. Otherwise, if NVIDIA's runtime is the engine's default, a variable of the image could ask
+            # for all GPUs.
             environment["NVIDIA_VISIBLE_DEVICES"] = "void"
         if limits.memory_mb is not None:
             host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}

@@ -5,11 +5,11 @@ of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
                                                 "timeout_s": n seconds are the limit of the fetch;
-                                                with "copied": true, it is done when it is also on the disk;
+                                                with "copied": true, "done" comes when the snapshot is also on the disk;
                                                 "secrets": {...} are the secrets of the function for sources;
                                                 "access": {...} is Access.to_wire, the rule for the source;
                                                 "assets": path is a folder with copies of the assets
-    {"op": "prepare", "manifest": path, "url": "s3://..."}     a hold will come: import what it needs
+    {"op": "prepare", "manifest": path, "url": "s3://..."}     a hold will follow: import the modules that it needs
     {"op": "share", "host": ..., "port": n, "urls": [...], "token": ..., "certificate": [path, path]}     once, first:
                                                 exchange chunks with the nodes at these URLs; null: no TLS
     {"op": "drop", "digests": [...]}            remove these snapshots from memory if they are on the disk too, and unused
@@ -19,9 +19,10 @@ of JSON on standard input. Events are lines of JSON on standard output:
     {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
     {"id": 1, "event": "failed", "error": {...}}
     {"id": 0, "event": "tiers", "tiers": [{"kind": "tmpfs", "used_bytes": n, ...}], "in_memory": {digest: n}}
-                                                after each of the above; the snapshots whose bytes are in memory
-    {"id": 0, "event": "sharing", "port": n}    this node serves chunks there; or "error": {...}
-    {"id": 0, "event": "shared", "taken_bytes": n, "served_bytes": n}    in all, after each fetch and each connection
+                                                at the start, and after each fetch, drop, give_back and release;
+                                                in_memory: the snapshots in memory, and their bytes there
+    {"id": 0, "event": "sharing", "port": n}    this node serves chunks on this port; or "error": {...}
+    {"id": 0, "event": "shared", "taken_bytes": n, "served_bytes": n}    the totals so far, after each fetch and each connection
     {"id": 0, "event": "refused", "message": ...}    another node does not accept the token
 
 The fetcher ends at the end of its standard input: when the gateway closes it or when the gateway has ended.
@@ -168,7 +169,7 @@ class Fetcher:
         self.report_tiers()
 
     def _drop_from_memory(self, chosen: Callable[[str], bool]) -> None:
-        # The last users may be releasing their leases at this moment.
+        # Wait for releases that are under way, because a snapshot with a lease stays in memory.
         self._wait_for_releases()
         drop_from_memory(self._cache, chosen)
 

@@ -31,7 +31,7 @@ from .started_process import StartedProcess
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
-# How long all weights of a hold may take to arrive. The fetcher and the workers get the rest of this time.
+# How long all weights of a hold may take to arrive. The fetcher and the workers may wait for the rest of this time.
 WEIGHTS_TIMEOUT_S = 3600.0
 SHARE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -103,10 +103,10 @@ class ResidentWeights:
         self._in_memory: dict[str, int] = {}
         """The snapshots in memory, by digest, and their bytes."""
         self._given_back: set[str] = set()
-        """The digests of snapshots that `take_unused` has counted, that are still in memory, and that no user has held
-        since.
+        """The digests of snapshots that `take_unused` has counted and must not count again, because they are still in
+        memory and no user has held them since.
 
-        A snapshot stays in memory if it is in use or not on the disk.
+        The fetcher leaves such a snapshot in memory if it is in use or not on the disk.
         """
 
     @property
@@ -132,7 +132,7 @@ class ResidentWeights:
     def forget(self, user: object) -> set[str]:
         """Forget which snapshots `user` wants in memory. Return the digests of the snapshots that no user wants any more.
 
-        They stay in memory until the memory is needed.
+        This alone frees no memory: the snapshots stay in memory until the fetcher is asked to drop them.
         """
         return set(self._used.pop(user, {}).values()) - self.wanted
 
@@ -144,8 +144,8 @@ class ResidentWeights:
 
 
 class FetcherClient:
-    """Holds snapshots through the fetcher. It starts the fetcher when that is first needed, and again if the fetcher
-    has ended.
+    """Holds snapshots through the fetcher. The first call that needs the fetcher starts it. If the fetcher has ended,
+    the next such call starts it again.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ async def all_of(running: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def _order(weights: Weights, secrets: Mapping[str, str]) -> dict[str, Any]:
-    # The deploy has put the assets into `weights.root`, where workers read them.
+    # Copy the assets from `weights.root`: the deploy has put them there for the workers.
     return {
         "manifest": str(weights.manifest), "url": weights.source, "assets": str(weights.root),
         "secrets": of_sources(secrets), "access": weights.access.to_wire(),

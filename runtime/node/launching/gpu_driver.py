@@ -78,5 +78,7 @@ class GpuDriver(ABC):
 
 @cache
 def warn(text: str) -> None:
-    """Log a warning only once, although the metrics cause it again and again."""
+    """Log a warning. Do nothing if the same text was logged before, because each reading of the metrics causes it
+    again.
+    """
     LOG.warning("%s", text)

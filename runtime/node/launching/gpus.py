@@ -13,7 +13,7 @@ from .gpu_driver import GpuDriver
 from .nvidia_gpus import NvidiaDriver
 
 # Every base gets this variable. Torch then asks the driver's library whether there are GPUs. Otherwise, torch would
-# make a context to find out, and no fork survives a context.
+# make a context to find out, and a process that is forked after that cannot use the GPUs.
 ASK_WITHOUT_USE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # Functions inherit the gateway's variables with these prefixes, which concern GPUs.
 PREFIXES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_")

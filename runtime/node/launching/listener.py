@@ -26,8 +26,9 @@ HELLO_TIMEOUT_S = 10.0
 # The pause after a connection could not be accepted, as in asyncio. No event says when a descriptor becomes free.
 ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
-# If more connections than this wait for their HELLO, the oldest one is closed. A worker sends its HELLO at once, so the oldest
-# ones are silent. Each connection needs a descriptor, and callers need descriptors, too.
+# If more connections than this wait for their HELLO, close the oldest connection. Otherwise, silent connections could
+# use up the descriptors that callers need. A worker sends its HELLO at once, so the oldest connections are not those of
+# workers.
 MAX_GREETINGS = 256
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
@@ -59,7 +60,7 @@ class Listener:
             raise GatewayError(message, remedy="Use a shorter --state-dir, or a shorter TMPDIR.")
         self.path = path
         self._expected: dict[str, Expected] = {}
-        # In the order of their arrival.
+        # The connections whose HELLO is not complete, in the order of their arrival.
         self._greetings: dict[_Greeting, None] = {}
         # The log connections, by the first half of their tokens. The event loop keeps each connection in memory until
         # it ends.

@@ -67,7 +67,7 @@ class ProcessLauncher:
         self._bases: dict[BaseKey, ZygoteProcess] = {}
         # For each base, what `_installed` returned before its start.
         self._seen: dict[BaseKey, int] = {}
-        # Bases that were replaced. Their children go on.
+        # Bases that were replaced. `_end_replaced` ends each of them once it has no child any more.
         self._replaced: list[ZygoteProcess] = []
         self._starting: dict[BaseKey, asyncio.Lock] = {}
         # The ids of the specs that need a base, by the base's key. The revisions keep the specs in memory.
@@ -85,7 +85,7 @@ class ProcessLauncher:
         secrets: Mapping[str, str] = NO_SECRETS,
     ) -> ZygoteSource:
         confinement = await self._confine(spec)
-        # Last: from here on, `end_unused` ends the base as unused until it has a child or forks one.
+        # Get the base last, and fork at once: `end_unused` ends a base that has no child and forks none.
         base = await self._base(spec)
         try:
             return await base.launch(spec, logs, on_death, secrets, confinement)
@@ -166,7 +166,8 @@ class ProcessLauncher:
                 end(process)
             if self._reaping:
                 await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
-        # A launch may just have spawned a base, which it then kills itself.
+        # Wait for launches that are just spawning a base. Such a launch finds that the launcher is closed, and kills
+        # its base.
         for lock in list(self._starting.values()):
             async with lock:
                 pass
@@ -190,13 +191,15 @@ class ProcessLauncher:
             elif installed and installed != self._seen[key]:
                 base = await self._replace(key, base)
             self._seen[key] = installed
-            # `forget` may have removed this entry while the base started. The next call of `forget` needs the entry.
+            # Add the entry again: `forget` may have removed it while the base started, and the next call of `forget`
+            # needs it.
             self._specs.setdefault(key, set()).add(id(spec))
             return base
 
     async def _replace(self, key: BaseKey, base: ZygoteProcess) -> ZygoteProcess:
-        """Return a base that has imported the packages as they are now: a fork of `base` would mix them with the old ones. If it
-        does not start, because an installation is running, return `base`.
+        """Return a new base, which has imported the packages that are installed now. A fork of `base` would mix modules
+        of the old and the new packages. If the new base does not start, because an installation is running, return
+        `base`.
         """
         try:
             newer = await self._start_base(*key)
@@ -255,8 +258,9 @@ class ProcessLauncher:
 
 
 def _installed(python: str) -> int:
-    """Return a number that changes when packages are installed for the gateway's Python; 0 for any other, which does not change,
-    and after an upgrade of pilotflame: its bases belong to the next gateway.
+    """Return a number that changes when packages are installed for the gateway's Python. Return 0 if running bases of
+    `python` must not be replaced: for another Python, whose packages do not change, and after an upgrade of pilotflame,
+    because only the next gateway can use bases of the new release.
     """
     if python != sys.executable or importlib.metadata.version("pilotflame") != __version__:
         return 0
@@ -271,7 +275,7 @@ def _key(spec: WorkerSpec) -> BaseKey:
 async def _spawn_base(python: str, request: dict[str, Any], output: ChildOutput) -> StartedProcess:
     stdin, writes = os.pipe()
     with os.fdopen(writes, "wb", buffering=0) as pipe:
-        # The request fits into the buffer of a pipe: it names packages of a fixed list.
+        # Do not block. The request fits into the buffer of a pipe, because it names only packages of a fixed list.
         os.set_blocking(writes, False)
         pipe.write(json.dumps(request).encode())
     try:
@@ -296,7 +300,8 @@ def environment(python: str) -> dict[str, str]:
     with ASK_WITHOUT_USE.
     """
     kept = {key: value for key, value in os.environ.items() if _passes(key, value)}
-    # In the environment of requirements, a .pth file names these folders, after the packages of the requirements.
+    # Set PYTHONPATH only for the gateway's Python. In an environment of requirements, a .pth file names these folders,
+    # so that they come after the packages of the requirements.
     if python == sys.executable and (folders := python_path()):
         kept["PYTHONPATH"] = os.pathsep.join(folders)
     return {**kept, **SINGLE_THREADED, **ASK_WITHOUT_USE, "PYTHONUNBUFFERED": ""}

@@ -1,6 +1,7 @@
 """Starts a process of the gateway without a copy of the gateway's page tables.
 
-uvloop forks: while the kernel copies the page tables, the event loop stands still. `subprocess` uses vfork.
+`subprocess` uses vfork, which copies no page tables. uvloop would fork, and the event loop could not run while the
+kernel copies the page tables.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Mapping, Sequence
 
 
 class StartedProcess:
-    """A process with a session of its own, which no signal of the gateway's terminal reaches."""
+    """A process in a session of its own, so that no signal of the gateway's terminal reaches the process."""
 
     @classmethod
     async def start(
         cls, command: Sequence[str | bytes], *, stdin: int, stdout: int, stderr: int, env: Mapping[str, str]
     ) -> StartedProcess:
-        """Start it with these descriptors. Raise OSError. A caller that is cancelled meanwhile gets no process: it is killed."""
-        # It waits for the exec of the program.
+        """Start a process with these descriptors. Raise OSError if it cannot be started. If the caller is cancelled
+        meanwhile, kill the process.
+        """
+        # Use a thread, because Popen waits until the program is executed.
         opening = asyncio.ensure_future(
             asyncio.to_thread(
                 subprocess.Popen, command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd="/",
@@ -30,7 +33,8 @@ class StartedProcess:
         try:
             return cls(await asyncio.shield(opening))
         except asyncio.CancelledError:
-            # The descriptors must stay open until the process has them.
+            # Wait for the start before the caller closes the descriptors, which must stay open until the process has
+            # them.
             with contextlib.suppress(OSError):
                 cls(await opening).kill()
             raise
@@ -61,7 +65,9 @@ class StartedProcess:
         return not self._ended.done()
 
     async def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code, or the number of a signal below zero."""
+        """Wait for the end of the process, and return its exit code. If a signal has killed it, return the negative
+        number of the signal.
+        """
         return await asyncio.shield(self._ended)
 
     def terminate(self) -> None:

@@ -208,7 +208,7 @@ class ZygoteProcess:
     def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
         token = self._token_of.pop(pid, "")
         if token in self._forking and token not in self._children:
-            # The HELLO and the output that the child sent before its death may still be unread.
+            # Read what has arrived: the HELLO and the output that the child sent before its death may still be unread.
             self._listener.settle()
         if (child := self._children.pop(token, None)) is not None:
             child.report_exit(code, out_of_memory=out_of_memory, certain=certain)
@@ -257,8 +257,9 @@ def send_secrets(child: Child, secrets: Mapping[str, str]) -> None:
 
 
 class ZygoteSource:
-    """Forks a revision's workers from its zygote. If its forks would share what the import has left, the base
-    spawns the workers instead."""
+    """Forks a revision's workers from its zygote. If the import has left something that forks must not share, such as a
+    thread or a connection, the base spawns the workers instead.
+    """
 
     def __init__(
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],

@@ -1,6 +1,7 @@
 """Limits the memory of idle functions: zygotes and standbys that wait for their next request, and idle workers.
 
-A function that is not in use is moved down its ladder in three cases. Then its next cold start takes longer:
+A function that is not in use is moved down its ladder in three cases. Its next cold start then takes longer. The cases
+are:
 
 - The function is light, which means that its zygote was ready within LIGHT_S, and no call came within UNUSED_S after
   its deploy. Then its zygote ends. After a start of the gateway, a light function has no zygote until it is called.
@@ -61,7 +62,7 @@ class IdleStats:
     used_s: float
     """`Inventory.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
     since_s: float
-    """The time at which the function's revision became live."""
+    """The time at which the live revision's `Live` was made, shortly before the revision became live."""
 
 
 def never_used(stats: Iterable[IdleStats], now_s: float) -> list[str]:
@@ -99,13 +100,15 @@ class IdleMemoryLimit:
         self._loop = asyncio.get_running_loop()
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
-        # The last measurement of each function. Most of a thousand functions have not changed since the last check.
+        # The last measurement of each function. It is used again if the function has not changed since the last check,
+        # as most of a thousand functions have not.
         self._measured: dict[str, tuple[FunctionMemory, IdleStats]] = {}
-        # The functions that were busy at the last check, or whose rung was not measured.
+        # The functions that the next check must compute again: they were busy, or the memory of one of their rungs was
+        # not known.
         self._unsettled = set[str]()
 
     def close(self) -> None:
-        """Listen to the kernel no more."""
+        """Stop listening to the kernel's reports."""
         self._pressure.close()
 
     async def check(self, memory: NodeMemory) -> float:
@@ -115,7 +118,7 @@ class IdleMemoryLimit:
         stats, now_s = [one for _, one in self._measured.values()], time.monotonic()
         unused = set(never_used(stats, now_s))
         for live in map(lives.__getitem__, unused):
-            # A call may have arrived since the function was noted.
+            # Check again, because a call may have arrived since the function was noted.
             if _idle(live.workers):
                 ladder = live.function.ladder
                 lower = ladder.measured.spec.below(RungName.ZYGOTE)[0]
@@ -157,7 +160,8 @@ class IdleMemoryLimit:
     # -- giving memory back
 
     def _start_relief(self) -> None:
-        # The kernel repeats its reports. If `_relieve` is already running, `_reported` makes it check again.
+        # Start `_relieve` only once, because the kernel repeats its reports. If `_relieve` is already running,
+        # `_reported` makes it check again.
         self._reported = True
         if not self._relieving.locked():
             self._tasks.create_task(self._relieve())
@@ -230,7 +234,7 @@ class IdleMemoryLimit:
 
 
 def _noted(live: Live, memory: FunctionMemory) -> IdleStats:
-    """Report the memory of a function's rungs to its ladder."""
+    """Report the memory of a function's rungs to its ladder. Return the function's stats."""
     workers, rest_bytes, idle = live.workers, memory.rest_bytes, memory.idle
     ladder, resident_bytes = live.function.ladder, workers.inventory.resident_bytes
     if idle.held_bytes:
@@ -256,7 +260,7 @@ def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> It
     """
     workers, upper = live.workers, live.workers.rung
     if workers.warm_until_s is not None:
-        # A prewarm signal holds the function's workers, so they must stay.
+        # A prewarm signal still wants the function's workers, so they must stay.
         return
     spare = private_bytes is not None and _spare(workers)
     if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):

@@ -26,7 +26,7 @@ EVENT_PAUSE_S = 0.05
 # Version 1 reports when a group's usage passes one of these shares. The usage includes reclaimable memory, so one share
 # is not enough.
 REPORTED_SHARES = tuple(share / 100 for share in range(70, 100, 3))
-# In version 1, a cgroup without a limit has a number as large as the address space.
+# In version 1, the limit of a cgroup without a limit is a number as large as the address space.
 _NO_LIMIT = 1 << 60
 
 
@@ -49,7 +49,7 @@ class MemoryLimit:
 
 
 def find_limit(cgroups: Path = CGROUPS, proc: Path = PROC) -> MemoryLimit | None:
-    """Return the smallest limit of the cgroups of this process."""
+    """Return the smallest limit of the cgroups of this process; None if none of them has a limit."""
     found = (
         MemoryLimit(one.folder, one.numbers[0], one.unified)
         for one in limits("memory", cgroups, proc / "self" / "cgroup")

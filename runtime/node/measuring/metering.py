@@ -1,4 +1,4 @@
-"""Tells the accounts how much memory and disk functions hold, after each measurement."""
+"""Tells the accounts how much memory, disk and devices functions use, after each measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, NodeMemory
 
 
 class _Told(NamedTuple):
-    """The last figures that the account of a function has got."""
+    """The last figures that the account of a function was told."""
 
     memory: FunctionMemory
     revision: str
@@ -39,11 +39,11 @@ class NodeProcesses:
 
 
 class Metering:
-    """Tells the accounts of functions, bases and gateway what they hold."""
+    """Tells the accounts of functions, of the bases and of the gateway how much memory, disk and devices these use."""
 
     def __init__(self, functions: Functions, ledger: Ledger) -> None:
         self._functions, self._ledger = functions, ledger
-        # By function: the last figures that its account has got.
+        # By function: the last figures that its account was told.
         self._told: dict[str, _Told] = {}
         self._processes = NodeProcesses()
         for name in (GATEWAY, BASES):

@@ -1,7 +1,7 @@
 """Measures the memory of all processes of this node: of functions, of the bases, and of the gateway.
 
-Nothing else measures them regularly: accounts (metering.py), the limit of idle memory (rest.py), the console and `list` read
-these figures.
+Nothing else measures them regularly: accounts (metering.py), the limit of idle memory (idle_memory_limit.py), the
+console and `list` read these figures.
 
 Memory is PSS (proportional set size), which divides the size of a page by the number of processes that map it. So the
 sum of all processes counts a shared page once. When a process starts or ends, the PSS of all others changes, but only a
@@ -120,7 +120,9 @@ class MemoryMeter:
     def __init__(self, revisions: Revisions, tasks: BackgroundTasks) -> None:
         self._revisions, self._tasks = revisions, tasks
         self.followers: list[Callable[[NodeMemory], Awaitable[float]]] = []
-        """Called with each measurement that a change has caused. They return in how many seconds to measure again."""
+        """Awaited with each complete measurement that `measure_in` has planned. Each of them returns the seconds until
+        the next measurement; infinity for none.
+        """
         self._timer: asyncio.TimerHandle | None = None
         self._due_s, self._closed, self._telling = math.inf, False, False
         self._last: NodeMemory | None = None
@@ -131,7 +133,7 @@ class MemoryMeter:
         # had when the last complete measurement began.
         self._changes = self._measured_changes = 0
         self._running: asyncio.Task[NodeMemory | None] | None = None
-        # Set to stop the thread that measures.
+        # True to make the thread that measures stop before the next function.
         self._stopped = False
         # `_processes` has the processes of each revision, by the names of the function and the revision: the meter keeps no
         # ended revision in memory. `_count` is the number of all these processes.
@@ -147,7 +149,9 @@ class MemoryMeter:
             notice.append(self.note_change)
 
     def note_change(self, function: str = "", *_: str) -> None:
-        """Measure soon, because a process of a function came or went, or the function was deployed. Ignore other arguments."""
+        """Measure soon, because a process of a function has started or ended, or the function was deployed. Ignore
+        other arguments.
+        """
         self._changes += 1
         if self._running is not None and self._measured_s > time.monotonic() - OLDEST_S:
             self._stopped = self._stopped or self._are_starting()
@@ -155,7 +159,9 @@ class MemoryMeter:
         self.measure_in(SETTLE_S if function in self._known else FIRST_S)
 
     def measure_in(self, delay_s: float) -> None:
-        """Measure after `delay_s`, but not before the pause is over, and tell the followers. Keep an earlier measurement that is due."""
+        """Measure after `delay_s`, but not before the pause is over, and tell the followers. If an earlier measurement
+        is planned, keep its time.
+        """
         loop, now_s = asyncio.get_running_loop(), time.monotonic()
         due_s = max(now_s + delay_s, self._ended_s + PAUSE * self._took_s)
         if due_s >= self._due_s or self._closed:
@@ -165,7 +171,7 @@ class MemoryMeter:
         self._due_s, self._timer = due_s, loop.call_later(due_s - now_s, self._start)
 
     def close(self) -> None:
-        """Measure no more. Later reports about processes have no effect."""
+        """Plan no more measurements. Later reports about processes have no effect."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -186,7 +192,8 @@ class MemoryMeter:
         finally:
             self._telling = False
         if not self.is_current and not self._are_starting():
-            # The processes have changed since the measurement began. The end of a start calls `note_change`.
+            # Measure again, because the processes have changed since the measurement began. While workers start, do
+            # not: the end of a start calls `note_change`.
             again_s = min(again_s, SETTLE_S if self._changed <= self._known else FIRST_S)
         if any(live.workers.replicas.total for live in self._revisions.running):
             again_s = min(again_s, EVERY_S)
@@ -213,7 +220,7 @@ class MemoryMeter:
             return self._last
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
-                # A measurement that was already running may have begun before the last change. Then measure again.
+                # Measure again if the measurement was already running, and began before the last change.
                 while await self.measure() is not None and self._measured_changes < changes:
                     pass
         return self._last
@@ -241,7 +248,8 @@ class MemoryMeter:
         self._known |= {name for name, held in found.items() if held.workers}
         self._ended_s = time.monotonic()
         if due:
-            # The measured memory of the other functions stays valid.
+            # The measurement was stopped. Measure the functions in `due` next time. The new memory of the other
+            # functions stays valid.
             self._changed.update(due.keys() - {GATEWAY, BASES})
             return None
         self._measured_s, self._measured_changes = self._ended_s, began_changes
@@ -266,7 +274,7 @@ class MemoryMeter:
             changed.add(ended[0])
             del self._processes[ended]
         for key, live in running.items():
-            # Which worker is idle changes without an event.
+            # List the processes of a function with workers each time, because no event reports which worker is idle.
             if key not in self._processes or key[0] in changed or live.workers.replicas.total:
                 self._processes[key] = list(_processes_of(live))
         found = dict[str, _Processes]()

@@ -4,7 +4,7 @@
     <state dir>/records/<name>/load.jsonl         one row for each second in which the load changed
     <state dir>/records/<name>/arrivals.f64       Unix times, as float64 in this machine's byte order
 
-The recorder writes rows every few seconds, and before it reads. A crash loses the rows that are not yet written. The
+The recorder writes rows every few seconds, and before it reads. A crash loses rows that were not written yet. The
 records of a deleted function are removed.
 """
 
@@ -36,7 +36,8 @@ DECISIONS_BYTES, LOAD_BYTES, ARRIVALS_BYTES = 1 << 20, 1 << 20, 8 << 20
 
 
 class BoundedFile:
-    """A file to which rows are appended. When it is half full, it becomes the predecessor of a new file.
+    """A file to which rows are appended. Before it exceeds half of `max_bytes`, it replaces the older file, and a new
+    file begins.
 
     Both files together have at most `max_bytes`. All methods block. A row has `row_bytes`, or else ends with a line
     feed. A crash can leave a partial row. The next `append` cuts off a partial row of fixed size. It ends a partial
@@ -126,7 +127,8 @@ class Recorder:
                 name, function = live.record.function, live.function
                 if only not in (None, name):
                     continue
-                # Fetched weights enter and leave the memory although no process starts or ends.
+                # Always note the load of a function with fetched weights: they enter and leave the memory although no
+                # process starts or ends.
                 if name in changed or live.revision.spec.remote:
                     live.workers.observed.note_load(now_s)
                 if _pending(function) and any(rows := _take(function, now_s)):

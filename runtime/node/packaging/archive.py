@@ -26,12 +26,15 @@ MAX_SEGMENT_BYTES = 255
 
 _PACK_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf`."
 _WEIGHTS_REMEDY = "Put weights in a snapshot folder."
-# How much longer the decompressed stream may be than the files. For the headers and the padding of a member, 4096 bytes suffice.
+# The decompressed stream may have this many bytes more than its files. 4096 bytes are enough for the headers and the
+# padding of a member.
 _MAX_MORE_BYTES = MAX_FILES * 4096
-# The most bytes of the headers of a member, of an extending header, and of all extending headers. Extending headers
-# have long names, times and attributes. Python before 3.11.10 and 3.12.6 needs n**2 steps for n digits in one of them.
+# The largest sizes of all headers of one member, of one extending header, and of all extending headers of an archive.
+# Extending headers contain long names, times and attributes. Python before 3.11.10 and 3.12.6 needs n**2 steps for n
+# digits in an extending header.
 _MAX_READ_BYTES, _MAX_EXTENDING_BYTES, _MAX_ALL_BYTES = 128 << 10, 4 << 10, 4 << 20
-# tarfile copies the fields of global headers for each member.
+# Count each byte of a global header this many times, because tarfile copies the fields of global headers for each
+# member.
 _GLOBAL_WEIGHT = 2048
 _EXTENDING = frozenset(
     (
@@ -50,7 +53,8 @@ _BROKEN = (
 
 
 def unpack(archive: bytes | IO[bytes], into: Path, most_bytes: int = MAX_CODE_BYTES) -> None:
-    """Unpack a tar.gz into the folder `into`, which must be empty or not exist. Its files have at most `most_bytes`.
+    """Unpack a tar.gz into the folder `into`, which must be empty or not exist. The unpacked files may have at most
+    `most_bytes` in all.
 
     Raise CodeError if the archive is refused. Then `into` is removed.
     """
@@ -65,12 +69,15 @@ def unpack(archive: bytes | IO[bytes], into: Path, most_bytes: int = MAX_CODE_BY
 
 
 class _Bounded(gzip.GzipFile):
-    """Decompresses a gzip stream. Raises CodeError if there are more bytes than an archive may have."""
+    """Decompresses a gzip stream. Raises CodeError if the stream or the headers of a member have more bytes than an
+    archive may have.
+    """
 
     most_bytes: int
     """How many bytes the files may have in all."""
     header_bytes: float = _MAX_READ_BYTES
-    """How many bytes the next reads may have in all."""
+    """How many bytes may still be read for the headers of the next member; infinity while the member's content is read.
+    """
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
@@ -174,7 +181,9 @@ class _Unpacker:
 
 
 def _members(stream: _Bounded, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members. tarfile keeps all of them, here without the fields of their headers."""
+    """Yield the members. Limit the bytes of their headers, and remove the fields of the headers, because tarfile keeps
+    all members in memory.
+    """
     while True:
         stream.header_bytes = _MAX_READ_BYTES
         member = tar.next()

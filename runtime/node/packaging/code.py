@@ -80,7 +80,7 @@ def select(folder: Path, *, exclude: Collection[Path] = ()) -> list[CodeFile]:
     if not root.is_dir():
         raise CodeError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
     excluded = {Path(os.path.realpath(root / path)) for path in exclude}
-    # If a snapshot is the function's folder itself, it is not left out, since then no file would remain.
+    # Do not leave out a snapshot that is the function's folder itself. Otherwise no file would remain.
     walk = _Walk(root, _ignored(root), frozenset(excluded - {root}))
     return _selected(folder, walk)
 
@@ -97,7 +97,8 @@ def withheld(folder: Path) -> list[str]:
 def remove_ignored(folder: Path) -> None:
     """Remove from an unpacked archive the files that `select` leaves out, and the links to them.
 
-    The program that packed the archive should have done this. So hostile lines of the archive's ignore file are skipped.
+    Skip hostile lines of the archive's ignore file. The program that packed the archive should have applied them
+    before.
     """
     ignored = _ignored(folder, simple=True)
     for path in sorted(folder.rglob("*")):
@@ -309,7 +310,7 @@ def _ignored(root: Path, *, simple: bool = False) -> GitIgnoreSpec:
 
 
 def utf8(name: str) -> bytes:
-    """Return `name` as UTF-8. Raise CodeError if the name on disk is not UTF-8."""
+    """Return `name` as UTF-8. Raise CodeError if the name is not valid UTF-8 on the disk."""
     try:
         return name.encode()
     except UnicodeEncodeError as error:

@@ -7,8 +7,8 @@ precede the gateway's packages on the path.
 
 Virtual environments hold absolute paths and cannot be moved. So each environment is built in its final place, under a
 lock. A marker file that names this place is written last. Without the marker, an environment is unfinished; with
-another place in the marker, it was moved. In both cases it is built again. Backups do not contain environments:
-A missing environment is built when a revision is launched.
+another place in the marker, it was moved. In both cases it is built again. Backups do not contain environments. A
+missing environment is built when a revision is launched.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _SHRINK_S, _LOCK_S = 300.0, 5
 # The name of an environment's folder, as `_key` makes it.
 _FOLDER = re.compile(r"py[0-9]{2,4}-[0-9a-f]{16}")
 _PLACEHOLDER = "pilotflame-placeholder\n"
-# Python reads .pth files in the order of their names. It reads this file last, so that the gateway's packages come
-# after the packages of the virtual environment.
+# Python reads .pth files in the order of their names. With this name, it reads the file last, so the gateway's packages
+# come after the packages of the virtual environment.
 _BASE_PTH = "zzzz_pilotflame_base.pth"
 # The environment variables of uv, by the names of pip's options with the same meaning.
 _UV_VARIABLES = {
@@ -83,7 +83,7 @@ def ensure_environment(
             with publish(folder / _MARKER) as marker:
                 marker.write(f"{digest}\n{folder}\n".encode())
         elif not _met(folder, requirements):
-            # The existing environment is completed and not built again, since workers may be running in it.
+            # Complete the environment instead of building it again, because workers may be running in it.
             progress("the gateway's environment has changed: installing what it no longer has")
             _install(folder, uv)
     return python
@@ -109,7 +109,7 @@ def is_environment(python: Path) -> bool:
 def _is_whole(folder: Path) -> bool:
     """Return True if the environment was completed in this place, and its interpreter still exists."""
     marker = folder / _MARKER
-    # The interpreter is a link to the gateway's interpreter, which an upgrade may have removed.
+    # Check the interpreter, too: it is a link to the gateway's interpreter, which an upgrade may have removed.
     if not marker.is_file() or not (folder / "bin" / "python").exists():
         return False
     return marker.read_text(encoding="utf-8").splitlines()[1:] == [str(folder)]
@@ -232,7 +232,7 @@ def _install(folder: Path, uv: UvCommand) -> None:
     # As in pip: if any line has a hash, then every package needs a hash.
     if any(line.hashes for line in parse_requirements(file.read_text(encoding="utf-8"))):
         arguments.append("--require-hashes")
-        # Then every version is pinned, and uv refuses constraints that do not pin a version.
+        # Leave out the constraints: all versions are pinned, and uv refuses constraints that do not pin a version.
         pip_options = {name: value for name, value in pip_options.items() if name != "constraint"}
     if pip_options.get("no-index", "0").lower() in ("1", "on", "true", "yes"):
         arguments.append("--no-index")
@@ -264,7 +264,7 @@ class UvCommand:
         # Imported here because only installations need it.
         import uv  # noqa: PLC0415
 
-        # With PYTHONPATH or PYTHONHOME, uv could find packages that a worker does not find.
+        # Leave out PYTHONPATH and PYTHONHOME. With them, uv could find packages that a worker does not find.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         ended = run_streamed(
             [uv.find_uv_bin(), "--no-config", *arguments], self.progress, deadline_s=self.deadline_s,

@@ -29,7 +29,9 @@ from ...ground.telemetry.refusals import Operation, refusal
 
 FILE = "requirements.txt"
 MAX_CHARS, MAX_LINE_CHARS, MAX_LINES = 256 << 10, 1000, 2000
-"""The most characters of a file, and of a line without its hashes, because the parser of a line is recursive; the most lines."""
+"""The largest numbers of characters of a file, of characters of a line without its hashes, and of lines. The length of
+a line is limited because its parser is recursive.
+"""
 _MOST_FAULTS = 20
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
 # Patterns of refused lines, and the reasons. They are matched after the hashes are removed. The first match counts.
@@ -77,7 +79,7 @@ def parse_requirements(text: str, file: str = FILE) -> list[RequirementLine]:
         message = f"{file} has more than {MAX_LINES} lines."
         raise RequirementsError(message, remedy="Name only the packages that the function imports.")
     for number, line in found:
-        # uv enforces this option during the installation. Whether it was met cannot be checked afterwards.
+        # Skip this option, which uv enforces during the installation. Afterwards, nobody can check whether it was met.
         if line == "--require-hashes":
             continue
         try:
@@ -226,7 +228,7 @@ def _unmet(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
     if (version := versions.get(canonicalize_name(requirement.name))) is None:
         return f"{shown} is not installed"
     try:
-        # As in pip, a pre-release that is already installed can meet any requirement.
+        # Accept an installed pre-release, as pip does.
         met = requirement.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
         met = not requirement.specifier

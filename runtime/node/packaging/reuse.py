@@ -1,6 +1,6 @@
 """Lets an upload reuse files of the function's live revision, so that a client sends changed files only.
 
-The client names each file by its digest. A client that knows a digest has no right to the bytes. So files are taken
+The client names each file by its digest. A client that knows a digest has no right to the bytes. So files are copied
 from only one folder: the code of the live revision of a function that the caller may deploy. The function can write to
 this folder, so each file is hashed while it is copied, and no link is followed.
 """
@@ -120,7 +120,9 @@ def _has(code: Path, file: CodeFileDigest, gone: threading.Event) -> bool:
 
 
 def _hash(source: IO[bytes], target: IO[bytes] | None = None, gone: threading.Event | None = None) -> str:
-    """Return the SHA-256 of a file, or of its first part if `gone` is set, and copy it to `target`."""
+    """Return the SHA-256 of a file. If `target` is given, also copy the file to `target`. Stop once `gone` is set, and
+    return the SHA-256 of the part that was read.
+    """
     digest = hashlib.sha256()
     while (gone is None or not gone.is_set()) and (data := source.read(BUFFER_BYTES)):
         digest.update(data)

@@ -1,7 +1,8 @@
 """Exchanges the files of revisions between gateways: packs a revision's folder, stores it in blobs, and unpacks it elsewhere.
 
-The files are one tar.gz, whose blobs are named by its SHA-256. The same files always give the same bytes, so they are stored once. The
-record of the revision and the versions of local files are about one machine, so they are not packed.
+The files of a revision are packed into one tar.gz, which is stored in blobs. The names of the blobs contain the SHA-256
+of the tar.gz. The same files always give the same bytes, so they are stored once. The record of the revision and the
+versions of local files are not packed, because they are valid on one machine only.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from .code import MAX_FILES
 from .snapshots import ASSETS_FOLDER, COMPARED_FILE, VERSIONS_FILE
 
 MOST_BYTES = 1 << 30
-"""The files of a revision that gateways exchange. Their database holds them, and each gateway copies them."""
+"""The largest total size of a revision's files that gateways exchange. The limit protects the database, which stores
+the files, and the disks of the gateways, which all copy them.
+"""
 PART_BYTES = 16 << 20
-"""The size of a blob. A gateway holds one at a time in memory."""
+"""The size of a blob. A gateway has only one blob at a time in memory."""
 _LOCAL_FILES = frozenset((VERSIONS_FILE, COMPARED_FILE))
 REMEDY = (
     "Put the weights into an object store, and set `snapshot` to their address, such as s3://bucket/weights."
@@ -46,13 +49,15 @@ class RevisionFiles:
         self._blobs = blobs
 
     def put(self, packed: PackedFiles) -> None:
-        """Store packed files durably. Close their file."""
+        """Store packed files durably, and close `packed.file`."""
         with packed.file as file:
             for blob in _blobs_of(packed.name):
                 self._blobs.put(blob, file.read(PART_BYTES))
 
     def get(self, name: str, into: Path) -> None:
-        """Unpack stored files into the folder `into`, which must be empty or not exist. Raise GatewayError if they are damaged or gone."""
+        """Unpack stored files into the folder `into`, which must be empty or not exist. Raise GatewayError if the
+        stored files are damaged or gone.
+        """
         digest = hashlib.sha256()
         with TemporaryFile(dir=into.parent) as file:
             for blob in _blobs_of(name):
@@ -66,18 +71,20 @@ class RevisionFiles:
             unpack(file, into, MOST_BYTES)
 
     def keep(self, names: Collection[str]) -> None:
-        """Delete all other files, except new ones."""
+        """Delete the stored files that are not in `names`, except new files that the index may not name yet."""
         self._blobs.keep([blob for name in names for blob in _blobs_of(name)])
 
 
 def pack_files(folder: Path, code: str, record: str) -> PackedFiles:
-    """Pack the folder of a revision. `code` is the name of its folder with the code, and `record` that of the file with its record.
+    """Pack the folder of a revision. `code` is the name of the subfolder with the code, and `record` is the name of the
+    file with the revision's record.
 
-    The caller puts the result, or closes its file. Raise CodeError if the files are too many or too large.
+    The caller must pass the result to `RevisionFiles.put`, or close its file. Raise CodeError if the files are too many
+    or too large.
     """
     file = TemporaryFile(dir=folder.parent)  # noqa: SIM115  the caller closes it
     try:
-        # Weights hardly become smaller, whatever the level.
+        # Use the fastest level, because weights hardly become smaller at any level.
         with (
             gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=1, mtime=0) as zipped,
             tarfile.open(fileobj=zipped, mode="w|", format=tarfile.PAX_FORMAT) as tar,
@@ -94,7 +101,7 @@ def pack_files(folder: Path, code: str, record: str) -> PackedFiles:
 
 
 def _blobs_of(name: str) -> list[str]:
-    """Return the names of the blobs that hold files. The files' name ends with their number."""
+    """Return the names of the blobs that contain the files `name`. `name` ends with the number of blobs."""
     return [f"{name}-{number}" for number in range(int(name.partition("-")[2]))]
 
 
@@ -113,7 +120,9 @@ def _add_all(tar: tarfile.TarFile, folder: Path, code: str, local: Collection[st
 
 
 def _travelling(folder: Path, code: str, local: Collection[str]) -> Iterator[Path]:
-    """Yield all but the `local` files. A file of the code, or an asset, may have the name of one."""
+    """Yield all paths in `folder`, except the `local` files. Also yield files of the code, and assets, that have the
+    name of a local file.
+    """
     for path in sorted(folder.rglob("*")):
         above = path.relative_to(folder).parts[:-1]
         if path.name not in local or code in above[:1] or ASSETS_FOLDER in above:
@@ -132,7 +141,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> int:
         tar.addfile(member)
         return 0
     member.mode = 0o755 if facts.st_mode & stat.S_IXUSR else 0o644
-    # A process of the function may have put a link or a pipe in its place.
+    # Follow no link and do not block: a process of the function may have replaced the file by a link or a pipe.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as content:
         member.size = facts.st_size
         tar.addfile(member, content)

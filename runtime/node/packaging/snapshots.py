@@ -1,6 +1,7 @@
-"""Puts what a revision needs of a snapshot into its folder: manifest, signature, assets, versions of local shards.
+"""Puts the parts of a snapshot that a revision needs into the revision's folder: manifest, signature, assets, and
+versions of local shards.
 
-If the gateway requires signatures, they are checked here, at a deploy and for stored revisions.
+If the gateway requires signatures, this module checks them, at a deploy and for stored revisions.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ MANIFEST_FILE = "manifest.json"
 ASSETS_FOLDER = "assets"
 # Has the versions of local shards whose bytes a deploy has compared with the manifest, by the names of the shards.
 VERSIONS_FILE = "versions.json"
-# Holds a folder for each named snapshot, with its manifest and assets. A single unnamed snapshot
-# has them in the revision's folder.
+# Holds a folder for each named snapshot, with its manifest and assets. The manifest and the assets of a single unnamed
+# snapshot are in the revision's folder itself.
 SNAPSHOTS_FOLDER = "snapshots"
 # Has the state of a local snapshot's files when they were last compared with signed digests.
 COMPARED_FILE = "compared"
 DESCRIBE_S = 300.0
 """A deploy reads the manifest and the assets of a remote snapshot for at most this time, because it holds a thread."""
 
-# The functions below import parts of the snapshot engine, so that deploys without weights do not wait for them.
+# The functions below import parts of the snapshot engine only when they are called, so that deploys without weights do
+# not wait for these imports.
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRules:
-    """What snapshots of a function are fetched with: its secrets, and the policies of the key that deploys it."""
+    """The secrets of a function, and the policies of the key that deploys it. Both decide how the function's snapshots
+    are fetched.
+    """
 
     secrets: Mapping[str, str]
     policies: DeployPolicies
@@ -66,9 +70,9 @@ def describe_local(
     manifest. Also write the versions of the weights that were compared with it, and unless the weights are `stored` with
     the revision, copies of the assets.
 
-    `earlier` is the folder of the same snapshot in the live revision. A file that was compared for that revision is not read again. Raises
-    SignatureInvalid if a signature is required and missing, and SnapshotCorrupt if the manifest describes another
-    file.
+    `earlier` is the folder of the same snapshot in the live revision. A file that was compared for the live revision,
+    and has not changed since, is not read again. Raises SignatureInvalid if a signature is required and missing, and
+    SnapshotCorrupt if the manifest describes another file.
     """
     from ....snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ....snapshot.format.compared import file_version  # noqa: PLC0415
@@ -83,7 +87,7 @@ def describe_local(
     _keep_signature(source, found, folder, log, rules)
     if found is None:
         log(f"making a manifest of {snapshot}")
-        # It is made of the bytes of these versions, or of later ones, which are compared below.
+        # `create` reads these versions of the files, or later ones. Files with a later version are compared below.
         versions = {
             file.name: file_version(file.stat()) for file in root.glob(f"*{SUFFIX}") if file.is_file()
         }
@@ -117,7 +121,8 @@ def _write_versions(
 
 
 def compare_received(snapshot: Path, folder: Path) -> None:
-    """Compare weights that came with the code from another gateway with the manifest in `folder`, and write their versions there.
+    """Compare the weights in a revision's code, which came from another gateway, with the manifest in `folder`. Write
+    the versions of the weights into `folder`.
 
     Raise SnapshotCorrupt if they differ.
     """
@@ -129,11 +134,14 @@ def compare_received(snapshot: Path, folder: Path) -> None:
 
 
 def _compared_earlier(manifest: Manifest, folder: Path | None) -> dict[str, str]:
-    """Return the versions of the shards that were compared with the same manifest for a revision."""
+    """Return the versions of the shards that were compared with the same manifest for the revision in `folder`; nothing
+    if its manifest differs.
+    """
     from ....snapshot.format.manifest import Manifest  # noqa: PLC0415
 
     with contextlib.suppress(OSError, SnapshotError):
-        # The parts of a manifest may differ, so nothing of a part was compared for another part.
+        # Use the versions only if the manifests are equal. If the live revision needs only a part of the snapshot, its
+        # manifest differs, because only the bytes of this part were compared.
         if folder is not None and Manifest.read(folder / MANIFEST_FILE).digest == manifest.digest:
             return read_versions(folder)
     return {}
@@ -152,7 +160,9 @@ def read_versions(folder: Path) -> dict[str, str]:
 
 
 def _link_rest(root: Path, folder: Path) -> None:
-    """Link what `root` has and `folder` has not, at the same places. The folders that have assets are made already."""
+    """Make a link in `folder` to each file and folder of `root` that `folder` lacks. A subfolder that contains assets
+    already exists in `folder`, so make links in it.
+    """
     for path in root.iterdir():
         here = folder / path.name
         if here.is_dir():
@@ -239,7 +249,7 @@ def _check_signed(
     except OSError as error:
         fault = f"{place} cannot be checked: {error.strerror}."
         raise SnapshotError(fault, remedy="Check the rights of this folder.") from error
-    # Without the file, for example if the disk is full, the weights are read again.
+    # Ignore a failure, for example because the disk is full. The next check then reads the weights again.
     with contextlib.suppress(OSError):
         (folder / COMPARED_FILE).write_text(state)
     return bool(state)
@@ -304,7 +314,9 @@ def _refuse_unsigned(root: Path, manifest: Manifest) -> None:
 def _keep_signature(
     source: Source, manifest: Manifest | None, folder: Path, log: WriteLine, rules: SourceRules
 ) -> None:
-    """Copy the signature beside the manifest at `source`, if there is one. Check it if signatures are required."""
+    """Copy the signature that is beside the manifest at `source` into `folder`, if there is a signature. Check the
+    signature if signatures are required.
+    """
     from ....snapshot.format.discover import find_signature  # noqa: PLC0415
     from ....snapshot.format.manifest import SIGNATURE_NAME  # noqa: PLC0415
     from ....snapshot.format.signature import check_signature  # noqa: PLC0415
@@ -325,7 +337,7 @@ def _keep_signature(
 
 
 def _root_of(snapshot: Path) -> Path:
-    """Return the folder of the weights. `snapshot` is this folder or a file in it."""
+    """Return the folder of the weights. `snapshot` is the folder or a file in it."""
     return snapshot if snapshot.is_dir() else snapshot.parent
 
 

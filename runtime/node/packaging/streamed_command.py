@@ -50,7 +50,7 @@ def run_streamed(
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", pass_fds=pass_fds, env=environ,
-        # The command may start further processes. In a new process group, all of them can be ended together.
+        # Start a new process group, so that the command and the processes that it starts can be ended together.
         start_new_session=True,
     ) as process:  # fmt: skip
         deadline = threading.Timer(deadline_s, _expire, (process, late))
@@ -78,8 +78,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         _signal(process, signal.SIGTERM)
         ended = os.pidfd_open(process.pid)
         try:
-            # Don't read the exit status of the process yet: after that, the processes that it leaves could not be
-            # killed.
+            # Do not read the exit status of the process before SIGKILL is sent. After that, `_signal` could not kill
+            # the processes that the command has left.
             select.select([ended], [], [], END_TIMEOUT_S)
         finally:
             os.close(ended)
@@ -87,7 +87,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    # Once the exit status of the process was read, another process group may get its number.
+    # Send nothing once the exit status of the process was read: another process group may have its number by then.
     if process.returncode is not None:
         raise ProcessLookupError
     os.killpg(process.pid, number)
