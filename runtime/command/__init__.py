@@ -2,6 +2,6 @@
 
 `commands` has the commands, `client` the client of a gateway, options and printed output, and `calling` the clients for programs.
 
-Enter at `runtime/cli.py`, which names the module of each command and has `serve` and `dev`, or at `client/client.py`. Plugins add
-commands: `build`, `chat`, `simulate`.
+Start reading at `runtime/cli.py`, which names the module of each command and defines `serve` and `dev`, or at
+`client/client.py`. Plugins add commands: `build`, `chat`, `simulate`.
 """

@@ -32,7 +32,7 @@ class GatewayAddress:
 
     socket: socket.socket
     certificate: Certificate | None
-    """None: it serves HTTP, and not HTTPS."""
+    """The certificate for HTTPS; None if the gateway serves HTTP."""
     url: str
     local: bool
     """True if no other machine can reach it."""
@@ -49,7 +49,7 @@ def open_address(settings: GatewaySettings, stack: contextlib.AsyncExitStack) ->
 def warn_of_keys(
     address: GatewayAddress, engine: str | None, keyring: Keyring, state: Path, *, local: bool
 ) -> None:
-    """Warn of API keys with which nothing can be deployed, and of missing keys, unless all callers are `local`."""
+    """Warn of API keys with which nothing can be deployed. Unless all callers are `local`, also warn if there are no keys."""
     if (names := keyring.container_only) and not engine:
         LOG.warning("%s", NO_ENGINE.format(names=", ".join(names)))
     if not local and not keyring.exists:

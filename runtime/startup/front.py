@@ -62,7 +62,7 @@ from .stored_calls import StoredCalls
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The HTTP server of a gateway, and the parts that its end needs."""
+    """The HTTP server of a gateway, and the parts that a shutdown needs."""
 
     admin: Admin
     http: HttpServer
@@ -82,9 +82,9 @@ class FrontParts:
     plugins: Mapping[str, type[ApiPlugin]]
     """The APIs of plugins, by the names of the plugins."""
     engine: str | None
-    """The container engine."""
+    """The URL of the container engine; None without an engine."""
     alone: FunctionSettings | None
-    """The gateway's only function; None: there may be several."""
+    """The gateway's only function; None if there may be several functions."""
     is_stale: Callable[[str | None], bool] | None = None
     """See `Chain`."""
 
@@ -114,7 +114,7 @@ async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Fro
         [*rows, *(standalone.routes if standalone is not None else [])], admin.statuses, plugins.all
     ).routes
     control = stack.enter_context(control_socket(parts.state.folder))
-    # Without a plugin that serves apps, host names of functions are names like all others.
+    # Without a plugin that serves apps, the prefix is "", and `HostNames` finds no function for any host name.
     prefix = next((one.host_prefix for one in plugins.all if one.host_prefix), "")
     hosts = HostNames(node.functions.hosts.find, prefix)
     connections = OpenConnections(backend.origins, most_connections())
@@ -142,7 +142,7 @@ def _backend(parts: FrontParts, endless: EndlessAnswers) -> Backend:
 
 
 def _other_routes(parts: FrontParts, endless: EndlessAnswers, plugins: Plugins) -> list[Route]:
-    """Return the gateway's own routes, without those of calls and administration."""
+    """Return the gateway's own routes, except the routes of calls, jobs and administration."""
     state, node, local = parts.state, parts.node, parts.address.local and parts.alone is None
     functions = node.functions
     apis = (
@@ -179,7 +179,7 @@ def _guard(
     parts: FrontParts, routes: Sequence[Route], control: ControlSocket, connections: OpenConnections,
     standalone: Standalone | None, hosts: HostNames,
 ) -> tuple[Guard, CrossOrigin]:  # fmt: skip
-    """Return the checks of each request: of its API key and quotas, and of the page that a browser sends it from."""
+    """Return two checks of each request: of its API key and quotas, and of the web page from which a browser sends it."""
     settings, functions, local = parts.settings, parts.node.functions, parts.address.local
     cors = CrossOrigin(functions, routes, settings.cors_origins, hosts, lambda: local and not guard.closed)
     guard = Guard(
@@ -220,7 +220,7 @@ def _server(
     chain = Chain(
         guard, ErrorResponses(error_formats(routes), functions.owns, plugins.unrouted), cors, audit, LargeAnswers(),
         on_quota=functools.partial(_count_refusal, functions, parts.node.metrics),
-        # Where one function is served alone, its code and the gateway have the same owner.
+        # A single function needs no isolation of its pages, because its code and the gateway have the same owner.
         isolation=PageIsolation(hosts) if standalone is None else None,
         access=AccessLog(parts.state.logs.channel(ACCESS), connections.client_of) if settings.access_log else None,
         standalone=standalone, is_stale=parts.is_stale,

@@ -15,7 +15,7 @@ from ..ground.settings.gateway_settings import GatewaySettings
 from ..ground.storing import private_files
 
 if TYPE_CHECKING:
-    # It needs psycopg, which a gateway without the setting need not have.
+    # The module needs psycopg, which may be missing on a gateway without the setting.
     from ..ground.storing.membership import Membership
 
 INCARNATION_FILE = "incarnation"
@@ -34,7 +34,8 @@ async def join(
         from ..ground.storing.membership import Membership  # noqa: PLC0415
     incarnation, file = secrets.token_hex(8), folder / INCARNATION_FILE
     members = Membership(settings.database.get_secret_value(), incarnation, node_name(settings), __version__)
-    # The lock of the state folder says that the gateway of this file has ended, so its jobs need not wait for the end of its lease.
+    # This gateway has the lock of the state folder. So the gateway that wrote the file has ended, and its jobs need not wait
+    # for the end of its lease.
     previous = await asyncio.to_thread(private_files.read, file)
     members.first = previous is None
     await asyncio.to_thread(members.open, (previous or b"").decode())
@@ -45,5 +46,5 @@ async def join(
 
 
 def node_name(settings: GatewaySettings) -> str:
-    """Return what other gateways and people call this gateway."""
+    """Return the name of this gateway that other gateways and people see: host and port."""
     return f"{socket.gethostname()}:{settings.port}"

@@ -49,7 +49,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningNode:
-    """The functions of a gateway, and what measures them."""
+    """The functions of a gateway, and the parts that measure them."""
 
     functions: Functions
     revisions: Revisions
@@ -64,7 +64,7 @@ class RunningNode:
 async def open_node(
     settings: GatewaySettings, state: State, engine: str | None, stack: contextlib.AsyncExitStack
 ) -> RunningNode:
-    """Return the node without functions. Raise LauncherError if the fetcher cannot serve chunks to peers."""
+    """Return a node that has no functions yet. Raise LauncherError if the fetcher cannot serve chunks to peers."""
     sharing = _sharing(settings)
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
@@ -75,7 +75,7 @@ async def open_node(
     await fetcher.share()
 
     def totals(function: str) -> Totals:
-        # The ledger reads the metrics, which are made below, only when it writes or shows usage.
+        # The metrics are made below. The ledger calls this later, when it writes or shows usage.
         return metrics.totals(function)
 
     ledger = await _open_ledger(settings, state, totals, stack)

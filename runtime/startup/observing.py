@@ -1,4 +1,4 @@
-"""Connects the followers of functions' events: metrics, accounts, memory, records, and the observers of plugins."""
+"""Connects the parts that follow the events of functions: metrics, accounts, memory, records, and observers of plugins."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _open_observers(
 
 
 def open_recorder(functions: Functions, folder: Path, stack: contextlib.AsyncExitStack) -> Recorder:
-    """Store the decisions about functions, their load and their arrivals."""
+    """Return a recorder that stores the decisions about functions, their load and their arrivals."""
     recorder, tasks = Recorder(folder, functions.all), functions.tasks
 
     def deleted(name: str) -> None:

@@ -1,7 +1,8 @@
-"""Defines what each signal does to the gateway's process, in one table, whatever command and settings started it.
+"""Defines in one table what each signal does to the gateway's process.
 
-Only the gateway reacts to signals. The base and the fetcher have sessions of their own, as zygotes and workers do, so that
-no signal of a terminal reaches them; `leftovers/fork_safety.py` ignores those that are sent to them one by one.
+The signals of a terminal are only for the gateway. The base and the fetcher have sessions of their own, as zygotes and
+workers do, so that these signals do not reach them. If a tool sends such a signal to one of these processes, the process
+ignores it (`OF_GATEWAY` in calls/link/worker_spec.py).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ class Action(StrEnum):
     """What the gateway does when it gets a signal."""
 
     DRAIN = "drain"
-    """It finishes the running calls and ends. A second such signal ends it at once."""
+    """The gateway finishes the running calls and ends. A second such signal ends it at once."""
     RELOAD = "reload"
-    """It reads its TLS certificate again, if it has one, and goes on: the terminal may have closed."""
+    """The gateway reads its TLS certificate again, if it has one, and goes on: the terminal may have closed. `dev` ends
+    with its terminal, so it drains instead.
+    """
     IGNORE = "ignore"
 
 
@@ -34,7 +37,8 @@ TABLE = {
     signal.SIGHUP: Action.RELOAD,
     signal.SIGUSR1: Action.IGNORE,
     signal.SIGUSR2: Action.IGNORE,
-    # Python ignores these two itself: a write to a closed connection, or beyond a limit of the size of files, fails.
+    # Python itself ignores these two signals. Instead, a write to a closed connection, or beyond the size limit of files,
+    # raises an error.
     signal.SIGPIPE: Action.IGNORE,
     signal.SIGXFSZ: Action.IGNORE,
 }

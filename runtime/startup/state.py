@@ -51,7 +51,7 @@ class State:
     logs: Logs
     store: Store
     own_documents: Documents
-    """What describes this machine alone."""
+    """The documents that describe only this machine. Gateways do not share them."""
     documents: Documents
     """Keys, secrets and the key that signs webhooks. Gateways with a common database share them."""
     keyring: Keyring
@@ -88,7 +88,7 @@ async def open_state(settings: GatewaySettings, stack: contextlib.AsyncExitStack
     stack.push_async_callback(asyncio.to_thread, documents.close)
     pool = None
     if members is not None:
-        # It needs psycopg, which `join` has found.
+        # The module needs psycopg, which is installed: `join` has imported it.
         from ..ground.storing.postgres import PostgresPool  # noqa: PLC0415
 
         pool = PostgresPool(members.url)

@@ -1,7 +1,8 @@
 """Lets `scale.max` and the limits of owners hold over all gateways that share a database.
 
-Each gateway tells the others, for each function that has workers or calls, how many workers it has and needs, and takes its share. A gateway that
-lacks workers tells so at once. For about two heartbeats, the gateways together may have more workers than a limit allows.
+Each gateway reports to the others, for each function that has workers or calls, how many workers it has and needs, and takes
+its share. A gateway that lacks workers reports this at once. For about two heartbeats, the gateways together may have more
+workers than a limit allows.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ class WorkerShares:
     """The workers that the functions of this gateway have and need, and its shares of the limits."""
 
     def __init__(self, revisions: Revisions, of_owner: Callable[[str], int | None], tell: Callable[[], object]) -> None:  # fmt: skip
-        """`of_owner` returns the limit of an owner over all gateways. `tell` has the next heartbeat made at once."""
+        """`of_owner` returns the limit of an owner over all gateways. `tell` starts the next heartbeat at once."""
         self._revisions, self._of_owner, self._tell = revisions, of_owner, tell
         self._limits = revisions.reconciler.limits
         self._limits.of_owner, self._limits.lacks = self._share_of_owner, self._note_lack
-        # How many workers the other gateways know that the calls of each function need here.
+        # By function: the number of workers that its calls need here, as last reported to the other gateways.
         self._wants = dict[str, int]()
         self._owner_shares = dict[str, int]()
-        # The times at which functions and owners without workers began to need some.
+        # By kind and name: the time at which a function or an owner without workers began to need one.
         self._since: dict[tuple[str, str], float] = {}
 
     def report(self, now_s: float) -> dict[str, dict[str, GatewayUse]]:
-        """Return what is in use, for the other gateways. Functions and owners without workers and calls are left out."""
+        """Return the use of the limits, for the other gateways. Leave out functions and owners without workers and calls."""
         told: dict[str, dict[str, GatewayUse]] = {FUNCTIONS: {}, OWNERS: {}}
         for live in self._revisions.running:
             if any(use := live.workers.observed.use):
-                # `scale.max` does not count the workers of retiring revisions, and of a revision that is proven.
+                # `scale.max` does not count the workers of retiring revisions, or of a revision before it goes live.
                 if live.workers.phase is Phase.LIVE:
                     told[FUNCTIONS][live.record.function] = use
                 if self._of_owner(owner := live.workers.owner) is not None:
@@ -54,7 +55,10 @@ class WorkerShares:
         return told
 
     def take(self, gateway: str, reports: Mapping[str, Any]) -> None:
-        """Take the shares of this gateway. `reports` has what each living gateway has told, by incarnation."""
+        """Compute this gateway's shares of the limits, and apply them.
+
+        `reports` has the reports of the living gateways, by incarnation.
+        """
         functions = by_name(reports, FUNCTIONS, GatewayUse, len(UNUSED))
         for live in list(self._revisions.running):
             most, uses = live.record.settings.scale.max, functions.get(live.record.function)
@@ -67,7 +71,7 @@ class WorkerShares:
             self._limits.shrink()
 
     def cut_off(self) -> None:
-        """Let each function have at least one worker while no reports come: the other gateways may have ended."""
+        """While no reports arrive, let each function have at least one worker, because the other gateways may have ended."""
         self._owner_shares = {owner: max(1, share) for owner, share in self._owner_shares.items()}
         for live in list(self._revisions.running):
             self._limit(live, max(1, live.workers.revision.policy.scale.max))
@@ -86,7 +90,7 @@ class WorkerShares:
         revision.configure(replace(policy, scale=scale))
         live.workers.look()
         if not policy.scale.max:
-            # Its waiting jobs may run here again.
+            # This gateway had no share of the function before. Now the function's waiting jobs may run here again.
             self._revisions.functions.events.live(live.record.function)
 
     def _note_lack(self, function: str, want: int) -> None:

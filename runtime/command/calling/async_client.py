@@ -24,10 +24,10 @@ ANSWER_S = 30.0
 
 
 class JobOptions(TypedDict, total=False):
-    """What `submit` takes beside the input."""
+    """The options of `submit`."""
 
     key: str
-    """The same idempotency key again returns the same job. By default each submit makes a job."""
+    """The idempotency key. A `submit` with the same key returns the same job. By default, each `submit` makes a new job."""
     priority: Literal["normal", "low", "batch"]
     execution_timeout_s: float
     ttl_s: float
@@ -41,10 +41,11 @@ class AsyncClient:
     def __init__(
         self, url: str | None = None, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, retry_s: float = RETRY_S
     ) -> None:  # fmt: skip
-        """Without `url` and `api_key`, the variables PILOTFLAME_URL and PILOTFLAME_API_KEY count, as for the commands.
+        """Without `url` and `api_key`, use the variables PILOTFLAME_URL and PILOTFLAME_API_KEY, as the commands do.
 
-        `timeout_s` is the time for each call, with its retries, and for each `result` of a job. A request is repeated for at most
-        `retry_s`: if the gateway cannot be reached, or if its answer has Retry-After.
+        `timeout_s` is the time for each call, with its retries, and for each `result` of a job. If the gateway cannot be
+        reached, or if its answer has Retry-After, a request is repeated for at most `retry_s`. A request about a job is also
+        repeated if its connection breaks, or if a proxy answers 502, 503 or 504.
         """
         self.timeout_s = timeout_s
         url = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
@@ -133,7 +134,7 @@ class AsyncFunctionHandle:
                 return error
 
     async def submit(self, event: Any = None, **options: Unpack[JobOptions]) -> AsyncJobHandle:
-        """Store a job with a JSON value as its input, and return it. The gateway runs it, also if this process ends."""
+        """Store a job with a JSON value as its input, and return the job. The gateway runs it even if this process ends."""
         key = options.pop("key", "") or secrets.token_hex(16)
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         body = _json({"input": event, **options})

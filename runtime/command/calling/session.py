@@ -1,4 +1,4 @@
-"""Sends requests to a gateway on an event loop, each with a deadline, and repeats those that are safe to repeat."""
+"""Sends requests to a gateway on an event loop, each with a deadline, and repeats failed requests if that is safe."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TIMEOUT_S = 600.0
 RETRY_S = 60.0
 CONCURRENCY = 16
 MAX_CONCURRENCY = 256
-# `map` starts at most this many times `concurrency` calls whose answers are not yet taken.
+# `map` starts calls ahead: at most AHEAD times `concurrency` calls have answers that the caller has not taken yet.
 AHEAD = 4
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 1024
 MAX_ANSWER_BYTES = 1 << 30
 FIRST_RETRY_S = 2.0
-"""The longest time for which requests are repeated before the first response: the address may be wrong."""
-# The gateway ends a call at its deadline. Its answer may arrive this much later.
+"""Before the first response of the gateway, requests are repeated for at most this time, because the address may be wrong."""
+# Wait for a response until this long after the deadline. The gateway ends a call at its deadline, and then answers.
 GRACE_S = 2.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
-# What proxies answer while a gateway starts again.
+# The statuses that proxies answer while a gateway restarts. A request that is `safe` is repeated after such a response.
 _TEMPORARY = frozenset({502, 503, 504})
 
 
 class Order(NamedTuple):
-    """A request. `safe` means that a second one does no harm after a connection broke."""
+    """A request. If it is `safe`, it may be sent again after its connection broke."""
 
     method: str
     path: str
@@ -53,7 +53,10 @@ class Reply(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """A failed attempt. The request may be sent again after `wait_s`, where 0 means a growing pause, and None: not at all."""
+    """A failed attempt. The request may be sent again after `wait_s` seconds.
+
+    0 stands for a pause that grows with each attempt. None means that the request must not be sent again.
+    """
 
     error: PilotflameError
     wait_s: float | None
@@ -69,7 +72,8 @@ class GatewaySession:
         self._headers = authorization(api_key, self.url)
         self._retry_s = retry_s
         self._allowed_s = min(retry_s, FIRST_RETRY_S)
-        # A session belongs to an event loop. A forked child must not end the sessions of its parent.
+        # The session of each event loop, because a session works on one loop only. A forked child opens its own session, and
+        # does not close the sessions of its parent.
         self._opened = dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]()
 
     async def close(self) -> None:
@@ -77,7 +81,7 @@ class GatewaySession:
             await session.close()
 
     async def send(self, order: Order, timeout_s: float) -> Reply:
-        """Return the response. Raise the error that the gateway answers, or GatewayError, or DeadlineExceeded."""
+        """Return the response. Raise the error that the gateway answers, GatewayError, OutputTooLarge, or DeadlineExceeded."""
         deadline_s, failing_since_s, pause_s = time.monotonic() + timeout_s, 0.0, FIRST_PAUSE_S
         while True:
             found = await self._attempt(order, max(0.001, deadline_s - time.monotonic()))
@@ -107,7 +111,7 @@ class GatewaySession:
             raise DeadlineExceeded(late, remedy=remedy) from None
 
     async def _exchange(self, order: Order, left_s: float) -> Reply | _Failure:
-        # A quoted slash in the name of a function stays quoted.
+        # With `encoded`, a quoted slash in a function's name stays quoted.
         url = URL(self.url + order.path, encoded=True)
         headers = {**order.headers, "X-Request-Timeout": f"{left_s:.3f}"}
         async with self._http.request(
@@ -136,16 +140,16 @@ class GatewaySession:
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, ssl=authorities or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 headers=self._headers,
-                # With trust_env, a password of ~/.netrc would replace the key.
+                # Name the proxy, and do not set trust_env: with it, a password of ~/.netrc would replace the key.
                 proxy=self._proxy,
             )
         return self._opened[loop]
 
 
 def _asked_wait_s(error: PilotflameError, headers: Mapping[str, str]) -> float | None:
-    """Return the seconds after which a response invites the same request, or None if it does not."""
+    """Return the seconds after which a response asks for the same request again, or None if it does not ask."""
     if isinstance(error, FunctionStopped) and "retry_after_s" not in error.details:
-        # A person has to end this state.
+        # Do not repeat the request, because a person has to end this state.
         return None
     exact_ms, rounded_s = headers.get("retry-after-ms", ""), headers.get("Retry-After", "")
     if exact_ms.isdecimal():

@@ -35,19 +35,19 @@ class _LoopThread:
         self._stop = asyncio.Event()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin `work`, and return its future. To cancel the future cancels the work."""
-        # `close` has the same lock: the loop ends after it has begun the work, and so cancels it.
+        """Begin `work`, and return its future. Cancelling the future cancels the work."""
+        # `close` takes the same lock. So the loop begins this work before it ends, and then cancels it.
         try:
             with self._lock:
                 return asyncio.run_coroutine_threadsafe(work, self._running())
         except BaseException:
-            # After Ctrl-C, Python would warn of work that has not begun.
+            # Close work that has not begun, for example after Ctrl-C. Otherwise Python warns that it was never awaited.
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, which has a deadline. Ctrl-C cancels it."""
+        """Return the result of `work`, which has a deadline. Ctrl-C cancels the work."""
         future = self.start(work)
         try:
             return _result_of(future)
@@ -61,7 +61,7 @@ class _LoopThread:
             if loop is None or self._pid != os.getpid():
                 return
             loop.call_soon_threadsafe(self._stop.set)
-        # Garbage collection may call this in the thread itself.
+        # A thread cannot wait for its own end, and garbage collection may call `close` in this thread.
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
 
@@ -83,7 +83,7 @@ class _LoopThread:
         async with self._client:
             started.set_result(asyncio.get_running_loop())
             await stop.wait()
-            # Calls end as cancelled, and not because their connections close.
+            # Cancel the calls before the connections close. Otherwise the calls would fail with errors of connections.
             work = asyncio.all_tasks() - {asyncio.current_task()}
             for task in work:
                 task.cancel()
@@ -121,7 +121,7 @@ class FunctionHandle:
 
     def __init__(self, client: SyncClient, function: AsyncFunctionHandle) -> None:
         self.name = function.name
-        # The client lives as long as its handles.
+        # Keep the client: if it were garbage, its finalizer would end this handle's calls.
         self._client, self._function = client, function
 
     def call(self, event: Any = None, *, timeout_s: float | None = None) -> Any:
@@ -141,7 +141,7 @@ class FunctionHandle:
                     waiting.popleft()
                 work = self._function.call_in(slots, event, timeout_s, return_exceptions)
                 waiting.append(self._client.loop.start(work))
-            # After Ctrl-C, the future is still there, to be cancelled.
+            # Remove a future only after its result, so that `finally` cancels it if Ctrl-C ends the wait.
             while waiting:
                 yield _result_of(waiting[0])
                 waiting.popleft()

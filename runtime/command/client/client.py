@@ -147,7 +147,7 @@ class Client:
         """Deploy a folder from `archive`, a tar.gz of its files. `folder` is the folder's name. The progress events,
         the flags and the result are the same as with `deploy`.
 
-        The archive may list files that it does not hold. The gateway takes these files from the live revision `base`,
+        The archive may list files that it does not contain. The gateway takes these files from the live revision `base`,
         which is written FUNCTION/REVISION. Raise BaseChanged if another revision is live.
         """
         params: dict[str, Any] = {
@@ -176,7 +176,7 @@ class Client:
         raise GatewayError("The deploy's progress broke off before its end.", remedy=remedy)
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
-        """Change the live revision of a function, and return the function's status. `how` ends the route's path."""
+        """Change the live revision of a function, and return its status. `how` ends the path of the route, as in "restart"."""
         path = path_of("v1", "functions", name, how)
         return json_of(self._connection.request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 
@@ -192,7 +192,7 @@ class Client:
         yield from self._lines(path_of("v1", "logs", name), query)
 
     def views(self) -> Iterator[dict[str, Any]]:
-        """Yield the content of the console. Then yield each second the functions that have changed in it."""
+        """Yield the content of the console. Then, each second, yield the functions whose entries have changed."""
         yield from self._lines(path_of("v1", "console"), {"follow": True})
 
     def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:

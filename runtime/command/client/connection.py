@@ -42,7 +42,7 @@ class GatewayConnection:
         self.on_loopback = is_loopback(host_of(self.url))
         self._on_wait = on_wait if self.on_loopback and control is None else None
         self._unknown = self.url == DEFAULT_URL and control is None
-        # Without TLS, also of a proxy, no certificate is checked. To read the well-known authorities takes 36 ms.
+        # If neither the gateway nor a proxy uses TLS, do not read the well-known authorities, which takes 36 ms.
         proxies = () if self.on_loopback else getproxies().values()
         plain = not any(url.lower().startswith("https:") for url in (self.url, *proxies))
         # A proxy that the environment names cannot reach a gateway on this machine. So ignore the proxy on loopback.
@@ -69,7 +69,7 @@ class GatewayConnection:
     def stream(
         self, method: str, path: str, *, timeout: httpx.Timeout = NO_TIMEOUT, **request: Any
     ) -> Iterator[httpx.Response]:
-        """Yield a response whose body is read inside the block. Raise as `request` does, also during the block."""
+        """Yield a response whose body is read inside the block. Raise the same errors as `request`, also during the block."""
         with self._translated_errors(), ExitStack() as stack:
             response = self._connected(
                 lambda: stack.enter_context(self._http.stream(method, path, timeout=timeout, **request))
@@ -80,7 +80,8 @@ class GatewayConnection:
     def _connected(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         """Send a request and return its response. If nothing listens, wait for a starting gateway and send again.
 
-        The first request to the default address asks for the name, without the API key: any other server may listen there.
+        At the default address, any other server may listen. So before the first request, ask the server for its name,
+        without the API key.
         """
         if self._unknown:
             asked = self._http.build_request("GET", "/")

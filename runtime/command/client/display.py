@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 BAR_COLUMNS = 40
 # If the output is not a terminal, tables and messages have this width in characters.
 WIDTH_WITHOUT_TERMINAL = 200
-# A JSON answer is indented if it is shorter. A longer answer, such as an embedding, would fill too many lines.
+# On a terminal, an indented JSON answer must have fewer characters than this. A longer answer, such as an embedding,
+# would fill too many lines, so it is not indented.
 INDENTED_CHARS = 4_000
 OWN = "pilotflame"
 """The dialect of pilotflame's own handlers."""
 
 
 def style(text: str, **how: Any) -> str:
-    """Return a text for `echo` or `say` with `raw`. Its own control characters are escaped. `how` is as in `click.style`."""
+    """Return a styled text, for `echo` or `say` with `raw`. Control characters in `text` are escaped. `how` is as in `click.style`."""
     return click.style(printable(text), **how) if text else ""
 
 
 def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
-    """Print a text on stdout. If `raw`, its control characters are not escaped. A style is left out unless stdout is a
-    terminal.
-    """
+    """Print a text on stdout. If `raw`, do not escape its control characters. If stdout is not a terminal, leave out styles."""
     click.echo(text if raw else printable(text), nl=nl)
 
 
@@ -68,7 +67,7 @@ def print_json(value: Any) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return `value` as JSON without control characters. It is ASCII if the encoding of stdout lacks letters."""
+    """Return `value` as JSON without control characters. Unless stdout has a UTF encoding, the JSON is ASCII."""
     lacks = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     return printable_json(json.dumps(value, ensure_ascii=lacks, indent=indent))
 
@@ -111,7 +110,7 @@ def print_answer(answer: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool = False) -> None:
-    """Print a table without borders, if `apart` after an empty line. Columns of numbers are aligned to the right."""
+    """Print a table without borders. If `apart`, first print an empty line. Align columns of numbers to the right."""
     if apart:
         echo()
     right = [
@@ -120,7 +119,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart:
     ]
     texts = [list(columns), *([printable(text) for text in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    # rich takes a millisecond for each row. It is needed to fold texts, and for characters of other widths.
+    # Use rich only to fold texts, and for characters of other widths, because it takes a millisecond for each row.
     plain = all(text.isascii() and text.isprintable() for row in texts for text in row)
     if not plain or sum(widths) + 2 * (len(widths) - 1) > _columns():
         return _print_folded(texts, right)
@@ -222,7 +221,7 @@ def spinner(text: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def deploying(folder: str, url: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, Any]], None]]:
-    """Yield a function that shows the events of a deploy on stderr: the function with its gateway's `url`, and each step with its time.
+    """Yield a callback that shows the events of a deploy on stderr: the function with its gateway's `url`, and each step with its time.
 
     On a terminal, the events are shown as they happen, and a spinner names the step that runs. Otherwise they are shown
     at the end, and only if the deploy succeeds, because a command that fails prints only its error. Notes are always
@@ -246,7 +245,7 @@ def deploying(folder: str, url: str, *, quiet: bool) -> Iterator[Callable[[str, 
 
 
 def _deploy_line(event: str, told: dict[str, Any], url: str) -> str | None:
-    """Return the line that shows an event of a deploy, or None for an event that a step begins."""
+    """Return the line that shows an event of a deploy, or None for the event that reports the beginning of a step."""
     if event == "function":
         return f"{_target(told['name'], told['replaces'])} at {url}"
     return None if told["seconds"] is None else f"  {told['name']:<12}{told['seconds']:>8.2f} s"

@@ -24,7 +24,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (name, data) of each server-sent event. Drop a last event that is incomplete, without an empty line."""
+    """Yield (name, data) of each server-sent event. Drop the last event if the empty line after it is missing."""
     name, data = "message", list[str]()
     for line in split_lines(chunks):
         field, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""Deploys a folder to a gateway. Sends the folder's path, or to a gateway elsewhere the files that it lacks."""
+"""Deploys a folder to a gateway. A gateway that sees the folder gets its path, and any other gateway the files that it lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .client import Client, OnProgress
 from .options import FunctionSource
 
 # If the files have at least this total size, the first upload of a command asks the gateway which of them it has. The
-# question needs the function's name. The import that finds the name takes longer than to send fewer bytes.
+# question needs the function's name, and the import that finds the name takes longer than sending fewer bytes.
 WORTH_ASKING_BYTES = 1 << 20
 SHOWN_CHANGES = 3
 # Errors that an edit of the folder may fix.
@@ -38,9 +38,9 @@ MENDABLE: tuple[type[PilotflameError], ...] = (
 class FolderDeploy:
     """A folder that is deployed once, or again after each change.
 
-    A gateway on loopback gets the folder's path. It may run in a container or behind a forwarded port, and not see the
-    same folder at this path. Then it gets the files. Every other gateway gets the files. With `upload`, every gateway
-    gets the files.
+    A gateway on loopback gets the folder's path. If such a gateway does not see the same folder at this path, for example in
+    a container or behind a forwarded port, it gets the files. Every other gateway gets the files. With `upload`, every
+    gateway gets the files.
     """
 
     def __init__(self, client: Client, source: FunctionSource, *, upload: bool, **flags: bool) -> None:
@@ -104,7 +104,7 @@ class FolderDeploy:
             return "", []
         try:
             found = self._client.post("v1", "functions", function, "lacking", body={"files": self._files})
-        # The function does not exist yet, or the API key has no access to it.
+        # Send all files: the function does not exist yet, or the API key has no access to it.
         except UnknownFunction:
             return "", []
         lacking = set(found["lacking"])

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 
 START_S = 10.0
 """The maximum wait of a command for a gateway that has announced its start."""
-# The maximum wait of a command for an announcement, which `serve &` makes after half a second, or several on a busy machine.
+# The maximum wait of a command for an announcement. `serve &` makes it after half a second, or after several seconds on a
+# busy machine.
 ANNOUNCE_S = 5.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.02, 0.25
 CONNECT_S = 1.0

@@ -35,7 +35,8 @@ TEMPLATES = {
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _MAX_CONFIG_BYTES = 4 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Templates for models of text, and then the files in which a tokenizer keeps its vocabulary.
+# A model for one of these templates needs a tokenizer: one of the files in _TOKENIZERS, or a file with an ending in
+# _SENTENCEPIECE, with the vocabulary.
 _OF_TEXT = ("text-generation", "text-classification", "reranking", "text-embedding")
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 _SENTENCEPIECE = (".spm", ".bpe.model", ".tiktoken", "tokenizer.model")
@@ -101,7 +102,8 @@ def find_template(where: str) -> str:
         remedy = "Give a folder with config.json and safetensors, or a URL: hf://ORGANISATION/NAME, s3://BUCKET/PREFIX."
         raise SnapshotError(f"{where} is not a folder.", remedy=remedy)
     source = open_source(where)
-    # Check the format first, because this check lists the files: a list fails only if the whole repository is missing.
+    # Check the format first, because this check lists the files. The list fails only if the whole repository is missing. So
+    # this error comes before the error of a missing config.json.
     _check_format(source, where)
     config = _read_object(source, "config.json")
     if config is None:

@@ -64,7 +64,7 @@ _name = click.option("--name", metavar="NAME", help="Use this name instead of th
 
 
 class Moment(click.ParamType[float]):
-    """A point in time: a time that has passed since (30s, 10m, 2h, 3d), or a date and time such as 2026-11-22T10:00."""
+    """A point in time: a duration before now (30s, 10m, 2h, 3d), or a date and time such as 2026-11-22T10:00."""
 
     name = "time"
 
@@ -134,7 +134,7 @@ class FunctionSource(NamedTuple):
     def overrides(self, *, local: bool = True) -> dict[str, str]:
         """Return the settings on the command line. Raise BadParameter if a setting is not KEY=VALUE.
 
-        `local` means that the gateway runs on this machine. Then make a snapshot's path absolute for it.
+        If `local`, the gateway runs on this machine and needs the absolute path of a snapshot.
         """
         found: dict[str, str] = {}
         for text in self.settings:
@@ -204,10 +204,10 @@ optional_source = functools.partial(function_source, default=None)
 def gateway_defaults(*, standalone: bool, state_dir: Path | None) -> Iterator[dict[str, Any]]:
     """Yield defaults for the gateway's settings: a platform's $PORT or $AIP_HTTP_PORT, and temporary folders.
 
-    The container of a `standalone` function usually has no home. So unless the user names a state folder, its state and
-    cache are in temporary folders, which are deleted at the end.
+    The container of a `standalone` function usually has no home. So unless the user names a state folder, the state is in a
+    temporary folder, which is deleted at the end. If the home is not writable, the cache is there too.
     """
-    # Vertex AI's name of the variable is the second.
+    # Vertex AI sets AIP_HTTP_PORT. Other platforms set PORT.
     found = os.environ.get("PORT") or os.environ.get("AIP_HTTP_PORT")
     port = {"port": found} if found else {}
     if not standalone or state_dir is not None or STATE_VARIABLE in os.environ:

@@ -25,7 +25,7 @@ def broken(url: str, error: Exception) -> GatewayError:
 
 
 def answered(url: str, status: int, body: bytes, target: str = "") -> PilotflameError:
-    """Return the error in the response to a request for `url`. `target` is its header Location."""
+    """Return the error in the response to a request for `url`. `target` is the Location header of the response."""
     if 300 <= status < 400 and target:
         moved = f"{url} answered {status}, which names another address: {shown(target)[:200]!r}."
         return GatewayError(moved, remedy="Let --url (or PILOTFLAME_URL) name the gateway itself.")

@@ -1,4 +1,4 @@
-"""What commands about snapshots share: where a snapshot is, its manifest, and how it is shown."""
+"""Finds, reads and describes snapshots, for all commands about snapshots."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def public_key(text: str) -> str:
 
 
 def of_caller() -> dict[str, str]:
-    """Return the variables of this process that a gateway takes from a function's secrets only, such as a token for web servers."""
+    """Return the variables, such as a token for web servers, that a gateway takes only from a function's secrets."""
     families = tuple(
         one
         for scheme in SCHEMES.values()

@@ -113,7 +113,8 @@ def _frozen(state: Path) -> Iterator[Path]:
     frozen = state / STAGING_FOLDER / f"backup.{secrets.token_hex(8)}"
     frozen.mkdir(mode=0o700)
     try:
-        # Databases first: the files to which they refer are written before, and are linked after them.
+        # Copy the databases first. The gateway writes a file before its database refers to the file. So all files to which
+        # the copy refers exist when the files are linked.
         for entry in sorted(
             state.iterdir(), key=lambda path: (not path.name.endswith(DATABASE_ENDING), path)
         ):
@@ -140,7 +141,7 @@ def _link(source: Path, target: Path) -> None:
                 _link_or_copy(source, target)
         except (FileNotFoundError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
-            # `source` is the folder of a function that was deleted.
+            # Leave out a folder that no longer exists: its function was deleted meanwhile.
             if not source.exists():
                 return
             if attempt == ATTEMPTS - 1:

@@ -163,7 +163,7 @@ class _Demo:
         raise GatewayError(late, remedy="Run the demo on a machine with less load.")
 
     def _wait_for_ends(self) -> None:
-        """Wait for the ends of the workers. The console's stream, which has one line each second, shows them later."""
+        """Wait until the processes of the workers have ended. The console would show that only in its next line, up to 1 s later."""
         rows = self._client.get("v1", "functions", NAME, memory=1)["processes"]
         workers = list[psutil.Process]()
         for pid in (row["pid"] for row in rows if row["role"] == "worker"):
@@ -207,7 +207,7 @@ def _fresh_process_ms(expected: list[float]) -> float:
 
 
 def _memory_at_rest() -> dict[str, float]:
-    """Return the number of processes of the gateway, and their memory. A page that they share counts once."""
+    """Return the number of processes of the gateway, and their memory. A page that several of them map counts once."""
     processes = psutil.Process().children(recursive=True)
     return {
         "processes": len(processes),

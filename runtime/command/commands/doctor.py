@@ -42,7 +42,7 @@ NO_SNAPSHOT = "0" * 64
 PROBE_BYTES = 64 << 20
 SLOW_FORK_MS = 50.0
 SLOW_DATABASE_MS = 5.0
-# A larger difference of clocks shows in the times of jobs.
+# A larger difference between the clocks makes the times of jobs noticeably wrong.
 CLOCK_S = 5.0
 SLOW_READ_BYTES_S = 1 << 30
 SLOW = "Slow: check whether this machine is busy."
@@ -207,7 +207,7 @@ def database_answers(url: str) -> Check:
 
 
 def _open_files() -> Check:
-    # The gateway raises its soft limit to the hard one.
+    # Check the hard limit, because the gateway raises its soft limit to it.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, remedy = str(hard), f"ulimit -Hn {GOOD_OPEN_FILES}"
     if hard < MIN_OPEN_FILES:
@@ -270,7 +270,7 @@ def _torch() -> Check:
 
 
 def _gpus() -> Iterator[Check]:
-    """Yield a check of the GPUs that functions with resources.gpus share. Yield nothing without a driver."""
+    """Yield a check of the GPUs that functions with resources.gpus share. Yield nothing if this machine has no GPU driver."""
     driver = gpus.find_driver()
     if found := driver.uses():
         used = [
@@ -284,7 +284,7 @@ def _gpus() -> Iterator[Check]:
 
 
 def _limits() -> Check:
-    """Check which limits of `[resources]` this user can set for processes, and with which versions of cgroups."""
+    """Check which limits of `[resources]` this user can set for processes, and name the versions of cgroups that set them."""
     found = find_controllers()
     held = [setting for name, setting in CONTROLLERS.items() if name in {one.name for one in found}]
     versions = " and ".join(sorted({f"version {2 if one.unified else 1}" for one in found}))

@@ -50,7 +50,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
             )
         if stopped:
             display.say(f"now: it refuses calls: {stopped}")
-        # Without workers, there is none that a cause could let stay.
+        # Without workers, leave out the causes that let workers stay.
         causes = [one for one in desired["because"] if desired["held"] or " lets " not in one]
         because = "; ".join(map(_in_words, causes)) or "nothing wants one"
         display.say(f"now: {display.counted(desired['held'], 'worker')} ({because})")
@@ -59,7 +59,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
 
 
 def _in_words(reason: str) -> str:
-    """Return a reason of the row, such as "plan lets 1 stay", with words for a cause that is no setting."""
+    """Return a reason of the row, such as "plan lets 1 stay". Replace a cause that is not the name of a setting by plain words."""
     cause, _, rest = reason.partition(" ")
     return f"{_CAUSES.get(cause, cause)} {rest}"
 

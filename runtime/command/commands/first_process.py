@@ -14,8 +14,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def become_child_of_init() -> None:
     """If this process is the first of a container, fork. The child goes on, and this process becomes its init.
 
-    The kernel makes the first process the parent of orphans, so it must wait for them. The kernel also ignores signals
-    that the first process does not handle. Call this before other threads are started.
+    The kernel makes the first process the parent of orphans, so this process must collect their exit codes. The kernel also
+    ignores signals that the first process does not handle. Call this before other threads are started.
     """
     if os.getpid() != FIRST:
         return
@@ -26,7 +26,7 @@ def become_child_of_init() -> None:
     # once, through the first process.
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # The child uses the sockets that systemd has passed to the first process.
+    # Let the child use the sockets that systemd has passed to the first process.
     if os.environ.get("LISTEN_PID") == str(FIRST):
         os.environ["LISTEN_PID"] = str(os.getpid())
 
@@ -35,7 +35,7 @@ def _serve_as_init(child: int) -> None:
     """Pass signals on to the child, and end with its exit code."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        # The child may have ended in the meantime.
+        # Drop a signal for a child that has ended in the meantime.
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 

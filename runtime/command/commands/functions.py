@@ -19,7 +19,7 @@ from ..client.options import FunctionSource
 # If an example input is longer, the printed command has @FILE instead.
 MAX_EXAMPLE_CHARS = 200
 DEFAULT = "default"
-"""The origin of a setting that has its default."""
+"""The origin that `status` shows for a setting that nothing has set."""
 
 
 @click.command()
@@ -290,7 +290,7 @@ def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows below the functions: the memory that belongs to no single function, and the sum."""
     listed = [one["memory_bytes"] for one in found["functions"] if one["memory_bytes"] is not None]
     if (memory := found.get("memory")) is None:
-        # An API key for some functions only sees the sum of these functions' memory, if it was measured.
+        # With an API key for only some functions, show the sum of these functions' memory, if it was measured.
         held = {"all": sum(listed) if listed else None}
     else:
         held = {"(bases)": memory["bases_bytes"], "(gateway)": memory["gateway_bytes"]}
@@ -380,7 +380,7 @@ def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _origin(origins: dict[str, str], key: str) -> str:
-    """Return the origin of a setting, also if the file sets the keys of its table, or an override sets the table that it is in."""
+    """Return the origin of a setting: where it, or else a key below it, or else the table that contains it, was set."""
     below = (origin for name, origin in origins.items() if name.startswith(f"{key}."))
     return origins.get(key) or next(below, None) or origins.get(key.partition(".")[0]) or DEFAULT
 

@@ -16,7 +16,7 @@ from ...jobs.stored.job import JobState
 from ..client import display, exit_codes, options
 from ..client.client import Client, jobs_of
 
-# No piece has a number this high. `Client.follow` yields only pieces after a given number, here no pieces.
+# `Client.follow` yields only the pieces after a given number. No piece has a number this high, so it yields none.
 AFTER_ALL_PIECES = 999_999_999
 _JOB_ID = click.argument("job_id", metavar="ID")
 _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
@@ -67,7 +67,7 @@ def run_job(
 
 
 class _Jobs(click.Group):
-    """Says how to list jobs if the name of a function is taken for a command."""
+    """If a user writes the name of a function in place of a command, says how to list its jobs."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

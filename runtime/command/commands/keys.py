@@ -1,6 +1,6 @@
 """The commands `pilotflame keys create|list|revoke`.
 
-They send requests to the gateway. If the gateway does not run, they change the files in its state folder.
+The commands send requests to the gateway. If it does not run, they change the files in its state folder.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
             keyring = Keyring(documents)
             keyring.load()
             before = {key.id for key in keyring.all()}
-            # A command may fail after it has changed the files, for example if its output is closed.
+            # Audit the changes even if the command fails after it has made them, for example because its output is closed.
             try:
                 yield keyring
             finally:

@@ -109,7 +109,7 @@ def _weights(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
 
 
 def _at_start(snapshots: dict[str, T]) -> dict[str, T]:
-    """Return the snapshots without the adapters, which are fetched whole, so that their order does not matter."""
+    """Return the snapshots except adapters. Adapters are fetched whole, so the order of their tensors does not matter."""
     return {name: one for name, one in snapshots.items() if not is_adapter(name)}
 
 

@@ -64,7 +64,7 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
 
 
 def _verified_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the snapshot in `folder`. If it exists, verify the files; otherwise make it."""
+    """Return the manifest of the snapshot in `folder`. If the manifest exists, verify the files. Otherwise make the manifest."""
     if folder.is_dir() and not (file := folder / MANIFEST_NAME).exists():
         with display.progress(f"reading {folder}") as progress:
             manifest = make_manifest(folder, progress=progress)
@@ -217,9 +217,9 @@ def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _written_bytes(folder: Path) -> int:
-    """Return the number of bytes of the files in `folder` that are written.
+    """Return the number of bytes that were written to the files in `folder`.
 
-    The files' sizes and their numbers of blocks do not tell this number, because both are complete from the start.
+    The sizes of the files and their numbers of blocks do not show it, because both are complete from the start.
     """
     total = 0
     for path in folder.rglob("*"):

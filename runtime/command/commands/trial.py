@@ -28,11 +28,11 @@ DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
 PRINTED_LINES = 200
-# The gateway does not inherit these variables. So it asks for no API key and has no certificate, although only this
-# process knows its address.
+# The gateway does not inherit these variables. So it asks for no API key and has no certificate. It needs neither, because
+# only this process knows its address.
 AUTH_VARIABLES = ("PILOTFLAME_AUTH", "PILOTFLAME_TLS_CERT", "PILOTFLAME_TLS_KEY", options.CONFIG_VARIABLE)
 _PR_SET_PDEATHSIG = 1
-# The module of the command line. `_start` runs it with `python -m`.
+# The module of the command line. `_started` runs it with `python -m`.
 _PROGRAM = f"{__name__.partition('.command.')[0]}.cli"
 
 
@@ -66,7 +66,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
         except InvocationError as error:
             found = client.logs(deployed["name"], lines=LOG_LINES)
             lines = [line["text"] for line in found if line["level"] != "error"]
-            # The log ends with the temporary gateway.
+            # Put the end of the log into the error, because the log is deleted with the temporary gateway.
             if lines and (not error.remedy or "pilotflame logs" in error.remedy):
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
@@ -83,7 +83,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
 
 
 def _printed(client: Client, name: str) -> list[str]:
-    """Return the last lines that the function printed, including those that it printed during its imports."""
+    """Return the last lines that the function printed, including lines from its imports."""
     found = client.logs(name, lines=PRINTED_LINES)
     return [line["text"] for line in found if line["source"] not in OWN_SOURCES]
 
@@ -106,7 +106,7 @@ def private_gateway() -> Iterator[str]:
 
 @contextmanager
 def _started(state_dir: Path, errors: IO[bytes]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """Start a gateway. Yield it, and the pipe on which it announces its URL: anything may print on its stdout."""
+    """Start a gateway. Yield its process, and a pipe with its URL. The URL is not on stdout, where any code may print."""
     libc = ctypes.CDLL(None)
     where = ["--port", "0", "--host", _loopback(), "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
     reading, writing = os.pipe()

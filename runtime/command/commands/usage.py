@@ -58,7 +58,7 @@ def usage(
         return display.print_json(found)
     if as_csv:
         return display.echo(_csv(by, found), nl=False)
-    # Most functions have no tokens, so these columns are left out without any.
+    # Most functions have no tokens, so show the columns of tokens only if there are some.
     tokens = TOKENS if found["total"]["prompt_tokens"] else ()
     rows = [_row(row["key"] or "-", row["usage"], tokens) for row in found["rows"]]
     if not rows:
@@ -83,7 +83,7 @@ def _row(key: str, used: dict[str, float], tokens: Sequence[str]) -> tuple[str, 
     counts = (f"{used[name.replace(' ', '_')]:.0f}" for name in tokens)
     cells = (*times, memory, *calls, display.duration(used["waiting_s"]), *counts)
     if key.startswith("("):
-        # These are rows of the node's own processes, which have neither workers nor calls.
+        # For the node's own processes, show only memory and money, because they have neither workers nor calls.
         cells = tuple(memory if cell is memory else "-" for cell in cells)
     return (key, *cells, *money)
 

@@ -62,7 +62,7 @@ async def _deploy(rollouts: Rollouts, deployment: Deployment, say: Say, stop: as
     try:
         live = await rollouts.deploy(deployment)
     except (PilotflameError, OSError, RuntimeError) as error:
-        # Ctrl-C ends the processes and threads that the deploy uses.
+        # Print no error after Ctrl-C, which ends the processes and threads that the deploy uses.
         if stop.is_set():
             return None
         if isinstance(error, RuntimeError):

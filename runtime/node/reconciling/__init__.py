@@ -13,7 +13,7 @@ Start reading at `reconciler.py`.
           Standby           keeps the child of the zygote that becomes the next worker
           HeldWeights       keeps the fetched weights on this node while the revision has workers
       GpuBookings         books the memory of the node's GPUs
-      Function          tells whether a function may run; its revisions share its keep-alive plan, budget and signals
+      Function          knows whether a function may run; its revisions share its keep-alive plan, budget and signals
 
 The decisions are pure functions in `scaling`. This room must not know about HTTP, jobs or deployments.
 """

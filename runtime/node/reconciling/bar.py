@@ -12,7 +12,7 @@ from .revision_parts import RevisionParts
 
 
 class Bar:
-    """Whether calls of one revision are refused now. It spends the budget of the function's account."""
+    """Refuses the calls of one revision while it may have no worker. The function's account reads the revision's usage here."""
 
     def __init__(self, one: RevisionParts) -> None:
         self._one = one

@@ -37,7 +37,7 @@ class CarryOut:
     def row(self, row: Row, seen: Seen, planned: Sequence[MemoryByGpu | None]) -> bool:
         """Start, wake, stop and park workers until the revision has the number of workers that the row names.
 
-        `planned` is the GPU memory of each worker that starts; None for a worker without GPUs. Return True if
+        `planned` has the GPU memory of each worker that starts. It is empty for workers without GPUs. Return True if
         workers woke, stop or park: then the revision has a new row.
         """
         missing = row.start(seen)
@@ -89,7 +89,7 @@ class CarryOut:
             number += count
             if cause is not StartCause.DEPLOY:
                 self._note("start", proposal.cause, seen, workers=count)
-        # Not now: the check may look at the revision, and this is a part of a look.
+        # Check the budget after the present look has ended, because the check may look at the revision.
         asyncio.get_running_loop().call_soon(one.function.account.check)
 
     def _cause(self, seen: Seen) -> StartCause:
@@ -101,7 +101,7 @@ class CarryOut:
         return StartCause.SCALE_UP if seen.awake else StartCause.ZERO
 
     def _sent(self, woken: int, queued: int) -> int:
-        """Send waiting invocations to workers that woke."""
+        """If workers woke, send waiting invocations to them. Return `woken`."""
         if woken:
             self._one.function.decisions.note("wake", CALLS, workers=woken, queued=queued)
             self._one.starts.note_workers(self._one.replicas)
@@ -146,9 +146,9 @@ class CarryOut:
         self._note("refuse", limit, seen, **{"workers": missing, limit: most})
 
     def renew_standby(self) -> bool:
-        """End the standby, whose GPU memory workers need, or which had none to rehearse. Return False without a standby.
+        """End the standby, because workers need its GPU memory, or because it had no GPU memory to rehearse.
 
-        The next look forks another one.
+        The next look forks a new standby. Return False if there is no standby.
         """
         if not self._one.pool.standby.end():
             return False
@@ -185,7 +185,7 @@ class CarryOut:
         await one.pool.close(drain.teardown_s)
 
     async def hold_adapter(self, replica: Replica, name: str) -> None:
-        """Have an adapter fetched that a worker needs, and tell the worker when it can be mapped."""
+        """Fetch an adapter that a worker needs. Tell the worker how long the bytes may take to arrive, or why they cannot be fetched."""
         try:
             held: float | PilotflameError = await self._one.pool.weights.fetch_on_use(name)
         except PilotflameError as error:
@@ -197,7 +197,7 @@ class CarryOut:
             replica.tell_held(name, held)
 
     def _note(self, action: str, cause: str, seen: Seen, **figures: float) -> str:
-        """Record a decision about the number of workers, with the figures behind it. Return it in words."""
+        """Record a decision about the number of workers, with the figures behind it. Return the decision in words."""
         load = seen.load
         predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
         return describe(self._one.function.decisions.note(

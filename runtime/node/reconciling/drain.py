@@ -10,7 +10,7 @@ from ...calls.serving.call_ends import CallEnd, shutting_down
 from .pool import STOP_TIMEOUT_S
 
 # Workers have at least this time for their `teardown`, even if their invocations have used up the time of the drain. If the
-# drain has a shorter limit, workers have that time.
+# drain has a shorter limit, workers have only the time of that limit.
 MIN_TEARDOWN_S = 2.0
 
 
@@ -27,7 +27,7 @@ class Drain:
         """The number of invocations that had begun and have not ended in time."""
 
     def limit(self, timeout_s: float) -> None:
-        """End the drain after at most `timeout_s`. The drain need not have begun."""
+        """End the drain at the latest `timeout_s` from now. This may be called before the drain begins."""
         self._limit_s, self._until_s = timeout_s, min(self._until_s, time.monotonic() + timeout_s)
         self._timers.append(asyncio.get_running_loop().call_later(timeout_s, self._over.set))
 

@@ -34,17 +34,17 @@ class Function:
     arrivals: Arrivals = field(default_factory=Arrivals)
     cold_starts: ColdStarts = field(default_factory=ColdStarts)
     upstreams: dict[str, Delays] = field(default_factory=dict)
-    """By the name of an upstream function: the delays of this function's calls after its calls (`Upstreams`)."""
+    """By the name of an upstream function: the delays of this function's calls after the upstream function's calls (`Upstreams`)."""
     worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The numbers in the names of workers. All revisions share them, so that names stay unique."""
     prewarms: Prewarms = field(init=False)
     barred: str = ""
-    """Why a policy does not allow it to run; "" if it does."""
+    """Why a policy does not allow the function to run; "" if the policies allow it."""
     secrets: dict[str, str] | None = None
     """The secrets at its deletion, for the revisions that still drain; None before the deletion. A new function of the same
     name has its own secrets."""
     paused: bool = False
-    """True if the owner has paused it. Then it holds no process, and event sources leave their messages in the queue."""
+    """True if the owner has paused the function. Then it has no process, and event sources leave their messages in the queue."""
 
     def __post_init__(self) -> None:
         self.prewarms = Prewarms(self.decisions)

@@ -1,4 +1,4 @@
-"""Holds the history of each function, which its revisions share, and stores it in documents below `habits/`.
+"""Keeps the history of each function, which the function's revisions share, and stores it in documents below `habits/`.
 
 Each function has one document. `node.json` has the node-wide prior of idle times. A document that is missing or damaged counts
 as empty: the policy then starts without history.
@@ -161,7 +161,7 @@ class FunctionHistories:
 
 
 def _remembering(known: Function) -> Callable[[], _Remembered]:
-    """Copy the present state, and return a function that makes the content of the file from the copy.
+    """Copy the present state, and return a function that makes the content of the document from the copy.
 
     The returned function can run in a thread.
     """
@@ -186,7 +186,7 @@ def _remembering(known: Function) -> Callable[[], _Remembered]:
 
 
 def _rounded(times_s: Iterable[float]) -> tuple[float, ...]:
-    """Return times in whole milliseconds, which take half the space in a file."""
+    """Round times to milliseconds, which halves their space in a document."""
     return tuple(round(time_s, 3) for time_s in times_s)
 
 

@@ -1,8 +1,8 @@
 """Books GPU memory of the node for workers and standbys, within the memory of each GPU.
 
-A worker has its booking from before its activation until its process has ended. A parked worker keeps only the memory
-that its process still holds. A standby that rehearses has a booking too, and keeps the booking when it becomes a worker.
-The allocation (scaling/allocation.py) decides which processes make room.
+A worker has its booking from before its activation until its process has ended. While the worker is parked, its booking
+covers only the memory that its process still uses. A standby that rehearses has a booking too, and keeps the booking when
+it becomes a worker. The allocation (scaling/allocation.py) decides which processes make room.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class GpuClaimant(Protocol):
 
     @property
     def gpu_need(self) -> GpuNeed | None:
-        """The GPUs that each of its workers needs; None without GPUs."""
+        """The GPUs that each worker of the revision needs; None if it needs no GPU."""
 
     def renew_standby(self) -> bool:
-        """Replace the standby, which could not rehearse: there is room now. Return False if there is no standby."""
+        """Replace a standby that could not rehearse, because there is room now. Return False if there is no standby."""
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Rehearsals:
         """The number of revisions that wait for room. While a revision waits, no standby takes a booking."""
 
     def take(self, one: GpuClaimant) -> GpuBooking | None:
-        """Make a booking for a standby that is about to be forked, and return the booking; None if it must not rehearse."""
+        """Book memory for a standby that is about to be forked. Return None if it needs no GPU, or must not rehearse."""
         if (need := one.gpu_need) is None:
             return None
         room = self._ledger.rehearsal_room(need)
@@ -83,7 +83,8 @@ class Rehearsals:
     def limit_mb(self, one: GpuClaimant, held: GpuBooking | None) -> int | None:
         """Return how many MiB of each GPU a process may use before it is activated; None if there is no limit.
 
-        If the node has more GPUs than a worker needs, the process does not know its GPUs yet, and the result is 0.
+        Without a booking, the result is 0. It is also 0 if the node has more GPUs than a worker needs, because the process
+        does not know its GPUs before its activation.
         """
         if one.gpu_need is None:
             return None
@@ -91,7 +92,7 @@ class Rehearsals:
         return min(held.holding.values()) if known and held is not None else 0
 
     def renew(self) -> None:
-        """If there is room now, replace one standby that could not rehearse. The next follows after that rehearsal."""
+        """If there is room now, replace one standby that could not rehearse. Replace the next standby after that rehearsal."""
         for one in self._without_room:
             if one.gpu_need is None or self.waiting:
                 continue
@@ -160,7 +161,7 @@ class GpuBookings:
     def note_parked(self, replica: Replica, freed_bytes: int, kept: MemoryByGpu) -> None:
         """Learn that a worker has parked, and how much memory it keeps.
 
-        A worker without a snapshot, from which weights could be brought back, frees nothing and keeps all its memory.
+        Without a snapshot, a worker could not bring weights back. So the worker frees nothing, and the booking does not change.
         """
         held = self.of(replica)
         if held is None or replica.state is not ReplicaState.PARKED:
@@ -208,7 +209,7 @@ class GpuBookings:
             tasks.create_task(self._free_at_end(held, child))
 
     async def _free_at_end(self, held: GpuBooking, child: Child) -> None:
-        """Give a booking back after its process has ended: until then, the process holds GPU memory."""
+        """Give a booking back only after its process has ended, because the process uses GPU memory until then."""
         await child.gone.wait()
         # If a standby has died, its booking may belong to a worker now.
         if held.child is child:
@@ -221,7 +222,7 @@ class GpuBookings:
             self.on_freed()
 
     async def readings(self) -> list[Reading]:
-        """Return the held and the used memory of each GPU, for the metrics."""
+        """Return the number of revisions that wait for GPU memory, and the figures of each GPU, for the metrics."""
         if not self.gpus:
             return []
         waits = "Functions, and deploys, that wait for room on GPUs."
@@ -229,7 +230,8 @@ class GpuBookings:
         return [waiting, *await self.hardware.readings(self._ledger.booked)]
 
 
-# A worker that restores its weights counts as ready: to make room, it can be ended, before any ready worker.
+# A worker that restores its weights counts as a ready worker that was never used. So the allocation can end it to make
+# room, and ends it before the other ready workers.
 _STATES = {
     ReplicaState.RESTORING: ProcessState.READY,
     ReplicaState.READY: ProcessState.READY,
@@ -258,7 +260,7 @@ def node_processes(
     for number, booking in enumerate(forking):
         yield _process(booking or ("forking", number), ProcessState.STARTING, booking)
         if booking is not None:
-            # Its process may have died while the weights are being fetched. Then the booking was given back.
+            # The booking may be missing in `left`: if the process died while the weights were being fetched, it was freed.
             left.pop(booking, None)
     for booking in left:
         yield _process(

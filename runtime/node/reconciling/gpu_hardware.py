@@ -21,7 +21,7 @@ class GpuHardware:
         self.gpus, self._driver = tuple(gpus), driver
 
     def check(self, function: str, resources: Resources) -> None:
-        """Raise SettingsError if no worker of a function could ever have a place here."""
+        """Raise SettingsError if the GPUs of this node, even without other workers, have no room for a worker of a function."""
         if (need := need_of(resources)) is None or place(self.gpus, (), need) is not None:
             return
         memory = f" with {need.memory_mb} MiB of each" if need.memory_mb is not None else ""
@@ -37,10 +37,10 @@ class GpuHardware:
     def environment(
         self, resources: Resources, held: Iterable[str] | None = None, *, contained: bool
     ) -> dict[str, str]:
-        """Return the environment variables that show a worker only its own GPUs, and limit it to its part of their
-        memory.
+        """Return the environment variables that show a worker only its own GPUs, and limit the worker to its part of the
+        GPUs' memory.
 
-        `held` are the ids of its GPUs. Without `held`, return the variables of the zygote, which sees all GPUs that a
+        `held` are the ids of the worker's GPUs. Without `held`, return the variables of the zygote, which sees all GPUs that a
         worker may get. If `contained`, the worker runs in a container, which numbers its GPUs from 0.
         """
         if resources.gpus is None:
@@ -55,8 +55,8 @@ class GpuHardware:
     async def kept(self, full: MemoryByGpu, child: Child, reserved: Sequence[int]) -> MemoryByGpu:
         """Return the memory that a process still holds after it has given memory back: a measurement of the driver, or an estimate.
 
-        The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes, in the order of `full`,
-        the full holding of the process), and an allowance for the context of the GPU.
+        The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes), plus an allowance for the
+        context of the GPU. `full` is the memory of the process while it is awake. `reserved` has the same order of GPUs.
         """
         measured = await asyncio.to_thread(self._driver.held_by, child.pid)
         torchs = dict(zip(full, reserved, strict=False))
@@ -66,7 +66,7 @@ class GpuHardware:
         }
 
     async def readings(self, booked: Mapping[str, int]) -> list[Reading]:
-        """Return the memory of each GPU, its `booked` and its used part, and whether the GPU is busy."""
+        """Return for each GPU its memory, the booked memory (`booked`, in MiB), the used memory, and the share of busy time."""
         uses = await asyncio.to_thread(self._driver.uses)
         used = {self._label(one): one.used_bytes for one in uses}
         busy = {self._label(one): one.busy_share for one in uses if one.busy_share is not None}

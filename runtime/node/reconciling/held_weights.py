@@ -1,4 +1,4 @@
-"""Holds the fetched weights of one revision: one hold on each snapshot, for all workers of the revision's pool."""
+"""Keeps the fetched weights of one revision on this node. All workers of the revision share one hold on each snapshot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 
 
 class HeldWeights:
-    """The snapshots that the fetcher keeps on this node for a revision. While the fetcher holds one, it is not evicted."""
+    """The holds of a revision on its snapshots. The cache does not evict a snapshot while there is a hold on it."""
 
     def __init__(
         self, spec: WorkerSpec, fetcher: FetcherClient, secrets: Callable[[], dict[str, str]]
@@ -20,9 +20,9 @@ class HeldWeights:
         """`secrets` returns the function's secrets, which the fetcher needs for the sources."""
         self._spec, self._fetcher, self._secrets = spec, fetcher, secrets
         self._progress: dict[str, FetchProgress] = {}
-        """The holds, by the names of the snapshots."""
+        """The holds on the weights `at_start`, by the names of the snapshots."""
         self._on_use: dict[str, FetchProgress] = {}
-        """The holds on adapters."""
+        """The holds on adapters that workers have needed, by the names of the adapters."""
         self._holding_on_use = {one.name: asyncio.Lock() for one in spec.remote if one.on_use}
         self._holding = asyncio.Lock()
 
@@ -82,7 +82,7 @@ class HeldWeights:
                 self._release(holds, progress)
 
     def drop(self) -> None:
-        """Let the weights leave the memory, because no worker uses them. Weights that are not on the disk stay."""
+        """Let the weights leave the memory, because no worker uses them. Weights that are not on the disk stay in memory."""
         self._fetcher.drop(self)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
 """Lets the keep-alive policy move an idle function down its ladder, and up again ahead of the next request.
 
-Requests do not pass through this module. `RevisionWorkers.advance` reports whether there is work. After QUIET_S without
+Requests do not pass through this module. `ObservedRevision.advance` reports whether there is work. After QUIET_S without
 work, a thread makes a plan. `IdleLadder.stand` returns the rung that the plan holds now, and the time of the plan's
 next step.
 
-The downtime of the gateway, and time in which starts fail, are not idle time. After a restart of the gateway, a plan continues at its age,
-but starts no worker.
+The policy does not learn from an idle period in which the gateway was down or starts failed. After a restart of the
+gateway, the plan counts from the beginning of the idle period, but does not begin with a step up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..scaling.measured_ladder import PLANNED, LadderSpec, MeasuredLadder
 from ..scaling.rung_figures import differs
 from ..scaling.upstream import NEVER_READY, ClimbCost, ready_shares
 
-# Timers may fire this early.
+# Take a step that is due within this time, because timers may fire this early.
 EARLY_S = 0.002
 
 
@@ -39,7 +39,7 @@ class LadderTarget(Protocol):
     def rung(self) -> RungName: ...
     @property
     def slow(self) -> tuple[int, int]:
-        """Two numbers: of invocations that were slow for lack of a ready worker, and of all, including refused ones."""
+        """The number of invocations that were slow, or failed, for lack of a ready worker, and the number of all invocations."""
 
     @property
     def warm_until_s(self) -> float | None:
@@ -76,26 +76,30 @@ class NextStep(NamedTuple):
 
 
 class PlannedPeriod:
-    """The present idle period under a plan: the rung on which the plan stands, and its next steps."""
+    """The present idle period under a plan: the present rung of the plan, and its next steps."""
 
     def __init__(
         self, period: IdlePeriod, choice: Choice, target: LadderTarget, spec: LadderSpec, past: EndedPeriods
     ) -> None:
-        """Begin on the plan's present rung if the target stands higher, but never climb at the beginning."""
+        """Begin on the target's rung or on the plan's present rung, whichever is higher.
+
+        So the plan may begin with a step down, but it never begins with a climb.
+        """
         self._period, self._choice, self._past = period, choice, past
         self._target, self._rungs = target, spec.rungs
         self.stands_on = min(spec.number(target.rung), period.rung(choice.plan, time.monotonic()))
-        """The number of the rung on which the plan stands."""
+        """The number of the plan's present rung."""
 
     @property
     def rung(self) -> RungName:
-        """The rung on which the plan stands."""
+        """The present rung of the plan."""
         return self._rungs[self.stands_on]
 
     def step(self, now_s: float, evicted_to: RungName | None) -> Stand:
         """Take the step that is due, and return the rung that may be held now.
 
-        It is no higher than `evicted_to`, the rung of the last eviction, unless the plan climbs or a signal holds workers.
+        This rung is no higher than `evicted_to`, the rung of the last eviction, unless the plan climbs or a signal holds
+        workers.
         """
         plan, before = self._choice.plan, self.stands_on
         wanted = self._period.rung(plan, now_s + EARLY_S)
@@ -142,7 +146,7 @@ class PlannedPeriod:
 
 
 class IdleLadder:
-    """Moves one function along its ladder: what is known of it, and the plan of its present idle period."""
+    """Moves one function along its ladder, by the plan of its present idle period and the measurements of its rungs."""
 
     def __init__(self, decisions: Decisions, shared: SharedPrior, on_change: Callable[[], None]) -> None:
         """The ladder calls `on_change` after it has learned from idle periods, so that the new state can be stored."""
@@ -225,7 +229,7 @@ class IdleLadder:
 
     @property
     def plans_zygote(self) -> bool:
-        """True if the present plan holds a zygote or a worker, or if there is no plan."""
+        """True if the present rung of the plan is ZYGOTE or READY, or if there is no plan."""
         return self._plan is None or self._plan.rung in (RungName.READY, RungName.ZYGOTE)
 
     def interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""Counts the processes of one revision, and names the rung on which the revision stands."""
+"""Counts the processes of one revision, and finds its present rung."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Inventory:
         return self._one.pool.zygote.exists or self._one.replicas.total > 0
 
     def processes(self) -> list[tuple[int, str, str]]:
-        """Return the pid, the role and the name of each of its processes."""
+        """Return the pid, the role and the name of each process of the revision."""
         rows = [(replica.child.pid, "worker", replica.name) for replica in self._one.replicas]
         if (standby := self._one.pool.standby.child) is not None:
             rows.append((standby.pid, "standby", standby.name))
@@ -49,7 +49,7 @@ class Inventory:
 
     @property
     def rung(self) -> RungName:
-        """The highest rung that is held now, among the rungs that the ladder plans. A parked worker counts as a worker."""
+        """The present rung, among the rungs that the ladder plans. It is READY even if all workers are parked."""
         if self._one.replicas.ready or self._one.replicas.parked:
             return RungName.READY
         if self._one.pool.zygote.source is not None:
@@ -58,7 +58,7 @@ class Inventory:
 
     @property
     def stands_on(self) -> RungName:
-        """The highest rung that is held now, as the status shows it: PARKED if all workers are parked."""
+        """The present rung, as the status shows it. It is PARKED if all workers are parked."""
         rung = self.rung
         return RungName.PARKED if rung is RungName.READY and not self._one.replicas.ready else rung
 
@@ -73,7 +73,7 @@ class Inventory:
         )  # fmt: skip
 
     def devices(self, replica: Replica) -> float:
-        """Return the number of GPUs that a worker holds: the sum of the shares that its booking has.
+        """Return the number of GPUs that a worker uses: the sum of the shares of GPUs in its booking.
 
         Without a booking, return 1 if the worker uses a device, else 0.
         """

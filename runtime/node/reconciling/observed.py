@@ -32,13 +32,13 @@ from .prewarms import signal_of
 from .process_events import ProcessEvents, Watched
 from .revision_parts import RevisionParts
 
-# The plan's prewarm holds a worker for this time.
+# When the plan climbs to READY, its request for a worker lasts this long. The plan itself keeps the ready worker.
 PREDICTED_S = 1.0
-# The signals for which other functions make room. They also make room for callers.
+# Other functions give up workers and GPU memory for signals of these kinds, as they do for waiting callers.
 URGENT = ("refused", "warmup")
-# The drain of a revision has no limit of its own, so it must not depend on the last event alone: this often, it is looked at.
+# Look at a retiring revision this often. Its drain has no time limit, so it must end even if the last event was missed.
 DRAIN_LOOK_S = 10.0
-# While calls wait for which there are enough workers, the next look comes this time after the last one.
+# While calls wait although there are enough workers, look again this long after the last look.
 LOOK_EVERY_S = 0.005
 
 
@@ -50,7 +50,7 @@ class ObservedRevision:
         self.demand = Demand(one.pool, one.revision)
         self.row, self.seen = Row(0, 0), Seen(0, 0, 0, 0)
         self.stand = Stand()
-        """The stand of the keep-alive plan at the last look."""
+        """The rung that the keep-alive plan held at the last look."""
         self.looked_s = -math.inf
         """When the row was made."""
         self.quiet_s = QUIET_S
@@ -84,8 +84,9 @@ class ObservedRevision:
 
     @property
     def use(self) -> GatewayUse:
-        """The number of its workers, of its workers that have calls or start, and of workers that its calls need. Workers for other reasons do not count
-        as needed.
+        """Three numbers of workers: all workers of the revision, the workers that have calls or start, and the workers that
+        its calls need. Workers for other reasons do not count as needed. `since_s` is the age of the oldest ready worker, at
+        most PATIENCE_S.
         """
         replicas, queued = self._one.replicas, len(self._one.revision.dispatcher.queue)
         if not (have := replicas.total) and not queued:
@@ -95,7 +96,7 @@ class ObservedRevision:
             most = self._one.revision.policy.settings.scale.max
             want = min(most, max(1, needed(self._scale_spec(), self.seen)))
         busy = replicas.starting + sum(bool(each.outstanding.calls) for each in replicas)
-        # An unchanged report costs no write.
+        # Limit the time and round it, so that it stops changing: an unchanged report is not written again.
         held_s = min(PATIENCE_S, time.monotonic() - min(self._ready_s(), default=math.inf))
         return GatewayUse(have, min(have, busy), want, round(max(0.0, held_s), 1))
 
@@ -115,7 +116,10 @@ class ObservedRevision:
         return self.demand.ahead(self._scale_spec(), invocations, time.monotonic())
 
     def advance(self, now_s: float) -> float:
-        """Take the due steps of the budget and of the keep-alive plan. Return when the next step is due."""
+        """Take the due steps of the budget and of the keep-alive plan. Return when to call this again.
+
+        The returned time also covers the relaunch of a zygote, and the drain of a retiring revision.
+        """
         one, account = self._one, self._one.function.account
         if account.due_s <= now_s:
             account.check()
@@ -129,7 +133,7 @@ class ObservedRevision:
         return min(self.stand.again_s, follow_at_s, account.due_s, one.pool.zygote.relaunch_at_s, drains_s)
 
     def _follow_idling(self, now_s: float) -> float:
-        """Tell the ladder whether there is work. Return when to tell it again."""
+        """Report to the ladder whether there is work. Return when to report again."""
         one, ladder = self._one, self._one.function.ladder
         if one.starts.breaker.failures and not (one.replicas.ready or one.replicas.parked):
             ladder.interrupt()
@@ -182,13 +186,13 @@ class ObservedRevision:
         return bool(waiting or self._one.replicas.in_flight)
 
     def _scale_spec(self) -> ScaleSpec:
-        """Return the owner's limits, with the concurrency of the ready workers if that is higher."""
+        """Return the owner's limits, with the ready workers' concurrency if that is higher, and `scale_to_zero_s` of the plan."""
         one, concurrency = self._one, self._one.revision.policy.scale.concurrency
         ready, spec = one.replicas.ready, one.revision.policy.scale
         windows = [replica.window for replica in ready if replica.prefetches]
         slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
         if windows:
-            # Prefetched invocations wait at the worker, so the worker may run fewer invocations than it holds.
+            # A window includes prefetched invocations, which wait at the worker. So a full window is no load near the limit.
             concurrency = max(concurrency, math.ceil(min(windows) / NEAR_LIMIT))
         elif slots:
             concurrency = max(concurrency, min(slots))
@@ -239,7 +243,7 @@ class ObservedRevision:
 
 
 class CallReports(CallWatcher):
-    """Passes on what a revision reports about its invocations: the reconciler looks when its row may have changed."""
+    """Passes on the reports of a revision about its invocations. The reconciler looks when the row may have changed."""
 
     def __init__(self, one: Watched) -> None:
         self._one = one
@@ -248,7 +252,7 @@ class CallReports(CallWatcher):
         self._one.node.reconciler.look(self._one, arriving)
 
     def look_soon(self) -> None:
-        # No event reports that the call before it is late.
+        # Look again although no event occurs: none reports that the calls before the waiting call are late.
         at_s = self._one.observed.looked_s + LOOK_EVERY_S
         self._one.node.reconciler.look_by(self._one.key, at_s)
 
@@ -263,7 +267,7 @@ class CallReports(CallWatcher):
         if waiting or self._one.phase is Phase.RETIRING:
             self.look()
         elif idle:
-            # The end of the last call changes nothing yet, but from now on time counts.
+            # The worker has become idle. This changes the row only after `quiet_s`, so look at that time.
             at_s = replica.idle_since_s + self._one.observed.quiet_s
             self._one.node.reconciler.look_by(self._one.key, at_s)
 

@@ -41,13 +41,13 @@ class PoolEvents(WorkerEvents, Protocol):
         """A worker, the zygote or the standby has started or ended."""
 
     def on_zygote(self) -> None:
-        """The zygote has died, and `ZygoteSupervisor.relaunch_at_s` says when to launch a new one. Or a zygote was
-        launched that no start waits for.
+        """The zygote has died, and `ZygoteSupervisor.relaunch_at_s` says when to launch a new one. Or a launch has ended
+        that no start waits for.
         """
 
 
 class Pool:
-    """The workers of one revision, and the holds on their weights."""
+    """The workers of one revision, and the weights that the fetcher keeps for them."""
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: RevisionLauncher, logs: Log,
@@ -56,7 +56,7 @@ class Pool:
         numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it. `numbers` yields the
-        last part of each worker's name.
+        number at the end of each worker's name.
 
         `secrets` returns, by name, the environment variables that only the zygote and its workers get.
         """
@@ -84,7 +84,7 @@ class Pool:
         self.weights = HeldWeights(spec, fetcher, secrets)
         """The fetched weights, which all workers share."""
         self.ending = 0
-        """The number of removed workers whose processes still run. While they do, the weights stay in memory."""
+        """The number of removed workers whose processes still run. The weights stay in memory until these processes have ended."""
 
     # -- state
 
@@ -132,8 +132,9 @@ class Pool:
     ) -> None:
         """Start `count` workers. The standby becomes the first worker, and the others are forked.
 
-        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. `planned` is the
-        GPU memory of each worker; None for a worker without GPUs. The worker of a deploy is not counted as an activation.
+        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. `planned` has the
+        GPU memory of each worker. For workers without GPUs, it is empty or has None for each worker. The worker of a
+        deploy does not count as an activation.
         """
         if cause is not StartCause.DEPLOY:
             self.activations += count
@@ -182,7 +183,7 @@ class Pool:
 
     def _activate(self, child: Child, activation: Activation, booking: GpuBooking | None) -> None:
         activation.mark_forked(time.monotonic())
-        # `setup` may have to wait for weights that are still being fetched.
+        # Allow the start more time if weights are still being fetched: `setup` may have to wait for them.
         weights_s = self.weights.left_s
         env, contained = dict[str, str](), bool(self._spec.image)
         if booking is not None:
@@ -200,7 +201,7 @@ class Pool:
         self._note_rung()
 
     def _progress(self, child: Child) -> object:
-        """Return what changes while a worker starts: the last line that it has printed, and the bytes that it has read."""
+        """Return values that differ from an earlier call if a start makes progress: the last printed line, and the bytes read."""
         read = None
         with contextlib.suppress(psutil.Error):
             read = psutil.Process(child.pid).io_counters()
@@ -214,7 +215,7 @@ class Pool:
     # -- parking
 
     def park(self, replicas: Iterable[Replica], *, given: bool = False) -> None:
-        """Park ready workers without work. `given` is True if they make room for other revisions."""
+        """Park ready workers without work. `given` is True if the workers park to make room for other revisions."""
         now_s = time.monotonic()
         for replica in replicas:
             replica.park(now_s)
@@ -222,9 +223,9 @@ class Pool:
                 booking.given = given
 
     def wake(self, replicas: Iterable[Replica], most: int) -> int:
-        """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.
+        """Wake at most `most` of these parked workers, and return how many woke. Woken workers are ready at once.
 
-        A worker whose GPUs have no room stays parked.
+        A worker stays parked if its GPUs have no room for its full memory.
         """
         now_s, woken = time.monotonic(), 0
         for replica in replicas:
@@ -236,7 +237,7 @@ class Pool:
     # -- stopping
 
     def stop(self, replicas: Iterable[Replica]) -> None:
-        """Drain workers: each ends after its invocations, which callers' deadlines limit. Cancel starts under way."""
+        """Drain workers. Each worker ends after its last invocation; deadlines limit the invocations. Cancel unfinished starts."""
         for replica in list(replicas):
             if replica.state is ReplicaState.RESTORING:
                 replica.cancel_start()

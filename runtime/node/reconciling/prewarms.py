@@ -32,7 +32,7 @@ class Prewarms:
             self._unused.append(replica)
 
     def settle(self) -> None:
-        """Record the workers that have been used since the last call."""
+        """Record the workers that calls have used since `settle` last ran."""
         if self._unused and (used := [one for one in self._unused if one.completed or one.outstanding.calls]):
             for replica in used:
                 self.end(replica, used=True)

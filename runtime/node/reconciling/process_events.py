@@ -24,11 +24,12 @@ from .inventory import Inventory
 from .pool import STOP_TIMEOUT_S, PoolEvents
 from .revision_parts import RevisionParts
 
-# After a failed start, the error is held back for up to this time until the fetcher reports the reason.
+# If a start fails because weights are missing, its error waits for up to this time until the fetcher reports the reason.
 CAUSE_TIMEOUT_S = 2.0
 # When a worker dies, the log repeats this many of the last lines that the worker printed.
 LAST_WORDS = 5
-# How many lines of the log a failed setup shows. The cause may have been printed by another process, with a traceback.
+# When a worker's setup fails, its error has at most this many of the last lines that the worker logged. The cause may
+# have been printed by another process, with a traceback.
 SETUP_LINES = 40
 # When a worker dies, the log names at most this many of the invocations that the worker ran.
 MOST_IDS = 10
@@ -68,7 +69,7 @@ class ProcessEvents(PoolEvents):
     def on_ready(self, replica: Replica) -> None:
         self._one.function.prewarms.watch(replica)
         self._one.revision.dispatcher.adopt(replica)
-        # `adopt` has sent the waiting invocations. Only now learn from the start.
+        # Learn from the start only after `adopt` has sent the waiting invocations, so that they do not wait for it.
         self._one.pool.note_ready(replica)
         self.starts.note_ready()
         self.starts.note_workers(self._one.replicas)
@@ -76,7 +77,7 @@ class ProcessEvents(PoolEvents):
             self._one, usual=not replica.start.measured, devices=self._one.inventory.devices(replica)
         )
         self._on_activation("ready")
-        # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
+        # Waiting revisions may get workers now: this worker can park to make room, which a starting worker cannot.
         self._one.node.limits.note_change()
         self._one.look()
 
@@ -84,7 +85,7 @@ class ProcessEvents(PoolEvents):
         self._one.look()
 
     def on_processes_changed(self) -> None:
-        # From now on, the start of a forked worker can be cancelled to make room.
+        # Waiting revisions may get workers now: once a worker is forked, its start can be cancelled to make room.
         self._one.node.limits.note_change()
         self._on_processes()
 
@@ -109,7 +110,7 @@ class ProcessEvents(PoolEvents):
             replica.parking.count,
             await self._one.node.gpus.hardware.kept(booking.full, replica.child, reserved),
         )
-        # Meanwhile the worker may have been woken, and parked again.
+        # Ignore the measurement if the worker has woken and parked again meanwhile.
         if parks == replica.parking.count:
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)
 
@@ -117,7 +118,7 @@ class ProcessEvents(PoolEvents):
         self._tasks.create_task(self._one.carry_out.hold_adapter(replica, name))
 
     def on_start_failed(self, error: PilotflameError, worker: str = "") -> None:
-        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too.
+        """Fail the waiting invocations, unless a worker is ready, because the next start would probably fail too.
 
         `worker` is the name of a worker that has reported the error.
         """
@@ -125,7 +126,8 @@ class ProcessEvents(PoolEvents):
             self.unexplained += 1
             self._tasks.create_task(self._fail_start_later(error))
         elif worker:
-            # Its lines come by another connection, which the loop may read after that of the report.
+            # The last lines of the worker come over another connection than its report. Let the event loop read them
+            # before the start fails.
             self.unexplained += 1
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._fail_start_of, worker, error)
@@ -161,7 +163,7 @@ class ProcessEvents(PoolEvents):
         self._one.look()
 
     def _tell_failure(self, error: PilotflameError) -> None:
-        """Record a failed start among the decisions. A deploy reports its own."""
+        """Record a failed start among the decisions, except during a deploy, which reports the failure itself."""
         if self._one.phase is not Phase.PROVING:
             breaker = self.starts.breaker
             delay_s = max(0.0, breaker.backoff_until_s - time.monotonic())
@@ -170,11 +172,12 @@ class ProcessEvents(PoolEvents):
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
         self.starts.died |= not replica.left
-        # A start that was cancelled is over, too.
+        # This may have been the last start: `settled` waits end after a cancelled start, too.
         self.starts.note_workers(self._one.replicas)
         self.unrecovered += 1
         if _died_in_start(replica):
-            # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
+            # Until the cause of the death is known, the start has neither succeeded nor failed. Unless a worker is ready,
+            # no other worker starts before that.
             self.unexplained += 1
             self._one.observed.update_row(time.monotonic())
         self._one.node.limits.note_change()
@@ -183,7 +186,7 @@ class ProcessEvents(PoolEvents):
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
         if self._one.revision.dispatcher.queue:
-            # Waiting invocations need another worker now, not only when the cause of this end is known.
+            # Do not wait for the cause of this end: the waiting invocations need another worker now.
             self._one.look()
 
     async def _recover(
@@ -208,11 +211,11 @@ class ProcessEvents(PoolEvents):
         await replica.child.wait_gone(STOP_TIMEOUT_S)
         self._one.pool.note_gone()
         if self._one.inventory.resident_bytes:
-            # The weights may leave the memory now.
+            # Look again, because the weights may leave the memory after the last process that uses them has ended.
             self._one.look()
 
     async def _cause(self, replica: Replica) -> EndCause:
-        """Return how a worker ended. A read beyond the end of a mapped file ends it with SIGBUS: name the file."""
+        """Return how a worker ended. If SIGBUS ended it because a mapped file was truncated, add the name of that file."""
         cause = await replica.child.cause()
         local = [one for one in self._one.revision.spec.weights if not one.source]
         if not local or not cause.text.startswith(f"signal {signal.SIGBUS.value} "):
@@ -251,21 +254,23 @@ class WorkerEnd(NamedTuple):
     request_id: str = ""
     """The id of the invocation that the worker ran; "" if it ran no invocation or several."""
     unexpected: bool = False
-    """True if the worker ended by itself, without the report of a failed start."""
+    """True if the worker ended although the gateway did not ask it to, and without the report of a failed start."""
 
 
 def describe_end(
     replica: Replica, cause: str, started: list[Invocation], logs: RevisionLog, *, retiring: bool
 ) -> WorkerEnd:
     """Return why a worker has ended, what it printed last, and which invocations it ran."""
-    # At a shutdown, the zygote ends before its workers, so it cannot report their exit codes.
+    # At a shutdown, the zygote ends before its workers, so it cannot report their exit codes. Such an unknown cause is
+    # no error.
     if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
         proof = ", the proof start of the deploy," if replica.activation.cause is StartCause.DEPLOY else ""
         return WorkerEnd(f"worker {replica.name}{proof} has drained and ended")
     ids = [invocation.id for invocation in started]
     words = logs.last_words(replica.name, LAST_WORDS, ids)
     said = f"; its last words: {words}" if words else "; it printed nothing"
-    # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision.
+    # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision. So neither end
+    # is logged as an error.
     expected = replica.start.failed or (replica.left and (retiring or replica.relieved))
     ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
     return WorkerEnd(

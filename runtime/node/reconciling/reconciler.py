@@ -64,13 +64,13 @@ class Steps(Protocol):
     """The steps of one revision (carry_out.py)."""
 
     def row(self, row: Row, seen: Seen, planned: Sequence[MemoryByGpu]) -> bool:
-        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then there is a new row.
+        """Start, wake, stop and park workers. Return True if workers woke, stop or park: then the revision has a new row.
 
-        `planned` is the GPU memory of each worker that starts; None for a worker without GPUs.
+        `planned` has the GPU memory of each worker that starts. It is empty for workers without GPUs.
         """
 
     def at_rest(self, rest: AtRest) -> None:
-        """Launch and end what the revision holds beside its workers."""
+        """Launch or end the zygote and the standby, and release the weights, as `rest` says."""
 
     def grant(self, grant: Grant, row: Row, seen: Seen) -> None:
         """Start, wake, park and stop workers as the allocation says."""
@@ -113,9 +113,9 @@ class _Short(NamedTuple):
     missing: int
     """The number of workers that it lacks."""
     awake: int = 0
-    """The number of workers that it had at its last look."""
+    """The number of its awake workers at its last look."""
     reached: ReachedLimit | None = None
-    """The limit that the last allocation has named; None before the first allocation."""
+    """The limit that, by the last allocation, keeps workers from starting; None before the first allocation."""
 
 
 class Agenda:
@@ -125,13 +125,16 @@ class Agenda:
         """The agenda calls `on_due` with each key that is due. An allocation is due before the looks."""
         self._on_due, self._loop = on_due, asyncio.get_running_loop()
         self._due: dict[str, float] = {}
-        # The heap has the same entries, and outdated ones that differ.
+        # The heap has the entries of `_due`, and outdated entries. The times of outdated entries differ from `_due`.
         self._heap: list[tuple[float, str]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
 
     def add(self, key: str, when_s: float) -> None:
-        """Have `key` due at this time, unless it is due earlier. An extra look costs less than moving the timer."""
+        """Have `key` due at this time, unless it is due earlier.
+
+        The earlier time stays, because an extra look costs less than moving the timer.
+        """
         if when_s < self._due.get(key, math.inf):
             self._due[key] = when_s
             heapq.heappush(self._heap, (when_s, key))
@@ -176,7 +179,8 @@ class SharedLimits:
         self._gpus, self._agenda, self.drain_s = gpus, agenda, drain_s
         self._most, self.of_owner = most, of_owner
         self.lacks: Callable[[str, int], object] = lambda _function, _want: None
-        """Called when a limit that several gateways may share keeps a function from workers, with the number that its calls need."""
+        """Called when a limit that several gateways may share keeps workers from a function. The arguments are the function's
+        name and the number of workers that its calls need."""
         self.members: dict[str, Member] = {}
         """The revisions that may have workers, by key."""
         # Revisions that retire: their processes count until they have ended.
@@ -212,9 +216,9 @@ class SharedLimits:
         return short.reached if short is not None else None
 
     def admit(self, one: Member, missing: int, seen: Seen, now_s: float) -> Sequence[MemoryByGpu] | None:
-        """Return the GPU memory of `missing` more workers of a revision, or None: then the next allocation decides.
+        """Return the GPU memory of `missing` more workers of a revision; an empty list for workers without GPUs.
 
-        The list is empty for workers without GPUs.
+        Return None if there is no room for all of them. Then the next allocation decides.
         """
         plan = self._plan(one, missing, seen) if missing else ()
         if plan is None:
@@ -224,9 +228,9 @@ class SharedLimits:
         return plan
 
     def _plan(self, one: Member, missing: int, seen: Seen) -> Sequence[MemoryByGpu] | None:
-        """Return the GPU memory of each worker if there is room for `missing` more workers of a revision that are awake.
+        """Return the GPU memory of `missing` more awake workers of a revision; None if there is no room for all of them.
 
-        The workers that other revisions wait for count as if they were there.
+        The workers that other revisions wait for count as present workers.
         """
         starting = max(0, missing - seen.parked)
         for scope, most in ((None, self._most), (one.owner, self.of_owner(one.owner))):
@@ -248,12 +252,12 @@ class SharedLimits:
         return chain(self.members.values(), self._leaving.values())
 
     def _wait(self, one: Member, missing: int, awake: int, now_s: float) -> None:
-        """Have the next allocation decide which workers a revision gets, in addition to those that are awake."""
+        """Let the next allocation decide how many of the `missing` workers a revision gets, in addition to its `awake` workers."""
         since_s = now_s if one.observed.urgent else math.inf
         short = self._short.get(one, _Short(since_s, missing))
         if (since_s < math.inf) != (short.since_s < math.inf) or awake == 0 < short.awake:
-            # The wait begins anew. A revision whose last worker has died had its turn: otherwise workers that die at
-            # their start would take all turns.
+            # The wait begins anew, also after the last worker of the revision has died. Otherwise a revision whose workers
+            # die at their start would take all turns.
             short = short._replace(since_s=since_s)
         self._note_short(one, short._replace(missing=missing, awake=awake))
         self.note_change()
@@ -271,12 +275,15 @@ class SharedLimits:
     # -- the allocation
 
     def note_offer(self) -> None:
-        """Learn that a revision gives up workers or wants others: waiting revisions may get workers now."""
+        """If revisions wait, allocate again, because a revision gives up workers or wants another number of workers."""
         if self._short:
             self.note_change()
 
     def note_change(self) -> None:
-        """Learn that there may be room, or that a worker has become idle: waiting revisions may get workers now."""
+        """If revisions wait, allocate again, because there may be room or a worker has become idle.
+
+        If none waits, a standby that could not rehearse may have room now.
+        """
         if not self._short:
             self._pending = False
             self._agenda.drop(ALLOCATION)
@@ -294,7 +301,7 @@ class SharedLimits:
         asyncio.get_running_loop().call_soon(self._allocate)
 
     def shrink(self) -> None:
-        """Learn that the limit of an owner has become smaller: workers that exceed it end, although nothing waits."""
+        """Allocate even if no revision waits, so that workers end that exceed the limit of an owner, which has become smaller."""
         self._shrunk = True
         self.allocate_soon()
 
@@ -307,7 +314,7 @@ class SharedLimits:
         if not (self._short or shrunk):
             return
         present = (one for one in self._all() if one.replicas.total or one in self._short)
-        # A process that ends may hold GPU memory for a moment after its revision was forgotten.
+        # Include the owners of bookings: a process that ends may use GPU memory for a moment after its revision was forgotten.
         members = list(dict.fromkeys(chain(present, cast("list[Member]", self._gpus.owners))))
         claims = [self._claim(one) for one in members]
         allocation = allocate(claims, self._limits(members), self._gpus.gpus, now_s)
@@ -359,13 +366,13 @@ class SharedLimits:
 
 
 class Reconciler:
-    """The looks at the revisions of a node."""
+    """Looks at the revisions of a node, after events and at due times."""
 
     def __init__(
         self, gpus: GpuBookings, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
     ) -> None:
         """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
-        functions. None means no limit. Callers wait up to `drain_s` until replaced revisions make room."""
+        functions. None means no limit. After callers have waited for `drain_s`, replaced revisions end calls to make room."""
         self.gpus, self.agenda = gpus, Agenda(self._on_due)
         self.limits = SharedLimits(gpus, self.agenda, most, of_owner, drain_s)
         self._looks = 0
@@ -398,7 +405,7 @@ class Reconciler:
             return False
         changed = one.carry_out.row(row, seen, planned)
         if changed:
-            # A parked worker makes room sooner than a ready worker.
+            # Waiting revisions may get workers now, because a parked worker can make room sooner than a ready worker.
             self.limits.note_offer()
         return changed
 

@@ -1,7 +1,7 @@
 """The life of one revision: it is deployed and proven, goes live, is warmed, and retires.
 
 The observations of the revision are in observed.py, and its steps in carry_out.py. The reconciler (reconciler.py) decides
-when they are taken.
+when to observe the revision and when to take steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .prewarms import WARM_S
 from .process_events import ProcessEvents
 from .start_outcomes import StartOutcomes
 
-# For invocations that are about to come, workers are held for this time.
+# Workers for expected invocations (`RevisionWorkers.expect`) are kept for this time.
 EXPECTED_S = 10.0
 _NUMBERS = itertools.count()
 
@@ -72,7 +72,7 @@ class RevisionWorkers:
         """`secrets` returns, by name, the environment variables that only this revision's processes get."""
         self.spec, self.function, self.node, self.logs = spec, function, node, logs
         self.phase, self.rollover = Phase.NEW, 0
-        # While the processes of a revision are replaced, the reconciler has two members for that revision.
+        # A number makes the key unique: while the processes of a revision are replaced, the reconciler has two members for it.
         self.key = f"{spec.function}/{next(_NUMBERS)}"
         self.replicas, self.starts, self.drain = ReplicaList(), StartOutcomes(), Drain()
         self.breaker = self.starts.breaker
@@ -131,7 +131,7 @@ class RevisionWorkers:
         self.node.reconciler.look(self)
 
     def settle(self, now_s: float) -> None:
-        """Called at the end of a look: note the load, the warm-ups that were used, and the end of the drain."""
+        """At the end of a look, record the load, the prewarmed workers that were used, and the end of the drain."""
         self.function.prewarms.settle()
         self.observed.note_load(now_s)
         if self.phase is Phase.RETIRING and not self.observed.unfinished:
@@ -167,7 +167,7 @@ class RevisionWorkers:
             self.warm(workers, cause, EXPECTED_S)
 
     async def wait_ready(self, workers: int, timeout_s: float) -> None:
-        """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
+        """Wait until `workers` are ready. Raise ActivationTimeout, the error of a failed start, or why no worker may start."""
         if self.phase is Phase.RETIRING:
             raise retired(self.spec)
         if len(self.replicas.ready) >= workers:
@@ -209,7 +209,10 @@ class RevisionWorkers:
         self.look()
 
     async def _wait_first(self) -> None:
-        """Wait for a ready worker, and longer while a start is under way: its own limit ends it before the last wait ends."""
+        """Wait until a worker is ready. If a wait ends while a worker is starting, wait again.
+
+        `StartLimit` ends that start before the last of these waits ends.
+        """
         for left in reversed(range(MOST_TIMES + 1)):
             try:
                 await self.wait_ready(1, self.spec.start_timeout_s)
@@ -237,7 +240,7 @@ class RevisionWorkers:
         self.function.ladder.release(self)
         self.look()
         await self.drain.wait()
-        # From now on, invocations that exiting workers give back fail: no worker would run them.
+        # From now on, fail the invocations that exiting workers give back, because no worker would run them.
         self.revision.dispatcher.close(self.drain.end)
         self.node.limits.leave(self)
         try:

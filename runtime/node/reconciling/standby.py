@@ -1,6 +1,7 @@
 """Keeps the standby of one revision: a child of the zygote, without weights, that becomes the next worker.
 
-A standby may rehearse on GPUs before it has weights. Without a booking of GPU memory, the standby does not rehearse.
+A standby may rehearse before it has weights. If the revision needs GPUs, the standby rehearses only with a booking of
+GPU memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LATEST_STANDBY_S = 2.0
 
 
 class Standby:
-    """The standby of one revision, and the memory of GPUs that it may use."""
+    """The standby of one revision, and the GPU memory that the standby may use."""
 
     def __init__(
         self, gpus: GpuBookings, claimant: GpuClaimant, names: Iterator[str], logs: Log, tasks: asyncio.TaskGroup,
@@ -42,10 +43,10 @@ class Standby:
         self._tasks, self._on_change, self._wanted = tasks, on_change, wanted
         # The zygote, from which standbys are forked; None without a zygote.
         self._source: WorkerSource | None = None
-        # The GPU memory of the standby; None if it has none.
+        # The booking of the standby's GPU memory; None without a booking.
         self._booking: GpuBooking | None = None
         self._forking = False
-        # After a fork failed, the next one is tried once a worker has started, or a zygote was launched.
+        # True after a failed fork. Then the next fork waits until a worker has started, or a zygote was launched.
         self._failed = False
 
     def note_zygote(self, source: WorkerSource | None) -> None:
@@ -55,12 +56,12 @@ class Standby:
             self._failed, self.due_s = False, time.monotonic() + LATEST_STANDBY_S
 
     def note_works(self) -> None:
-        """Try to fork a standby again: a worker has started, so the zygote works."""
+        """Allow another fork after a failed one: a worker has started, so the zygote works."""
         self._failed = False
 
     @property
     def lacks(self) -> bool:
-        """True if a standby is wanted, it is missing, and the zygote can fork it."""
+        """True if a wanted standby is missing, is not being forked, and the zygote can fork it."""
         there = self.child is not None or self._forking or self._failed
         return self._wanted and not there and self._source is not None and self._source.alive
 
@@ -93,7 +94,7 @@ class Standby:
             return
         self.child, self.primed, self._booking = child, False, booking
         child.link.bind(self._on_frame, lambda: self._on_lost(child))
-        # It can become a worker now, or be replaced.
+        # Waiting revisions may get workers now: the standby can become a worker, or end to make room.
         self._gpus.on_freed()
 
     def _on_frame(self, frame: Frame) -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from ....errors import ActivationFailed, CrashLoop, PilotflameError, QueueFull, wrapped
 from ...calls.serving.replicas import Replicas
 
-# After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
-# FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
-# this delay, until MAX_FAILURES starts have failed in a row.
+# After n failed starts in a row, workers are started only for calls, and not for example for `min`, `buffer` or a warm-up,
+# for FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. After MAX_FAILURES failed starts in a row, and without a
+# ready worker, no worker is started in this time.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
 MAX_FAILURES = 5
@@ -32,7 +32,7 @@ class Breaker:
     def __init__(self) -> None:
         self.failures = 0
         self.backoff_until_s = 0.0
-        """Until this time, workers start only for waiting invocations."""
+        """Until this time, workers start only for calls. If the breaker is open and no worker is ready, no worker starts."""
         self.error: PilotflameError | None = None
         """The error of the latest failed start."""
 
@@ -80,7 +80,7 @@ class StartOutcomes:
         self.unexpected_ends = 0
         """The number of workers that have ended unexpectedly, before or after they were ready."""
         self.died = False
-        """True from the unexpected end of a worker until no worker is missing."""
+        """True from the unexpected end of a worker until no worker is missing. Starts in this time have the cause CRASH."""
         self._waiting: list[_Waiter] = []
         self._deaths = 0
 
@@ -101,7 +101,7 @@ class StartOutcomes:
             self._waiting.remove(waiter)
 
     def note_workers(self, replicas: Replicas) -> None:
-        """Learn that other workers are ready or start."""
+        """End the waits for which enough workers are ready now, and `settled` waits if no worker is starting any more."""
         if not self._waiting:
             return
         ready, starting = len(replicas.ready), replicas.starting
@@ -140,7 +140,7 @@ class StartOutcomes:
 
         If the result is True, count deaths from 0 again.
         """
-        # While the breaker is open, no worker starts for waiting invocations.
+        # Do not let invocations wait while the breaker is open, because no worker starts for them.
         hopeless = self._deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
         if hopeless:
             self._deaths = 0

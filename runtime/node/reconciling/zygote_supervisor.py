@@ -39,10 +39,10 @@ class ZygoteSupervisor:
         each child.
 
         The supervisor calls `on_change` when the zygote has started or ended. It calls `on_zygote` when a zygote has died
-        and a new one should be launched, and when a zygote was launched that no start waits for.
+        and a new one should be launched, and at the end of a launch that no start waits for.
         """
         self.stays = stays
-        """If False, the zygote ends after the last worker."""
+        """If False, the zygote ends after the last worker, and is not launched again after its death."""
         self._spec, self._launcher, self._logs, self._tasks = spec, launcher, logs, tasks
         self._secrets, self._names, self._standby = secrets, names, standby
         self._on_change, self._on_zygote = on_change, on_zygote
@@ -89,7 +89,7 @@ class ZygoteSupervisor:
 
     @contextlib.asynccontextmanager
     async def _forgotten_if_closed(self) -> AsyncIterator[None]:
-        """If the supervisor was closed before the block ends, have the launcher end what the block has started."""
+        """If the supervisor was closed before the block ends, have the launcher end the processes that the block has started."""
         try:
             yield
         finally:
@@ -102,7 +102,7 @@ class ZygoteSupervisor:
             raise LauncherError(f"Revision {self._spec.revision} has been stopped.")
 
     def launch(self) -> None:
-        """Launch the zygote before it is needed, unless it is there. A failure is only logged."""
+        """Launch the zygote ahead of need, unless it runs or is being launched. A failure is only logged."""
         self.relaunch_at_s = math.inf
         if not self.exists and not self._closed:
             self._tasks.create_task(self.warm())

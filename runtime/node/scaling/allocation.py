@@ -133,7 +133,8 @@ class _Revision:
                 last = (WorkerTier.STANDBY, 0, 0, 0, 0.0, 0.0, claim.key)
                 self.standbys.append(_Member(one, last, one.holding))
             elif one.restores or (one.state is ProcessState.READY and number + starting <= claim.held):
-                # The row never ends a worker that restores its weights. The allocation may end it to make room.
+                # List a worker that restores its weights even beyond `held`. The row never ends such a worker, but the
+                # allocation may end it to make room.
                 self.ready.insert(0, _Member(one, self.order(number, one), one.holding))
             elif one.state is ProcessState.PARKED and number + starting <= claim.held:
                 stays = one.holding if one.parked is None else one.parked
@@ -206,7 +207,7 @@ class _Revision:
         return 0 if not started or self._ahead(claim.first_since_s + PATIENCE_S) else 2
 
     def _ahead(self, at_s: float) -> bool:
-        """Return True if a time is ahead. The order changes then, so note it as the time of the next allocation."""
+        """Return True if `at_s` is in the future. Then allocate again at that time, because the order changes."""
         if at_s <= self.now_s:
             return False
         self.due_s = min(self.due_s, at_s)
@@ -423,7 +424,8 @@ class _Sharing:
         member.undecided, proves = False, one.deployed and not one.kept
         if (limit := self._reached(one, member.stays, proves=proves)) is not None:
             if member.process.calls and one.starting and one.awake >= len(one.tiers):
-                # The revision has a worker too many. Another one is starting, and can make room once it is ready and idle.
+                # Do not end this worker with calls. The revision has a worker too many, but the starting worker can make
+                # room once it is ready and idle.
                 one.note(limit)
             else:
                 self._displace(one, member, limit)
@@ -454,7 +456,7 @@ class _Sharing:
             one.note(self._gpus, stop=(member.process.key,))
 
     def _extend(self, one: _Revision) -> None:
-        """Wake or start a worker. If other processes still hold its room, only reserve that room."""
+        """Wake or start a worker. If other processes still use the room for the worker, only reserve that room."""
         proves = one.deployed and not one.awake
         rivals = self._replaced(one) if proves else ()
         limit = self._places.reached(one.claim.owner, proves=proves)
@@ -547,7 +549,7 @@ class _Sharing:
         self._memory.take(holding)
 
     def _displace(self, one: _Revision, member: _Member, limit: ReachedLimit) -> None:
-        """Displace a worker. If the limit is GPU memory, it parks if the parked worker has room. Otherwise it ends."""
+        """Displace a worker. If the limit is GPU memory and the parked worker has room, the worker parks. Otherwise it ends."""
         process = member.process
         if limit is not self._gpus or not _can_park(process):
             one.note(limit, stop=(process.key,))

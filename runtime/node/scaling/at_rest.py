@@ -41,7 +41,7 @@ class RestPlan(NamedTuple):
 def at_rest(phase: Phase, plan: RestPlan, seen: Seen, held: int, present: Present, now_s: float) -> AtRest:
     """Return what a revision should hold beside its workers. `held` is the number of workers that it should have."""
     used = held > 0 or seen.unfinished > 0
-    # A deploy is about to fork its first worker.
+    # Keep the zygote and the weights during a deploy, which is about to fork its first worker.
     needed = present.total > 0 or phase in (Phase.NEW, Phase.PROVING)
     zygote = Aim.KEEP if used or needed or plan.keeps_zygote else Aim.END
     if zygote is Aim.KEEP and (present.relaunch_at_s <= now_s or (plan.climbs and not used)):

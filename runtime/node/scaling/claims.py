@@ -1,4 +1,4 @@
-"""Defines claims and grants. A claim has the workers and the GPU memory that a revision has and wants.
+"""Defines claims and grants. A claim lists the workers and the GPU memory that a revision has and wants.
 
 `allocation.py` computes the grants from the claims of all revisions.
 """
@@ -40,7 +40,7 @@ class ProcessState(StrEnum):
     """The state of a process. If places are short, the workers of a revision keep their places in this order."""
 
     STARTING = "starting"
-    """The worker starts or wakes, and cannot be displaced."""
+    """The worker is being forked, and cannot be displaced. A worker that restores its weights is READY."""
     READY = "ready"
     PARKED = "parked"
     """The worker is parked, or about to be parked. Until it is parked, `holding` is still more than `parked`."""
@@ -91,7 +91,7 @@ class RevisionClaim(NamedTuple):
     """The time since which callers, a deploy or an urgent warm-up wait for a refused worker; infinity if no worker is
     refused. If a worker of the revision was displaced meanwhile, the wait begins anew at that time."""
     first_since_s: float = math.inf
-    """The time since which it has a ready worker; infinity without one."""
+    """The time since which the revision has a ready worker; infinity without a ready worker."""
     cost: Callable[[float], float] = lambda _freed_bytes: 0.0
     """Takes the number of bytes that an idle worker would free. Returns the callers' loss per byte (eviction.py)."""
     retiring: bool = False
@@ -106,7 +106,7 @@ class Limits(NamedTuple):
     owners: Mapping[str, int] = {}
     """By owner, the limit for all functions of that owner together. An owner without a limit is left out."""
     drain_s: float = math.inf
-    """The time for which callers of a function wait for the places of its replaced revisions, before these end."""
+    """After callers of a function have waited this long for the places of its replaced revisions, workers of these end."""
 
 
 class Grant(NamedTuple):

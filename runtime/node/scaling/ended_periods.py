@@ -21,12 +21,12 @@ from .rung_figures import differs
 # The largest number of ended periods that wait for later arrivals. If there are more periods, the function learns from the
 # oldest period with the arrivals so far.
 MOST_OBSERVATIONS = 64
-# The most arrivals that are remembered for these periods. Further arrivals do not count.
+# At most this many arrivals are remembered for these periods. Further arrivals do not count.
 MOST_ARRIVALS = 4096
 
 
 class Observation(NamedTuple):
-    """An idle period that has ended. The function learns from it when the arrivals that follow are known."""
+    """An idle period that has ended. The function learns from the period once the arrivals after it are known."""
 
     idle_s: float
     since_s: float
@@ -87,7 +87,7 @@ class EndedPeriods:
             self._arrivals_s.append(arrived_s)
 
     def learning(self, ladder: Ladder) -> Learning:
-        """Return a copy of all periods. Learning from it counts the arrivals so far as all arrivals."""
+        """Return a copy of all periods. It has only the arrivals so far, although later arrivals may follow the periods."""
         observations = tuple(self._observations)
         return Learning(self.history, ladder, self._shared.prior, observations, self._arrivals_s[:])
 

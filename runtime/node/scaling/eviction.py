@@ -27,7 +27,7 @@ class StepDown:
 
 
 class Gaps:
-    """A function's last idle times, prepared for many questions."""
+    """A function's last idle times, sorted and summed, so that `rate` is fast."""
 
     def __init__(self, idles: Sequence[float]) -> None:
         self._ascending = sorted(idles)
@@ -37,7 +37,7 @@ class Gaps:
         """Return the expected calls per second after `idle_s` seconds without a call.
 
         The rate is the number of idle times longer than `idle_s`, divided by the total time that they lasted beyond
-        `idle_s`. The constants stand for calls that were never seen.
+        `idle_s`. The constants account for idle times that were never observed, and keep the rate above 0.
         """
         at_most = bisect.bisect_right(self._ascending, idle_s)
         longer = len(self._ascending) - at_most

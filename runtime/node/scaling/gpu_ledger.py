@@ -1,7 +1,7 @@
 """Books the memory of a node's GPUs that each worker, parked worker and standby may hold. It does no I/O and reads no clock.
 
-A process is booked before it may use a GPU. Its booking is lowered only after it is known to hold less. So as long as
-each process keeps to its booking, all processes together hold at most the booked memory, and the bookings fit into the
+A process is booked before it may use a GPU. Its booking is lowered only after the process is known to use less. So as long
+as each process keeps to its booking, all processes together use at most the booked memory, and the bookings fit into the
 GPUs. Sizes are in MiB.
 """
 
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from ...ground.settings.resources import CONTEXT_MB
 from .placement import Gpu, GpuNeed, MemoryByGpu, candidates, fit, place
 
-# With less memory than this, a rehearsal would have no room beside the context of the GPU.
+# A standby rehearses only with at least this memory of each GPU. Less would leave no room beside the context of the GPU.
 REHEARSAL_MB = 2 * CONTEXT_MB
 
 
@@ -77,7 +77,7 @@ class GpuLedger(Generic[AnyBooking]):
         return (full, found) if min(found.values()) >= REHEARSAL_MB else None
 
     def add(self, booking: AnyBooking) -> None:
-        """Book a process that has not begun to use GPUs. There must be room for it."""
+        """Book a process that has not begun to use GPUs. The caller has checked that there is room."""
         self.bookings.append(booking)
 
     def promote(self, booking: Booking, found: MemoryByGpu) -> None:
@@ -92,10 +92,10 @@ class GpuLedger(Generic[AnyBooking]):
         return True
 
     def note_held(self, booking: Booking, held: MemoryByGpu) -> None:
-        """Lower the booking of a process that gave memory back to `held`. Before `wake`, it must not take more."""
+        """Lower a booking to `held`, because the process has given memory back. Before `wake`, the process must not take more."""
         booking.holding = held
 
     def remove(self, booking: AnyBooking) -> None:
-        """Drop a booking: the process has ended."""
+        """Drop a booking, because the process has ended. Do nothing if it was dropped before."""
         if booking in self.bookings:
             self.bookings.remove(booking)

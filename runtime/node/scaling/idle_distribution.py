@@ -169,7 +169,7 @@ def _preceding(ascending: list[float]) -> Callable[[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The cheapest way through a distribution. `choices[bin][rung]` is the rung to hold in a bin after `rung`."""
+    """The cheapest way through a distribution. `choices[bin][rung]` is the rung to hold in `bin` if `rung` was held before."""
 
     distribution: IdleDistribution
     costs: Costs
@@ -194,7 +194,7 @@ class Strategy:
 def cheapest(distribution: IdleDistribution, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:
     """Return the cheapest way through `distribution`, found backwards from its last bin. `climbs` allows steps up.
 
-    If `guarded`, it steps down no earlier than the ski-rental schedule, except where enough samples were longer.
+    If `guarded`, it steps down no earlier than the ski-rental schedule, except at times that enough samples exceed.
     """
     holds, penalties = costs.holds, costs.penalties
     rungs = range(len(holds))
@@ -220,7 +220,9 @@ def cheapest(distribution: IdleDistribution, costs: Costs, *, climbs: bool, guar
 
 
 def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[float]]:
-    """For each rung held before a bin, return the cheapest rung at or below it, and the cost of that rung."""
+    """For each rung, return the rung to hold in the bin, and its cost: the cheapest of the rung itself and the lower rungs
+    (higher numbers) that are `allowed`. `held` is the cost of holding each rung in the bin.
+    """
     chosen, values = list(range(len(held))), held.copy()
     below, least = -1, math.inf
     for rung in reversed(range(len(held))):

@@ -1,4 +1,4 @@
-"""Finds the idle periods of a function, says which rung a plan stands on, and how long the arrivals after a wake would have waited.
+"""Finds the idle periods of a function, the rung of a plan at a time, and how long the arrivals after a wake would have waited.
 
 It reads no clock: `now_s` is the time on any clock that does not jump.
 """
@@ -109,7 +109,7 @@ class Followers:
         )
         """When the last wake from each rung began."""
         self.from_s = woken_s - QUIET_S
-        """The calls of earlier periods have arrived before this time."""
+        """Arrivals before this time are ignored, because they belong to earlier periods."""
         self.until_s = woken_s + max(wakes_s, default=0.0)
         """When the longest wake ends. Later arrivals do not count."""
         self._woken_s = woken_s
@@ -117,8 +117,8 @@ class Followers:
     def waits(self, wakes_s: Sequence[float], arrivals_s: Iterable[float]) -> tuple[BurstWait, ...]:
         """For each wake time, return the total seconds that the arrivals during such a wake would have waited.
 
-        Each arrival waits for the rest of the wake. `arrivals_s` are in no order. The earliest of them since the period
-        has ended the period; without any, one arrival has.
+        Each arrival waits for the rest of the wake. `arrivals_s` are in no order. The earliest arrival since `from_s` ended
+        the period, so it waits for the whole wake. If there is no such arrival, count one.
         """
         later_s = (arrival_s for arrival_s in arrivals_s if arrival_s >= self.from_s)
         delays_s = sorted(max(0.0, arrival_s - self._woken_s) for arrival_s in later_s)

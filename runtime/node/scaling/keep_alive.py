@@ -102,7 +102,10 @@ def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
 
 
 def _affordable(bold: IdlePlan, steady: IdlePlan, costs: Costs, saved: float) -> IdlePlan | None:
-    """Return `bold`, held at or above the lowest rung that limits its risk to `saved`; None if no rung does."""
+    """Return `bold`, changed to go below a certain rung only where `steady` does; None if the risk always exceeds `saved`.
+
+    That rung is the lowest one for which the risk is at most `saved`.
+    """
     for lowest in reversed(range(max(step.rung for step in bold) + 1)):
         plan = clamped(bold, steady, lowest, costs.wakes)
         if _risk(plan, steady, costs) <= saved:
@@ -163,7 +166,7 @@ def _added(bills: Sequence[float], due: Sequence[float], decay: float) -> tuple[
 
 
 def _to_consult(periods: int) -> bool:
-    """Return True if the policies should make new plans: less often for a long history, which a period changes less."""
+    """Return True if the policies should make new plans. They do so less often for a long history, which a period changes less."""
     return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
 
 

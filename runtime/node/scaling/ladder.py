@@ -1,7 +1,7 @@
 """Defines the rungs on which a function can be kept warm, the cost of each rung, and a plan for one idle period.
 
-The rungs of a ladder are numbered from 0 (READY: a worker holds everything) downwards. A rung has no name here. Two
-measured figures describe it: its price in money per second, and the seconds until a function on it is READY.
+The rungs of a ladder are numbered from the top: 0 is READY, and a lower rung has a higher number. Rungs have no names in this
+module. Two measured figures describe a rung: its price in money per second, and the seconds from the rung to READY.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Rung(NamedTuple):
 
 
 class Step(NamedTuple):
-    """From `offset_s` seconds after the end of the last request on, the function is held on `rung`."""
+    """`offset_s` seconds after the end of the last request, the function steps to `rung`."""
 
     offset_s: float
     rung: int
@@ -32,8 +32,7 @@ IdlePlan: TypeAlias = tuple[Step, ...]
 """The rungs of one idle period, in the order of their offsets. The first offset is 0.
 
 A step down is instant. A step up is a prewarm: it takes the difference of the wake times, and meanwhile the upper
-rung's price is paid. The next step up begins after its end. A step to the rung on which the function stands changes
-nothing.
+rung's price is paid. The next step up begins after the end of this step. A step to the present rung changes nothing.
 """
 
 

@@ -1,7 +1,7 @@
 """Replays the arrivals of one function on a ladder, on a simulated clock, under any keep-alive policy.
 
-The function has one worker, which runs any number of invocations at a time. An arrival on a lower rung waits until the
-worker is READY. Arrivals during this wake wait for the rest of it.
+The function has one worker, which runs any number of invocations at a time. If the function is below READY at an arrival,
+the arrival waits until the worker is READY. Arrivals during this wake wait for the rest of the wake.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Replay:
 
 
 def _after(plan: IdlePlan, quiet_s: float) -> IdlePlan:
-    """Return `plan` for a worker that stays for `quiet_s` first."""
+    """Return `plan`, changed so that the worker first stays for `quiet_s`."""
     if not quiet_s:
         return plan
     passed = [step.rung for step in plan if step.offset_s <= quiet_s]

@@ -18,12 +18,13 @@ from ...ground.settings.scale_spec import ScaleSpec
 from .seen import Load, Seen
 from .table import Cap, Proposal, Rank
 
-# A lasting load that exceeds a number by at most this counts as equal, because it is a difference of large sums.
+# A lasting load that exceeds a number by at most this counts as equal. The load is a difference of large sums, so it has
+# rounding errors.
 ROUNDING = 1e-3
 # An excess of at most this share of one worker's load needs no further worker.
 HUNDREDTH = 0.01
-# The number of workers that start for each stuck worker while all workers are stuck. At most one starts for each waiting
-# invocation.
+# While the other workers cannot end the waiting work in time, each stuck worker raises the need by this number of workers.
+# Not more workers start than the waiting invocations can use.
 STUCK_WEIGHT = 3
 # The load should use at most this share of the workers' concurrency. Above this share, one more worker starts before
 # invocations have to wait.
@@ -73,7 +74,7 @@ def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
     ready = max(0.0, seen.ready - load.stuck)
     left_s = load.work_s - ready * load.wake_s - load.started_s
     stuck = min(load.stuck, seen.ready)
-    # If all workers are stuck, the waiting invocations may take long, too.
+    # The waiting invocations may take as long as the stuck calls. So if work is left, stuck workers raise the need.
     sharing = math.ceil(left_s / load.delay_s + STUCK_WEIGHT * stuck if left_s > 0 else stuck)
     # The waiting invocations cannot run at the stuck workers, however many invocations these take at a time.
     useful = max(
@@ -83,7 +84,7 @@ def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
 
 
 def sufficient_load(spec: ScaleSpec, seen: Seen) -> float:
-    """Return the largest load for which the present workers suffice without a look; infinity if there are `max`."""
+    """Return the largest load for which the present workers suffice without a look; infinity if `max` workers are awake."""
     if seen.awake >= spec.max:
         return math.inf
     # Any load needs the workers of the buffer in addition. If there are no other workers, any load needs another look.
@@ -95,8 +96,9 @@ def sufficient_load(spec: ScaleSpec, seen: Seen) -> float:
 
 
 def sufficient_queue(spec: ScaleSpec, seen: Seen) -> float:
-    """Return the largest number of waiting invocations for which the need stays as it is without a look; -1 if each one needs
-    a look.
+    """Return the number of waiting invocations up to which the need for workers does not change, so that no look is needed.
+
+    Return -1 if each waiting invocation needs a look.
     """
     load = seen.load
     if load is None or not load.each_s or load.stuck:

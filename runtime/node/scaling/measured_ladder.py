@@ -1,4 +1,4 @@
-"""Measures the rungs of one function, and prices them: from both follows the ladder that the keep-alive policy plans for.
+"""Makes the ladder for which the keep-alive policy plans, from the measurements and the prices of one function's rungs.
 
 It does no I/O and reads no clock.
 """
@@ -45,7 +45,7 @@ class MeasuredLadder:
         self._woken_from: tuple[RungName, float] | None = None
 
     def adopt(self, spec: LadderSpec, figures: RungFigures, slow: tuple[int, int]) -> None:
-        """Measure another revision, which begins with `figures`. `slow` are its present numbers for `count_slow`."""
+        """Measure another revision, which begins with `figures`. `slow` has the numbers from which `count_slow` goes on."""
         self.spec, self.figures, self._counted, self._woken_from = spec, figures, slow, None
 
     @property
@@ -85,7 +85,7 @@ class MeasuredLadder:
         self.figures = self.figures.with_held(rung, held_bytes)
 
     def count_slow(self, slow: tuple[int, int]) -> None:
-        """Learn from two numbers: of the invocations that were slow so far, and of all. All of them have ended."""
+        """Learn from `slow`: the total number of slow invocations so far, and of all invocations so far."""
         if self.spec.slow_share is None:
             return
         new_slow, requests = (now - before for now, before in zip(slow, self._counted, strict=True))

@@ -1,6 +1,7 @@
 """Places workers on the GPUs of a node, within the memory of each. It does no I/O and reads no clock.
 
-A GPU here is a whole device or a part of a device, such as a MIG slice: only its memory counts. Sizes are in MiB.
+In this module, a GPU is a whole device or a part of a device, such as a MIG slice. Only its memory limits the number of
+workers. Sizes are in MiB.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from ...ground.settings.resources import Resources
 
 MemoryByGpu: TypeAlias = Mapping[str, int]
-"""Megabytes of each GPU, by the GPU's id."""
+"""MiB of memory of each GPU, by the GPU's id."""
 
 
 class Gpu(NamedTuple):
@@ -52,7 +53,7 @@ def candidates(gpus: Iterable[Gpu], need: GpuNeed) -> list[Gpu]:
 def place(gpus: Sequence[Gpu], held: Iterable[MemoryByGpu], need: GpuNeed) -> MemoryByGpu | None:
     """Return the memory for one more worker; None if there is no room.
 
-    Choose the GPUs on which the least memory stays free (best fit), so that room for large workers stays in one piece.
+    Choose the GPUs on which the least memory stays free (best fit), so that other GPUs keep enough for large workers.
     """
     free = _free(gpus, held)
     fitting = [gpu for gpu in candidates(gpus, need) if free[gpu.id] >= need.of(gpu)]

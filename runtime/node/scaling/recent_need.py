@@ -12,7 +12,7 @@ class Peak(NamedTuple):
 
     workers: int = 0
     until_s: float = math.inf
-    """When the peak leaves the window, unless this number of workers is needed again before."""
+    """When the window no longer includes the peak, unless this number of workers is needed again before that."""
 
 
 NO_NEED = Peak()

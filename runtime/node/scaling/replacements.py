@@ -1,8 +1,8 @@
 """Ends calls of replaced revisions for which other callers of the function have waited too long. It does no I/O and reads no clock.
 
 A replaced revision runs the invocations that it has accepted, and its workers count against all limits. Where old and new
-workers do not fit, the callers of the function wait for the old workers. Once they have waited for `drain_s`, as many old
-workers end as then let another worker start, the least busy first.
+workers do not fit, the callers of the function wait for the old workers. Once the callers have waited for `drain_s`, old
+workers end, the least busy first, but only as many as new workers can start in their place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Replacements:
     """The claims of all revisions, as the functions that are being replaced see them."""
 
     def __init__(self, claims: Sequence[RevisionClaim], grants: dict[str, Grant]) -> None:
-        """`end` adds the workers that end to `grants`, the grants by the keys of the claims."""
+        """`grants` are the grants by the keys of the claims. `end` adds to them the workers that end."""
         self._claims, self._grants = claims, grants
 
     def waited_for(self, drain_s: float) -> Iterator[tuple[str, float]]:
@@ -55,7 +55,7 @@ class Replacements:
     def end(self, function: str, without: Mapping[str, Grant]) -> None:
         """End as many old workers as would let the function start more workers. `without` are the grants without old calls."""
         old = list(self._old(function))
-        # A worker that ends already gives its place back, too.
+        # Fewer busy workers have to end if draining workers without calls give their places back anyway.
         leaving = sum(not process.calls for _, process in old if process.state is ProcessState.DRAINING)
         gained = self._started(function, without) - self._started(function, self._grants) - leaving
         busy = sorted(

@@ -15,7 +15,7 @@ from .seen import Seen
 from .table import EVERY, Cap, Proposal, Rank
 
 DEPLOY, ROLLOVER = "deploy", "rollover"
-# A deploy needs a worker for its proof, even while the function may have no worker.
+# A function that may have no worker still gets the worker with which a deploy proves a revision.
 PROVEN = EVERY - {Rank.PROOF}
 
 
@@ -50,7 +50,7 @@ class RevisionState(NamedTuple):
     backoff_until_s: float = 0.0
     """After failed starts, only waiting callers cause a start before this time."""
     open: bool = False
-    """True if so many starts have failed that before the end of the backoff not even callers cause a start."""
+    """True if so many starts have failed that even waiting callers cause no start before the end of the back-off."""
     begun: bool = False
     """True if the revision retires and all its accepted invocations have begun. Then its workers drain."""
     unexplained: bool = False
@@ -69,13 +69,13 @@ def proposals(state: RevisionState) -> Iterator[Proposal]:
 
 
 def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Iterator[Cap]:
-    """Yield the caps that bound the workers whatever the load is."""
+    """Yield the caps that do not depend on the load: of `max`, of the phase, of a stop, and of failed starts."""
     yield Cap(f"max (other gateways: {spec.elsewhere})" if spec.elsewhere else "max", EVERY, held=spec.max)
     if state.phase is Phase.PROVEN:
         yield Cap("proven", frozenset({Rank.KEEP}), held=0)
     if state.phase is Phase.RETIRING:
-        # A retiring revision still runs the invocations of its own queue. Workers that drain leave the places that they
-        # had among the ready workers to the new revision.
+        # A retiring revision still runs the invocations of its own queue. After the last of these has begun, the workers
+        # drain, which leaves places among the ready workers to the new revision.
         yield Cap("retired", EVERY if state.begun else EVERY - {Rank.LOAD}, held=0)
     if state.stopped:
         yield Cap(state.stopped, PROVEN, held=0)

@@ -41,7 +41,7 @@ class PlanRoute:
 
     def plan(self) -> IdlePlan:
         stays = list(self._stays)
-        # No call is expected after the last bin. So no call would end a stay that begins there with a climb: drop it.
+        # Drop a climb at the end of the plan. No call is expected after the last bin, so no call would end this last stay.
         while len(stays) > 1 and stays[-1].rung < stays[-2].rung:
             stays.pop()
         steps = [Step(0.0, stays[0].rung)]
@@ -64,7 +64,7 @@ class PlanRoute:
 def clamped(plan: IdlePlan, steady: IdlePlan, lowest: int, wakes: Sequence[float]) -> IdlePlan:
     """Return `plan` with each rung below `lowest` replaced by `lowest`, or by the rung of `steady` if that is lower.
 
-    `steady` has no steps up. The result reaches the upper rung of a step up when `plan` does.
+    `steady` has no steps up. At a step up, the result reaches the upper rung at the same time as `plan`.
     """
     bold, usual = list(reached(plan, wakes)), list(reached(steady, wakes))
     route, rung = None, -1

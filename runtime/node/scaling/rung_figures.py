@@ -76,7 +76,7 @@ class RungFigures:
 
 
 def _usual(wakes_s: Sequence[float]) -> float:
-    """Return the 90th percentile."""
+    """Return the 90th percentile of wake times."""
     return sorted(wakes_s)[math.ceil(0.9 * len(wakes_s)) - 1]
 
 

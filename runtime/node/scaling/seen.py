@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .recent_need import NO_NEED, Peak
 
-# A worker is started for waiting invocations if they will keep it busy for as long as its start takes, or at least for this time.
+# A worker is started for waiting invocations if they will keep it busy for as long as its start takes, and at least for this time.
 # A caller hardly notices a shorter delay, and a start takes processor time from the workers that run.
 TARGET_S = 0.1
 
@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The present numbers of invocations and workers of a revision, and the workers that it needed in its windows."""
+    """The present numbers of invocations and workers of a revision, and the number of workers that it needed recently."""
 
     queued: int
     in_flight: int

@@ -49,7 +49,9 @@ class Proposal(NamedTuple):
     """When the proposal changes although no event occurs."""
 
     def left(self, now_s: float) -> str:
-        """Return in words how long the proposal lasts; "" for the load, which may last longer than `until_s`."""
+        """Return how long the proposal still lasts, as " for 12 s". Return "" if it has no end, and for Rank.LOAD, because
+        the load may last longer than `until_s`.
+        """
         return "" if self.rank is Rank.LOAD else _for_s(self.until_s - now_s)
 
 
@@ -65,8 +67,8 @@ class Cap(NamedTuple):
     starts: float = math.inf
     """At most this number of further workers start."""
     until_s: float = math.inf
-    """When the cap changes although no event occurs. Used only if the cap refuses a start, or may park a worker. For a cap
-    that begins later, yield a proposal of KEEP until then, as `load.proposals` does."""
+    """When the cap changes although no event occurs. `combine` uses it only if the cap refuses a start, or may park a worker.
+    For a cap that begins later, yield a proposal of KEEP that lasts until then, as `load.proposals` does."""
 
 
 class Aim(IntEnum):
@@ -74,9 +76,9 @@ class Aim(IntEnum):
 
     END = 0
     KEEP = 1
-    """It stays if it is there."""
+    """A present process stays, and a missing process is not launched."""
     WANT = 2
-    """It is launched if it is missing."""
+    """A missing process is launched."""
 
 
 class AtRest(NamedTuple):
@@ -178,7 +180,7 @@ class _Bound(NamedTuple):
     awake: float
     starts: float
     until_s: float
-    """When the first cap ends that refuses workers of the proposal."""
+    """The earliest end of the caps that refuse workers of the proposal."""
     cut: tuple[float, str, float]
     """For the cap that refuses the most workers: their number, the cause of the cap, and the end of the cap."""
 

@@ -75,8 +75,8 @@ class Delays:
     def note_call(self) -> None:
         """Count a call of the upstream function. From now on, a call of the other function may follow it."""
         self.calls = self.calls * DECAY + 1
-        # Most bounds have no hits, and each of many functions may have sixteen pairs. To save memory, all zeros are one
-        # object.
+        # Use one object for all zeros to save memory: most bounds have no hits, and each of many functions may have sixteen
+        # pairs.
         self.hits = [hit * DECAY if hit else 0.0 for hit in self.hits]
 
     def note_hit(self, delay_s: float) -> None:
