@@ -165,7 +165,7 @@ class _Download:
             return ""
         if not stat.S_ISREG(status.st_mode):
             return "it is no regular file"
-        # An empty file may be from a process that was killed after it created the file and before it set the size.
+        # Accept an empty file: a process may have been killed after it created the file and before it set the size.
         if status.st_size == 0 or self._known:
             return ""
         if status.st_size != file.size_bytes:
@@ -221,7 +221,7 @@ def _mark(folder: Path) -> Iterator[int]:
         try:
             yield descriptor
         except BaseException:
-            # The mark is empty if the download was refused before it changed any file.
+            # Remove only an empty mark. It shows that the download was refused before it changed any file.
             if not os.fstat(descriptor).st_size:
                 path.unlink(missing_ok=True)
             raise

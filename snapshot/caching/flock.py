@@ -81,7 +81,7 @@ class FolderLock:
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # A forked child may have closed the inherited descriptor, and its number may belong to another file now.
+        # Close no descriptor in a forked child, where the number may belong to another file now.
         if os.getpid() == self._pid:
             os.close(self.descriptor)
 

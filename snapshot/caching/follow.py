@@ -88,7 +88,8 @@ class Feed:
             self._wake()
 
     def _wake(self) -> None:
-        # If the socket is full, the thread will wake because of earlier bytes. If it is closed, the thread has ended.
+        # Ignore errors. If the socket is full, the thread will wake because of earlier bytes. If the socket is closed, the
+        # thread has ended.
         with suppress(OSError):
             self._waker.send(b"!")
 

@@ -29,8 +29,8 @@ class Budgets:
     """How many MiB the tiers of a node may hold. If `memory_mb` is 0, snapshots are on the disk only.
 
     If `memory_mb` is None, the budget is a quarter of the memory of the machine or the cgroup (see
-    `machine.memory_bytes`). If `disk_mb` is None, it is four fifths of the bytes on the disk that are free or used by
-    this cache.
+    `machine.memory_bytes`). If `disk_mb` is None, the budget is four fifths of the bytes on the disk that are free or
+    used by this cache.
     """
 
     memory_mb: int | None = None
@@ -60,7 +60,7 @@ def _prepared_tiers(folder: Path, budgets: Budgets) -> list[Tier]:
     """Make the memory tier if it is absent. Return the tiers."""
     root = _memory_root(folder)
     prepared = is_ours(root)
-    # On a read-only disk the lock cannot be taken, but the snapshots there can be used.
+    # Ignore errors: on a read-only disk the lock cannot be taken, but the snapshots there can be used.
     with suppress(OSError, CacheError), _disk_tier(folder, budgets).locked():
         if budgets.memory_bytes:
             prepared = prepare(root, budgets.memory_bytes)
@@ -115,7 +115,7 @@ def release_memory(cache: Cache) -> None:
         if tier.kind == "tmpfs":
             tier.release()
     for tier in (tier for tier in cache.tiers if tier.kind == "disk"):
-        # While this process holds the lock, no other process calls `prepare` for the root.
+        # Take the lock, so that no other process calls `prepare` for the root meanwhile.
         with suppress(OSError, CacheError), tier.locked():
             give_back(_memory_root(tier.root))
 
@@ -128,5 +128,5 @@ def follow(folder: Path, manifest: Manifest, mounted: Sequence[Path] = ()) -> Le
     memory = [root] if is_ours(root := _memory_root(folder)) else []
     paths = mounted or (*memory, folder)
     tiers = [MountedFolder(path) if mounted else FollowedTier(path) for path in paths]
-    # A tier that follows reads nothing from the source.
+    # The source does not matter, because a tier that follows reads nothing from it.
     return Cache(tiers).open(manifest, FolderSource(folder), tee=False)

@@ -46,7 +46,7 @@ class Fetching:
 
 
 class FetchLock:
-    """The fetch lock of a snapshot's folder, as one pull sees it: it has the lock, or follows the pull that has it."""
+    """The fetch lock of a snapshot's folder, for one pull. This pull has the lock, or follows the pull that has it."""
 
     def __init__(self, tier: Tier, digest: str, manifest: Manifest, arrival: Arrival) -> None:
         self._tier, self._digest = tier, digest
@@ -116,7 +116,7 @@ class FetchLock:
                 return Following(self.shared.descriptor)
             if not fetches:
                 break
-            # The feed of the fetching process is closed already, or not open yet.
+            # The feed of the fetching process is closed already, or not open yet. Wait for the end of the fetch, and look again.
             timeout_s = max(0.0, deadline_s - time.monotonic())
             with locked_file(self._folder / "fetching", timeout_s, read_only=True):
                 pass
@@ -244,7 +244,7 @@ class Pull:
             else:
                 self._fail(failure)
         except BaseException as error:
-            # If the source has raised an exception, the arrival has an error for it.
+            # Prefer the error of the arrival, which says what the source has raised, if the source has failed.
             self._fail(self.arrival.error or self._broken_off(error))
             raise
         else:

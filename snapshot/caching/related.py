@@ -29,7 +29,7 @@ from .stored import is_published
 from .tier import Tier
 
 MOST_SNAPSHOTS = 8
-"""How many snapshots are searched, the most recently used first. To read a manifest with 25 000 chunks takes 5 ms."""
+"""How many snapshots are searched, the most recently used first. Reading a manifest with 25 000 chunks takes 5 ms."""
 
 _HASH = re.compile(r'"(?!(.)\1*["-])[0-9a-f]{32,128}(-[0-9]+)?"')
 """An ETag that is a hash of the object or its parts. Some stores give times or repeated digits, which do not match."""

@@ -121,7 +121,7 @@ class TierSpace:
         self.counts = TierCounts()
 
     def used_bytes(self) -> int:
-        """Return the size of all spare files and snapshots, including those that are being fetched."""
+        """Return the size of all spare files and snapshots, including snapshots that are being fetched."""
         return sum(one.size_bytes for one in list_stored(self._snapshots)) + self.spares.total_bytes()
 
     def free(self, digest: str, size_bytes: int) -> None:
@@ -179,10 +179,11 @@ class TierSpace:
             (folder / "files").rename(gone / "files")
         else:
             folder.rename(gone)
-        # A handler in a container can have the files open without a lock, and must not see another snapshot's bytes.
+        # Make no spares of mounted files: a handler in a container can have the files open without a lock, and must not see
+        # another snapshot's bytes.
         if self._kind == "tmpfs" and not mounted and not (gone / PART).exists():
             for file in list((gone / "files").rglob("*")):
-                # To use the pages of smaller files again would save too little time.
+                # Keep only large files, because using the pages of smaller files again would save too little time.
                 large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
                 if large and file.name != MANIFEST_NAME:
                     self.spares.put(file)

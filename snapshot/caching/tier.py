@@ -229,8 +229,9 @@ class Tier:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)
             if size_bytes and self.kind == "disk":
-                # If the disk is full, this fails with ENOSPC now, not during the fetch. For `land_existing`, allocated
-                # bytes that were never written are still holes.
+                # Reserve the space now: on a full disk, posix_fallocate raises ENOSPC here and not during the fetch.
+                # `land_existing` still skips bytes that were never written, because SEEK_DATA skips allocated bytes without
+                # data.
                 for begin, end in manifest.needed_extents(index):
                     os.posix_fallocate(descriptor, begin, end - begin)
         finally:

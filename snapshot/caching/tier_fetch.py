@@ -62,7 +62,7 @@ class TierFetch:
     ) -> None:
         """Chunks that `related` or other `nodes` have are copied from there instead of being fetched.
 
-        With `before`, this fetch continues that one in another tier, and copies its landed chunks.
+        With `before`, this fetch continues the fetch `before` of another tier, and copies the chunks that have landed there.
         """
         self.files = tier.folder(digest) / "files"
         self.arrival = Arrival(manifest)
@@ -81,9 +81,9 @@ class TierFetch:
         self._assets_ended.set()
 
     def bring_assets(self, copies: Path | None) -> None:
-        """Bring the missing assets, from folder `copies` if it has them. Nothing is published before the end of this.
+        """Bring the missing assets, from folder `copies` if it has them. Nothing is published before this ends.
 
-        Raises SourceError or SnapshotCorrupt if an asset cannot be fetched. If the tier is full, `run` raises that.
+        Raises SourceError or SnapshotCorrupt if an asset cannot be fetched. If the tier is full, `run` raises StorageFull.
         """
         try:
             fetch_assets(self.manifest, self._source, self.files, copies)
@@ -176,7 +176,7 @@ class TierFetch:
             sync_files(self.files, self.manifest)
             sync(self.files.parent)
             sync(self.files.parent.parent)
-        # No bytes of another snapshot are left.
+        # Remove REUSED, because the files contain no bytes of another snapshot any more.
         (self.files.parent / REUSED).unlink(missing_ok=True)
         manifest = self.manifest
         if not manifest.has_digests:
@@ -189,7 +189,7 @@ class TierFetch:
 def _unmap(memory: memoryview) -> None:
     """Unmap now, instead of at the end of the last reference to the mapping, because a mapped file counts as in use."""
     mapped = memory.obj
-    # BufferError means that some object, such as the traceback of a failed thread, still refers to a slice of it.
+    # BufferError means that some object, such as the traceback of a failed thread, still refers to a slice of the memory.
     with suppress(BufferError):
         memory.release()
         if isinstance(mapped, mmap):

@@ -66,7 +66,7 @@ def convert(
             written = ByteCounter(sum(spec.size_bytes for spec in origin.specs), progress)
             cast = CASTS[dtype] if dtype else None
             write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=written.add)
-            # The index files at the top of `path_in` describe the old files.
+            # Leave out the index files at the top of `path_in`, which describe the old files.
             assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
         _copy(found.source, assets, folder, None)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])

@@ -55,8 +55,9 @@ def push(
     If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
     because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
-    A destination that is WrittenWhole keeps files with the same bytes, whatever it holds, and changes all of them at once.
-    There, `force` is needed if any file differs. Without `force` and without a signature in `folder`, its signature stays.
+    A destination that is WrittenWhole keeps files with the same bytes, even of another snapshot, and changes its files all at
+    once. There, `force` is needed if any file differs. Without `force` and without a signature in `folder`, the destination's
+    signature stays.
 
     Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed or `destination` is
     neither Writable nor WrittenWhole, and SourceError or CacheError if the destination cannot be read or written.
@@ -119,7 +120,7 @@ def _push_whole(
 
 
 def _check_same(destination: WrittenWhole, manifest: Manifest, signature: bytes | None) -> bytes | None:
-    """Return the signature to send: the given one or, without it, that of the same snapshot at the destination.
+    """Return the signature to send: `signature` or, if it is None, the signature of the same snapshot at the destination.
 
     Raises SnapshotError if the destination holds anything but this snapshot with this signature.
     """

@@ -97,7 +97,7 @@ def _library() -> Any:
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
     """Yield the library's reader of file `path`, and its size. Raise SnapshotError if reading fails."""
-    # With more than one reader, the library would open the path again, where another file may be by then.
+    # Use one reader. With more, the library would open the path again, where another file may be by then.
     options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}
     library = _library()
     with open_weights(path) as stream:

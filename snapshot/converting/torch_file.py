@@ -60,7 +60,8 @@ class TorchOrigin:
             place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             flipped = tensor.is_conj() or tensor.is_neg()
             first = name if flipped or not tensor.numel() else seen.setdefault(place, name)
-            # An alias is written as a key of the safetensors metadata, where the key "format" has another meaning.
+            # Make no alias of the name "format": an alias is written as a key of the safetensors metadata, where this key has
+            # another meaning.
             if name not in (first, "format"):
                 self.aliases[name] = first
                 continue

@@ -21,8 +21,8 @@ NOW_S = 1e-4
 # A worker without a free slot is late if all its running calls exceed their usual time by this much. The end of
 # such calls is unknown. On a busy machine, a process may have to wait for this time for its share of a processor.
 LATE_S = 0.01
-# A running invocation counts as short for this time, if its worker prefetches. The time is longer than PREFETCH_S by the
-# time that a loaded gateway takes to read the result.
+# A worker without a free slot may prefetch another invocation only for this long after its newest running invocation started.
+# Later, that invocation no longer counts as short. Longer than PREFETCH_S, because a loaded gateway reads results late.
 SHORT_S = 0.005
 # The time in which the process of an idle worker wakes up and receives an invocation, with the processor time for it.
 WAKE_S = 0.0002
@@ -90,7 +90,7 @@ def is_soonest(worker: Candidate, usual_s: float, now_s: float) -> bool:
 
 def late_after_s(worker: Candidate, curve: LatencyCurve) -> float:
     """Return the time after which a worker without a free slot is late, counted from the start of its newest running call."""
-    # The curve is of all workers, and may not show yet that this worker's calls are short.
+    # Do not use the curve if the worker prefetches: the curve is of all workers, and may not show yet that its calls are short.
     usual_s = PREFETCH_S if worker.prefetches else curve.typical(worker.outstanding.largest)
     return usual_s + LATE_S
 
@@ -100,8 +100,8 @@ def assign(
 ) -> Iterator[tuple[W | None, Selection[T]]]:
     """Yield pairs of a worker and a selection. Carry out each selection before you ask for the next pair.
 
-    The worker is None if the selection has no batch, but only a time until which to wait. `pick` returns a worker with
-    room; None if no worker has room.
+    The worker is None if the selection has no batch, but only a time until which to wait. `pick` returns a worker
+    that takes another invocation or batch; None if no worker does.
     """
     while len(queue):
         worker, start_s = pick(), now_s
@@ -124,7 +124,7 @@ def _next_free(queue: Queue[T], ready: Iterable[W], now_s: float) -> tuple[W | N
         return None, now_s
     full = [worker for worker in ready if worker.outstanding.load == worker.outstanding.slots]
     expected = [worker.outstanding.expected_at(now_s, queue.curve) for worker in full]
-    # If a worker is overdue, the worker that will be free first is unknown.
+    # Return no worker if one is overdue, because it is then unknown which worker will be free first.
     if not full or min(expected) < now_s - AHEAD_S:
         return None, now_s
     soonest_s = min(expected)

@@ -74,7 +74,7 @@ def wait_until(
     if queued >= max_batch or ended_s is None or not expected:
         return now_s
     step_s, elapsed_s = STEP * saving(curve), now_s - ended_s
-    # A step of zero means that batches save nothing, or that rounding has made it zero.
+    # Do not wait if the step is zero, because batches save nothing, or if rounding has made the step zero.
     if step_s <= 0 or elapsed_s >= len(expected) * step_s:
         return now_s
     arrived = _interpolate(expected, elapsed_s / step_s)

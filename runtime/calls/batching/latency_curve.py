@@ -16,7 +16,7 @@ from typing import NamedTuple
 # The percentiles of a bucket are computed from its latest durations, at most this many. So the curve adapts
 # if a machine becomes slower.
 KEPT = 64
-# The curve is computed again after this many observations, and after each observation in a bucket that has fewer.
+# The curve is computed again after this many observations, and after each observation in a bucket that has fewer observations.
 RECOMPUTED_EVERY = 16
 # A loaded point counts as this many durations. Each new duration of its bucket replaces one of them.
 LOADED_WEIGHT = 32

@@ -40,7 +40,7 @@ class _SentBatch:
     _known: int = 0
 
     def remove(self, channel: int, cost: float) -> None:
-        """Remove an item that has ended. `cost` is 0 if it failed: then its cost is unknown."""
+        """Remove an item that has ended. `cost` is 0 if the item failed, because its cost is unknown then."""
         self.channels.discard(channel)
         self._cost += cost
         self._known += cost > 0
@@ -60,7 +60,8 @@ class Outstanding(Generic[T]):
         self.batching = batching
         self.busy_s = 0.0
         self._busy_since_s = 0.0
-        # The sum of the times at which items were added, minus the sum of the times at which items were removed.
+        # The sum of the times at which items were added, minus the sum of the times at which items were removed. `load_s`
+        # computes from it the time that all items have spent at the worker.
         self._added_s = 0.0
         self._batches: list[_SentBatch] = []
         self._batch_of: dict[int, _SentBatch] = {}
@@ -155,7 +156,7 @@ class Outstanding(Generic[T]):
             self._started_late[channel] = self.newest_start_s = now_s
 
     def split(self, channel: int, now_s: float) -> list[T]:
-        """The worker starts another handler call for the batch of `channel`. Return the items that have not ended."""
+        """Record that the worker starts another handler call for the batch of `channel`. Return the items that have not ended."""
         if (batch := self._batch_of.get(channel)) is not None:
             batch.called_s = now_s
         return list(self.batch_of(channel).values())

@@ -14,10 +14,10 @@ def window(slots: int, exec_s: float | None) -> int:
 
     `exec_s` is the mean duration of recent invocations, or None if no invocation has ended yet.
     """
-    # Longer invocations would wait at this worker while another worker may be free. If an invocation
-    # then takes longer than usual, the invocations behind it go elsewhere (serving/late_workers.py).
+    # Do not prefetch longer invocations, which would wait at this worker while another worker may be free. If a short
+    # invocation takes longer than usual, the invocations behind it go elsewhere (serving/late_workers.py).
     if exec_s is None or exec_s >= PREFETCH_S:
         return slots
     fits = min(MAX_PREFETCH, int(PREFETCH_S / max(exec_s, 1e-6)))
-    # A power of two, so that the number seldom changes.
+    # Round down to a power of two, so that the number seldom changes.
     return slots + (1 << fits.bit_length() - 1 if fits else 0)

@@ -37,14 +37,14 @@ class ChildFolders:
         self._folders[pid] = f"{root}{os.sep}{pid}"
 
     def remove(self, pid: int) -> None:
-        """Remove the folder of a child that has ended. Call this before reaping the child: then its pid may be given again."""
+        """Remove the folder of a child that has ended. Call this before reaping the child, because its pid may be reused afterwards."""
         if (folder := self._folders.pop(pid, None)) is not None and not self._remove_unchanged(folder):
             _remove(folder)
 
     def _remove_unchanged(self, folder: str) -> bool:
         """Remove a folder in which the child has left no file, and return True. This takes a third of the time of `_remove`.
 
-        It may follow a link that the child has made, because this process has the same rights as the child.
+        A link that the child has made is no risk, because this process has the same rights as the child.
         """
         with suppress(OSError):
             os.rmdir(f"{folder}{os.sep}tmp")  # noqa: PTH106
@@ -69,15 +69,15 @@ def _remove(folder: str) -> None:
     if remove_tree(folder, REMOVED_AT_ONCE):
         return
     hidden = Path(folder).with_name(f".{secrets.token_hex(4)}")
-    # If the fork fails too, the folder is removed later, as the module's docstring says.
+    # If this fails, `remove_ended` removes the folder later.
     with suppress(OSError):
         Path(folder).rename(hidden)
         if os.fork() == 0:
             try:
-                # The fork goes on after the end of its parent. It stays in the parent's session, so it is no orphan.
+                # The fork may outlive its parent. `end_orphans` does not kill the fork, because it stays in the parent's session.
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                # Copies of the connections would hide the end of the parent from the gateway.
+                # Close the copies of the connections, which would hide the end of the parent from the gateway.
                 os.closerange(0, os.sysconf("SC_OPEN_MAX"))
                 setproctitle("pilotflame: remover")
                 remove_tree(hidden)

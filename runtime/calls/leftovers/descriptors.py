@@ -1,4 +1,4 @@
-"""Sorts open descriptors by what a fork makes of them. Forks share the state of a descriptor, such as its offset."""
+"""Sorts open descriptors by how they can be used after a fork. Forks share the state of a descriptor, such as its offset."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 # A process that has a context on a device keeps one of these files open: NVIDIA's, AMD's.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-# Devices without a state that processes could share, and copies of weights, which are sealed (see `shared_copies.NAME`). NVML opens
-# the other files of NVIDIA's driver.
+# Devices without a state that processes could share, and copies of weights, which are sealed (see `shared_copies.NAME`). The
+# other files of NVIDIA's driver, which NVML opens, are harmless, too.
 STATELESS = (
     "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia", "/memfd:pilotflame-weights",
 )  # fmt: skip
@@ -22,9 +22,9 @@ _KINDS = {
     "pipe:": "a pipe", "anon_inode:[eventpoll]": "a selector", "anon_inode:[eventfd]": "an event", "anon_inode:[pidfd]": "a process",
     "anon_inode:[timerfd]": "a timer", "anon_inode:inotify": "a watch of files", "anon_inode:[io_uring]": "an io_uring",
 }  # fmt: skip
-# Mapped files with these paths are memory without a file.
+# Mappings with these paths have no lasting file.
 _FLEETING = ("/dev/zero", "/dev/shm", "/memfd:", "/SYSV")  # noqa: S108
-# The flags with which a file is opened again.
+# The flags that stay the same when a file is opened again.
 _KEPT_FLAGS = os.O_NONBLOCK | os.O_DIRECT | os.O_DIRECTORY
 
 
@@ -41,10 +41,10 @@ class Descriptors:
 
 
 def sort(numbers: Collection[int], kept: Path | None = None) -> Descriptors:
-    """Sort descriptors. Leave out those whose sharing is harmless, and those of files below `kept`."""
+    """Sort descriptors. Leave out descriptors that may be shared without harm, and descriptors of files below `kept`."""
     found = Descriptors()
     for number in sorted(numbers):
-        # OSError: a thread has closed it meanwhile.
+        # OSError means that a thread has closed the descriptor meanwhile.
         with suppress(OSError):
             _sort(number, kept, found)
     found.devices = sorted(set(found.devices))
@@ -74,7 +74,7 @@ def _sort(number: int, kept: Path | None, found: Descriptors) -> None:
         else:
             found.read.append(number)
     elif flags & os.O_ACCMODE != os.O_WRONLY or not flags & os.O_APPEND:
-        # The kernel appends each write at the end of the file. So a log may be shared.
+        # A file that is open only for appending, such as a log, may be shared: the kernel appends each write at its end.
         found.shared[number] = f"{target}, open for writing"
 
 
@@ -98,7 +98,7 @@ def open_again(numbers: Collection[int]) -> None:
 
 
 def _open_again(number: int) -> int:
-    # This also works for files that were removed.
+    # Open the file by its descriptor, which also works if the file was removed.
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | (flags & _KEPT_FLAGS))
 

@@ -51,15 +51,15 @@ def detach(
 ) -> None:
     """Start a session, reset the signals that the parent handles, and let the kernel send SIGTERM when `parent` dies.
 
-    SIGTERM drains a worker and ends a zygote. With `signalled=False`, there is no such signal.
+    SIGTERM drains a worker and ends a zygote. With `signalled=False`, do not request the signal.
     """
-    # A spawned worker runs this twice: after its fork, and again after exec in the fresh interpreter.
+    # Start only one session: a spawned worker runs this after its fork, and again after exec in the fresh interpreter.
     if os.getsid(0) != os.getpid():
         os.setsid()
     signals.reset(handled)
     if signalled:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # The parent may have died before prctl was called.
+    # End without the signal if the parent has died before prctl was called.
     if os.getppid() != parent:
         os._exit(0)
 
@@ -73,9 +73,9 @@ def end_of(pid: int) -> int | None:
 
 
 def end_of_parent() -> int | None:
-    """Return a descriptor that is readable once the parent has ended, and take back the request of `detach`.
+    """Return a descriptor that is readable once the parent has ended, and cancel the SIGTERM that `detach` has requested.
 
-    Return None, and keep the request, if the kernel has no such descriptors.
+    If the kernel has no such descriptors, return None, and do not cancel the SIGTERM.
     """
     if (descriptor := end_of(os.getppid())) is not None:
         _libc.prctl(PR_SET_PDEATHSIG, 0)

@@ -1,8 +1,8 @@
 """Random number generators that an import or a build has made. Forks would draw the same numbers from them.
 
-A generator whose seed the handler's author chose draws in a worker what it draws in a fresh process, so a fork leaves
-it alone. A generator without such a seed gets a new one in each fork. If a seed may differ at each import, because it
-came from the clock or from entropy, only a process that imports for itself draws the right numbers.
+If the handler's author chose a generator's seed, a fork does not change the generator: it draws the same numbers in a worker
+as in a fresh process. A generator without such a seed gets a new seed in each fork. If a seed may differ at each import,
+because it came from the clock or from entropy, only a process that imports for itself draws the right numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENTROPY = 1 << 32
 NEAR_S = 86400
 # The seed of every new torch.Generator.
 TORCH_SEED = 67280421310721
-# Stands for a seed that the author chose and that cannot be seen.
+# Used in place of a seed that the author chose and that cannot be read.
 CHOSEN = 0
 _NUMPY_FUNCTIONS = ("seed", "get_state", "set_state")
 
@@ -50,7 +50,7 @@ class _States:
         self._seeds[_hashable(state)] = seed
 
     def seed_of(self, state: object) -> object:
-        """Return the seed of a state that a generator gets: `CHOSEN` if the state came from elsewhere."""
+        """Return the seed of a state that a generator gets. Return CHOSEN if the state was not read from a generator here."""
         return self._seeds.get(_hashable(state), CHOSEN)
 
 
@@ -73,7 +73,7 @@ class Generators:
         # The seed of numpy's global generator, and the entropy that numpy's other generators took.
         self._numpy: object = None
         self._drawn = set[int]()
-        # The seed that torch's global generator has by chance.
+        # The seed that torch's global generator has after the import of torch. The author has not chosen it.
         self._torch: int | None = None
         self._known: list[Any] = []
         self._undo: list[tuple[Any, str, Any]] = []
@@ -116,7 +116,7 @@ class Generators:
         plain_seed, plain_get, plain_set = random.Random.seed, random.Random.getstate, random.Random.setstate
 
         def note(generator: random.Random, seed: object) -> None:
-            # TypeError: a subclass that has no hash.
+            # TypeError means that the generator's class has no hash. Its seeds are not noted.
             with suppress(TypeError):
                 seeds[generator] = seed
 
@@ -136,7 +136,7 @@ class Generators:
         methods: dict[str, Callable[..., Any]] = {"seed": seed, "getstate": getstate, "setstate": setstate}
         for name, new in methods.items():
             self._replace(random.Random, name, new)
-            # The functions of the module are methods of one generator.
+            # Replace the functions of the module too: they are methods of one generator.
             self._replace(random, name, partial(new, _generator_of(getattr(random, name))))
 
     def _draw(self, plain: Callable[[int], int], bits: int) -> int:
@@ -160,21 +160,22 @@ class Generators:
 
     def keep(self) -> None:
         """Remember the generators that exist now. Freezing objects hides them from later searches."""
-        # A renewed generator gets another SeedSequence, and the old object is garbage.
+        # Leave out SeedSequences: a renewed generator gets another one, and the old object is garbage.
         self._known = [one for one in self._search() if type(one).__name__ != "SeedSequence"]
 
     def find(self, held: Iterable[Any] = ()) -> tuple[list[Callable[[], object]], list[Any]]:
         """Return functions that reseed the generators without a seed from the author, and the generators with a
         seed that may vary.
 
-        `held` are the objects that the handler holds. The garbage collector does not list torch's generators.
+        `held` are the objects that the handler's variables refer to. Search them for torch's generators, which the garbage
+        collector does not list.
         """
         renewals: list[Callable[[], object]] = []
         varying: list[Any] = []
         found = self._search()
         for one in found:
             if isinstance(one, random.Random):
-                # Python gives a new seed to the generator of the module random in each fork.
+                # Python itself reseeds the generator of the module random in each fork (`renewed`).
                 seed, renewed = self._seeds.get(one), one is _generator_of(random.seed)
                 if seed is None and not renewed:
                     renewals.append(partial(random.Random.seed, one))
@@ -211,7 +212,8 @@ class Generators:
             if isinstance(one, numpy.RandomState) and id(one._bit_generator) in renewed  # noqa: SLF001
         ]  # fmt: skip
         sequences = {id(getattr(bits, "_seed_seq", None)) for bits in owned}
-        # A sequence cannot be renewed, and gives seeds to later generators.
+        # Count other sequences as varying unless the author chose the seed: they give seeds to later generators, and cannot
+        # be renewed.
         varying += [
             one for one in found
             if isinstance(one, numpy.SeedSequence) and id(one) not in sequences
@@ -219,7 +221,7 @@ class Generators:
         ]  # fmt: skip
 
     def _entropy(self, sequence: Any) -> object:
-        """Return the seed of a generator with this SeedSequence: None if numpy drew it."""
+        """Return the seed of a generator with this SeedSequence. Return None if numpy drew the seed, CHOSEN if it is unknown."""
         seed = getattr(sequence, "entropy", None)
         if seed is None:
             return CHOSEN
@@ -229,7 +231,7 @@ class Generators:
         """Give a new seed to a generator of numpy, without a new object."""
         fresh = type(bits)()
         bits.__setstate__(fresh.__getstate__())
-        # So a zygote that inherits the generator knows that the author has not chosen this seed.
+        # Record that the author has not chosen this seed, for a zygote that inherits the generator.
         self._drawn.add(getattr(getattr(fresh, "_seed_seq", None), "entropy", 0))
 
     def _search(self) -> list[Any]:
@@ -237,7 +239,7 @@ class Generators:
         if (numpy := sys.modules.get("numpy.random")) is not None:
             for kind in (numpy.BitGenerator, numpy.RandomState, numpy.SeedSequence):
                 kinds |= set(_subclasses(kind))
-        # `type` and not `isinstance`: the latter runs the code of objects that stand for others.
+        # Use `type`, because `isinstance` runs the code of proxy objects.
         found = [*self._known, *(one for one in gc.get_objects() if type(one) in kinds)]
         return list({id(one): one for one in found}.values())
 
@@ -254,5 +256,5 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _forget_gauss(legacy: Any) -> None:
-    """Forget the second number of the last pair that was drawn from a normal distribution."""
+    """Forget the second number of the last pair from a normal distribution. Else a renewed generator would return it first."""
     legacy.set_state({**legacy.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})

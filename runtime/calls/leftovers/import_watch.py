@@ -34,13 +34,13 @@ def lasting_thread_count() -> int:
 
 
 def open_descriptors() -> set[int]:
-    # The listing has a descriptor too: the lowest number that is free.
+    # Leave out the descriptor that the listing itself opens. It gets the lowest number that is free.
     os.close(own := os.dup(0))
     return set(map(int, os.listdir("/proc/self/fd"))) - {own}  # noqa: PTH208  as in `thread_count`
 
 
 def quiet_tqdm() -> None:
-    """Keep tqdm from starting its monitor thread, which only refreshes bars that stand still, and from making a lock
+    """Keep tqdm from starting its monitor thread, which only refreshes bars that do not advance, and from making a lock
     that processes share.
 
     Loading a transformers model shows a progress bar. With the thread of that bar, the workers could not be forked. A
@@ -67,7 +67,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path, target)
         loader: Any = spec.loader if spec is not None else None
         if hasattr(loader, "exec_module"):
-            # An attribute of the instance hides the method of the loader's class.
+            # Hide the method of the loader's class by an attribute of the instance.
             loader.exec_module = partial(self._execute, loader)
         return spec
 
@@ -87,7 +87,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         after = open_descriptors()
         for closed in self.opened.keys() - after:
             del self.opened[closed]
-        # The descriptors of the other modules are in the dict already.
+        # Do not overwrite the names of the other modules, whose descriptors are in the dict already.
         for opened in after - before:
             self.opened.setdefault(opened, name)
 
@@ -96,7 +96,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
 def watch_imports(on_import: Callable[[str], None] = lambda _: None) -> Iterator[ImportWatch]:
     """Yield a watch of the imports in the block."""
     watch = ImportWatch(on_import)
-    # The base may have imported tqdm.
+    # Do this also before the first import, because the base may have imported tqdm.
     quiet_tqdm()
     sys.meta_path.insert(0, watch)
     try:

@@ -1,8 +1,8 @@
 """Finds what an import and a build have left in a zygote, and decides whether its workers can be forked.
 
-They can be forked if each fork can have its own of everything that was left. Files that are only read are opened again, and
-generators without a seed get a new one (`Leftovers.renew`). For all else, the workers are spawned: each of them imports
-and builds for itself (`Leftovers.reason`).
+Workers can be forked if each fork can have its own copy of everything that was left. Each fork opens files again that are
+only read, and gives a new seed to generators without a seed (`Leftovers.renew`). If anything else was left, the workers are
+spawned: each of them imports and builds for itself (`Leftovers.reason`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Watch:
 
     def _searched(self, code: Path, tmp: Path, state: object, kept: Path | None) -> Leftovers:
         if (first := self._find(code, tmp, state, kept))._found:  # noqa: SLF001
-            # The collector is off in a zygote, and garbage may hold descriptors open.
+            # Free garbage, which may keep descriptors open, because the collector is off in a zygote. Then search again.
             gc.collect()
             return self._find(code, tmp, state, kept)
         return first
@@ -124,7 +124,7 @@ class Watch:
                 else None
             )
             where = variables.get(thing) or (f"importing {module}" if module else _UNKNOWN)
-            # If no variable holds a process that has ended, no code waits for it.
+            # Ignore an ended process that no variable refers to, because no code waits for it.
             if (where, what) != (_UNKNOWN, processes.ENDED):
                 held.setdefault(where, []).append(what)
         for where, each in held.items():

@@ -47,8 +47,10 @@ def reachable(code: Path, state: object) -> Iterator[tuple[str, Any]]:
 
 
 def paths(objects: Iterable[tuple[str, Any]], folder: Path, code: Path) -> Iterator[tuple[str, str]]:
-    """Yield the paths in `folder` that a handler holds elsewhere than as the value of a name in a module: the variable, and
-    the path. The values of names are replaced in each fork. TMPDIR itself is left out: copies of the environment have it.
+    """Yield the paths in `folder` to which a handler's variables or the environment refer: the name of the variable, and the path.
+
+    Leave out paths that are themselves the value of a module's variable, because each fork replaces these values. Leave out
+    TMPDIR, because copies of the environment contain it.
     """
     replaced = {id(value) for name, value in _variables(code, None)}
     inside = (str(folder), f"{folder}{os.sep}")
@@ -65,7 +67,7 @@ def paths(objects: Iterable[tuple[str, Any]], folder: Path, code: Path) -> Itera
 
 def _variables(code: Path, state: object) -> Iterator[tuple[str, object]]:
     for module in list(sys.modules.values()):
-        # Read it without `__getattr__`, which imports something in modules that are lazy.
+        # Read `__file__` without `__getattr__`, which imports something in modules that are lazy.
         file = str(getattr(module, "__dict__", {}).get("__file__") or "")
         if file.startswith(f"{code}{os.sep}"):
             for name, value in list(vars(module).items()):
@@ -77,7 +79,7 @@ def _variables(code: Path, state: object) -> Iterator[tuple[str, object]]:
 def _thing(one: Any) -> object:
     kind = type(one)
     if issubclass(kind, (socket.socket, select.epoll)) or kind is io.FileIO:
-        # ValueError: it is closed.
+        # ValueError means that the object is closed.
         with suppress(ValueError):
             return ("descriptor", one.fileno())
     if kind.__module__ == "multiprocessing.connection":
@@ -89,7 +91,7 @@ def _thing(one: Any) -> object:
 
 def _held(one: object, code: Path) -> list[Any]:
     """Return what an object refers to. Leave out what leads to all other objects: modules, and functions' globals."""
-    # `isinstance` would ask the object for its `__class__`, which may run code of the handler.
+    # Use `type`, because `isinstance` would ask the object for its `__class__`, which may run code of the handler.
     if issubclass(type(one), ModuleType):
         return []
     if type(one) is FunctionType:

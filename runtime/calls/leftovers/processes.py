@@ -17,7 +17,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # The variable with the pid of the worker or zygote in which a program was started.
 OWNER = "PILOTFLAME_PROCESS"
 ENDED = "a process that has ended"
-# Added to the score of the base, which zygotes and workers inherit. 1000 stands for all memory of the machine.
+# Added to the OOM score of the base. Zygotes and workers inherit this score. 1000 counts like all memory of the machine.
 OOM_SCORE, MOST_OOM_SCORE = 500, 1000
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
@@ -58,19 +58,19 @@ def children() -> Iterator[int]:
 def _candidates() -> list[int]:
     found = list[int]()
     with suppress(OSError):
-        # Without pathlib: each end of a worker comes here.
+        # Use no pathlib, which is slower, because this runs at each end of a worker.
         for task in os.listdir("/proc/self/task"):  # noqa: PTH208
             with open(f"/proc/self/task/{task}/children", "rb", buffering=0) as file:  # noqa: PTH123
                 found += map(int, file.readall().split())
         return found
-    # Not every kernel has lists of children.
+    # Return all processes if the kernel has no lists of children.
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208
 
 
 def _is_child(pid: int) -> bool:
-    # OSError: the process has ended.
+    # OSError means that the process has ended.
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
-        # The name, in parentheses, may contain anything.
+        # Search for the last parenthesis, because the name of the program in the parentheses may contain anything.
         return int(file.read(1024).rpartition(b")")[2].split(maxsplit=2)[1]) == os.getpid()
     return False
 
@@ -78,12 +78,12 @@ def _is_child(pid: int) -> bool:
 def end_orphans(known: Collection[int], *, last: bool = False) -> None:
     """Kill the adopted children whose owner has ended. `known` are the children that this process has forked.
 
-    An adopted child that does not name its owner may belong to any of `known`. So it stays until `known` is empty. A child
-    that leads a session stays longer, because it may be a worker that drains after the death of its zygote. With `last`, this
-    process is about to end, and kills these children too.
+    An adopted child that does not name its owner may belong to any of `known`. Do not kill it before `known` is empty. Do not
+    kill it at all if it leads a session, because it may be a worker that drains after the death of its zygote. With `last`,
+    kill these children too, because this process is about to end.
     """
     for pid in _candidates():
-        # A system call tells the session much faster than a file. It is 0 for threads of the kernel.
+        # Ask for the session first: this system call is much faster than reading a file. Threads of the kernel have session 0.
         if (
             pid in known
             or not (session := _session(pid))
@@ -114,7 +114,7 @@ def _owner(pid: int) -> int | None:
 
 
 def describe(pid: int) -> str:
-    """Return the first words of the command of a process. ENDED if it has ended, and its parent has not noticed."""
+    """Return the first words of the command of a process. Return ENDED if the process has ended."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         text = " ".join(word.decode(errors="replace") for word in words[:2])[:80]

@@ -11,7 +11,7 @@ from types import FrameType
 from ..link.worker_spec import OF_GATEWAY
 
 SignalHandler = Callable[[int, FrameType | None], object] | int | None
-# What a program has at its start. These are the signals whose handling zygotes and workers change.
+# The handlers that a program has at its start, for the signals whose handling zygotes and workers change.
 _OF_PROGRAMS: dict[signal.Signals, SignalHandler] = {
     signal.SIGCHLD: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,
     signal.SIGQUIT: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler,
@@ -23,27 +23,27 @@ HANDLED = tuple(_OF_PROGRAMS)
 def ignore(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal by doing nothing.
 
-    A signal that is ignored stays ignored in the programs that a handler starts. A signal with a handler does not.
+    With SIG_IGN instead, the programs that a handler starts would ignore the signal, too.
     """
 
 
 def reset(handled: Iterable[signal.Signals]) -> None:
-    """Undo what the parent of this process does with signals: it handles those in `handled`. Signals for the gateway do nothing."""
+    """Reset the signals in `handled`, which the parent of this process handles. Signals for the gateway do nothing here."""
     signal.set_wakeup_fd(-1)
     for number in handled:
         signal.signal(number, ignore if number in OF_GATEWAY else signal.SIG_DFL)
 
 
 class AuthorsHandlers:
-    """The signal handlers that the import and the build of a handler set. Only workers have them."""
+    """The signal handlers that the import and the build of a handler set. They apply in workers only, not in the zygote."""
 
     def __init__(self) -> None:
-        """Make it before the import."""
+        """Call this before the import."""
         self._before = {number: signal.getsignal(number) for number in _OF_PROGRAMS}
         self._found: dict[signal.Signals, SignalHandler] = {}
 
     def note(self) -> None:
-        """Find the handlers after the build, and undo them."""
+        """Find the handlers after the build, and set the handlers from before the import again."""
         for number, before in self._before.items():
             if (found := signal.getsignal(number)) not in (None, before):
                 self._found[number] = found
@@ -58,8 +58,8 @@ class AuthorsHandlers:
 def leave_to_forks(on_term: SignalHandler, close: Callable[[], None]) -> None:
     """Let the processes that the function's code forks handle signals as a program does. `close` is called in each of them.
 
-    `on_term` is this worker's own handler of SIGTERM. The handlers of the function's code stay. A signal that is sent to a new
-    process before it has these handlers waits for them: this worker's handler would take it, and do nothing.
+    `on_term` is this worker's own handler of SIGTERM. The handlers of the function's code stay. Signals are blocked during the
+    fork until the new process has reset its handlers. Otherwise this worker's handler would take a signal, and do nothing.
     """
     masks = threading.local()
 

@@ -1,4 +1,4 @@
-"""What a thread has of its own: the import and `setup` set it on the main thread, and other threads of the handler need it too."""
+"""Copies per-thread state, which the import and `setup` set on the main thread, to the other threads of the handler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ThreadState:
             self._settings.append(partial(numpy.seterr, **numpy.geterr()))
         if (torch := sys.modules.get("torch")) is not None:
             self._settings.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-            # Any default device slows each call of torch.
+            # Set no default device if it would be the CPU: any default device slows each call of torch.
             if (device := torch.get_default_device()).type != "cpu":
                 self._settings.append(partial(torch.set_default_device, device))
 

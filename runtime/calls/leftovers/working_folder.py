@@ -4,8 +4,8 @@
     ROOT/PID/tmp     TMPDIR
     ROOT/caches      caches of libraries that would use TMPDIR; the function's processes share them
 
-A zygote's working directory has the code. A worker's has what the zygote's has after the import. Small files and folders
-are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
+A zygote's working directory contains the code. A worker's working directory contains what the zygote's contains after the
+import. Small files and folders are copied, larger ones are links. `__file__` and `sys.path` still name the files of the revision, which all
 workers share.
 
 The parent of a process removes the process's folder when it reaps the process (`child_folders.py`). If the parent has
@@ -33,7 +33,7 @@ from ....removal import remove_tree
 ENTRY_BYTES, ENTRY_FILES = 256 << 10, 32
 # All copies of a working directory together have at most this many bytes and entries.
 ALL_BYTES, ALL_FILES = 1 << 20, 256
-# Variables with the folder of a library's cache, and its name. By default, these libraries use the folder TMPDIR.
+# The variables that set the folders of libraries' caches, and the names of the folders. By default, these libraries use TMPDIR.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TIKTOKEN_CACHE_DIR": "tiktoken", "TFHUB_CACHE_DIR": "tfhub"}
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -42,8 +42,8 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 class WorkingFolder:
     """The working directory and TMPDIR of this process.
 
-    The paths are strings, because `fork` is a part of a cold start. In a fork, the first use of each of Python's objects
-    copies a page of memory.
+    `fork` is a part of a cold start, so the paths are strings. Pathlib would use more of Python's objects, and in a fork, the
+    first use of each object copies a page of memory.
     """
 
     def __init__(self, root: str) -> None:
@@ -51,8 +51,8 @@ class WorkingFolder:
         self.path = f"{root}{os.sep}{os.getpid()}"
         self.work, self.tmp = f"{self.path}{os.sep}work", f"{self.path}{os.sep}tmp"
         self._parent = os.getppid()
-        # What `note_import` finds: the working directory, as a path in `work` if it is there, its entries, and names of
-        # modules.
+        # What `note_import` finds: the working directory (relative to `work` if it is below `work`), the entries of `work`,
+        # and the modules and variables whose values are paths in this folder.
         self._directory = ""
         self._left: list[_Entry] = []
         self._paths: list[tuple[ModuleType, str]] = []
@@ -81,9 +81,9 @@ class WorkingFolder:
         return made
 
     def note_import(self, code: Path) -> None:
-        """Find the working directory that the import has chosen, the files that are in it now, and the paths in this folder
-        that are values in modules of the function. In a fork, they are in the fork's own folder. A directory of the code
-        becomes the same directory in this folder.
+        """Find what `fork` repeats: the working directory that the import has chosen, the entries of `work`, and the variables
+        of the function's modules whose values are paths in this folder. `fork` replaces these paths by paths in the fork's own
+        folder. If the import has chosen a directory of the code, change to the same directory in `work`.
         """
         with suppress(OSError):
             directory = Path.cwd()
@@ -131,16 +131,16 @@ class WorkingFolder:
         try:
             os.mkdir(self.path, 0o700)  # noqa: PTH102
         except FileExistsError:
-            # It is left from an ended process with the same pid.
+            # Remove the folder, which is left from an ended process with the same pid.
             remove_tree(self.path)
             os.mkdir(self.path, 0o700)  # noqa: PTH102
         except FileNotFoundError:
-            # Something has removed the root, such as a program that tidies /tmp.
+            # Make the root again, which something has removed, such as a program that tidies /tmp.
             os.makedirs(self.path, 0o700)  # noqa: PTH103
 
     def _enter(self, *, forked_from: WorkingFolder | None = None) -> None:
         os.chdir(self.work)
-        # The import may have chosen another folder than TMPDIR.
+        # Keep the folder for temporary files if the import has chosen another folder than TMPDIR.
         if forked_from is None or os.environ.get("TMPDIR") == forked_from.tmp:
             os.environ["TMPDIR"] = self.tmp
         if forked_from is None or tempfile.tempdir == forked_from.tmp:
@@ -150,13 +150,13 @@ class WorkingFolder:
 
 
 def _is_below(module: ModuleType, folder: str | Path) -> bool:
-    # Read the file without `__getattr__`, which imports something in modules that are lazy.
+    # Read `__file__` without `__getattr__`, which imports something in modules that are lazy.
     file = getattr(module, "__dict__", {}).get("__file__")
     return isinstance(file, str) and file.startswith(f"{folder}{os.sep}")
 
 
 class _Copy(NamedTuple):
-    """A small file, an empty folder or a link, in memory: a worker that starts does not read it again."""
+    """A small file, a folder without its entries, or a link, in memory, so that a worker that starts need not read it again."""
 
     name: str
     """The path in the working directory."""
@@ -183,14 +183,14 @@ class _Copy(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An entry of a working directory: copies, or a link to the entry that it stands for."""
+    """An entry of a working directory: copies of the original entry and of all entries below it, or a link to the original."""
 
     name: str
     link: str
     copies: list[_Copy]
 
     def write(self, folder: str) -> None:
-        """Write the copies, or the link if there are none, or no space for them. A link needs almost no space."""
+        """Write the copies. If there are no copies, or no space for them, write the link, which needs almost no space."""
         with suppress(OSError):
             for one in self.copies:
                 one.write(folder)
@@ -206,7 +206,7 @@ def _read(source: str | Path) -> list[_Entry]:
     left_bytes, left_files, entries = ALL_BYTES, ALL_FILES, list[_Entry]()
     with os.scandir(source) as found:
         for entry in sorted(found, key=lambda one: one.name):
-            # Python makes its folders anew.
+            # Leave out compiled code, because Python makes it again.
             if entry.name == "__pycache__":
                 continue
             if entry.is_symlink():
@@ -222,7 +222,7 @@ def _read(source: str | Path) -> list[_Entry]:
 def _copies(entry: os.DirEntry[str], most_bytes: int, most_files: int) -> list[_Copy]:
     """Return copies of an entry and all entries below it; [] if they are too large or too many, or cannot be copied."""
     above = len(entry.path) - len(entry.name)
-    # OSError: a folder may not be read, or is gone.
+    # OSError means that a folder may not be read, or is gone.
     with suppress(OSError):
         found = list(islice(_below(entry), most_files + 1))
         files = (one for one in found if one.is_file(follow_symlinks=False))

@@ -68,7 +68,7 @@ class Child(ABC):
             return
         self._kill_reason = reason
         if self.output is not None:
-            # The lines of the stacks must not go to the output of an invocation.
+            # Let unmarked lines belong to no invocation, because the lines of the stacks are no output of an invocation.
             self.output.crowd()
         self.dump_stacks()
         if self._kill_timer is not None:

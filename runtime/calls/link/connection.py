@@ -33,8 +33,8 @@ _TIMEVAL = struct.Struct("ll")
 def dial(path: str, timeout_s: float) -> socket.socket:
     """Return a blocking socket that is connected to the gateway at `path`. Raise LinkError.
 
-    While the gateway's backlog is full, wait for room, up to `timeout_s`. Only the kernel can wait for room: with
-    Python's own timeout, the socket is non-blocking, and `connect` fails at once with EAGAIN.
+    While the gateway's backlog is full, wait, up to `timeout_s`. Only the kernel can wait: with Python's own timeout, the
+    socket is non-blocking, and `connect` fails at once with EAGAIN.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -81,7 +81,7 @@ class BlockingLink:
 
 
 class _Received(threading.local):
-    """The receive buffer that all links of a thread share: each copies the received bytes before it parses them."""
+    """The receive buffer of a thread. All links of the thread can share it, because each link copies the received bytes at once."""
 
     def __init__(self) -> None:
         # A `bytearray` would write to all of its pages at once.
@@ -179,7 +179,7 @@ class Link:
 
     def close_in_fork(self) -> None:
         """Close the copy of the link in a fork of this process, where no loop runs. Sends do nothing from then on."""
-        # Another thread may have held the lock.
+        # Replace the lock, because another thread may have held it at the fork.
         self._lock, self.closed = threading.Lock(), True
         self.sock.close()
 
@@ -191,8 +191,8 @@ class Link:
     def note_peer_ended(self) -> None:
         """Record that the process at the other end has ended. Then receive all that is left, up to the end of the link.
 
-        If that process has not read everything, its end resets the socket. uvloop reports a reset socket only once. If
-        frames are received then, no report follows for the end of the link.
+        uvloop's report is not enough: if that process has not read everything, its end resets the socket, and uvloop reports
+        a reset socket only once. If frames are received at this report, no report follows for the end of the link.
         """
         self._peer_ended = True
         if self._bound:

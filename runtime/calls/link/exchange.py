@@ -38,7 +38,7 @@ class WorkerExchange:
         return True
 
     async def _spend(self, piece: bytes) -> bool:
-        """Wait until the gateway has room for a piece. Return False if the caller has gone."""
+        """Wait until a piece may be sent to the gateway. Return False if the caller has gone."""
         if self.gone:
             return False
         if self._credit is None:
@@ -62,7 +62,7 @@ class WorkerExchange:
     # -- what the gateway reports
 
     def put(self, piece: bytes, *, last: bool) -> None:
-        """Add a piece of the input. The gateway limits how many pieces are here."""
+        """Add a piece of the input. The gateway limits the number of unread pieces."""
         if piece:
             self._pieces.append(piece)
         self._ended = last
@@ -74,7 +74,7 @@ class WorkerExchange:
             self._credit.grant(count)
 
     def close(self) -> None:
-        """The caller has gone: end all waits."""
+        """End all waits, because the caller has gone."""
         self.gone = True
         if self._credit is not None:
             self._credit.close()

@@ -26,7 +26,7 @@ LARGE_BYTES = 1 << 20
 # The largest payload: the rest of a frame is for its head.
 MAX_PAYLOAD_BYTES = 255 << 20
 MAX_HEAD_BYTES = 4 << 20
-"""The longest head that the gateway reads. It parses heads on its event loop, and containers send what they like."""
+"""The longest head that the gateway reads. It parses heads on its event loop, which a long head from a container would block."""
 MAX_ERROR_BYTES = 256 << 10
 """The longest error of a call."""
 
@@ -74,7 +74,7 @@ class FrameKind(enum.IntEnum):
     # Up: a standby has done everything that is possible before ACTIVATE. If it has rehearsed, the head has the bytes
     # that torch's allocator keeps of each GPU ("reserved", as in PARKED).
     PRIMED = 20
-    # Up, from a zygote: the operating system refused to fork.
+    # Up, from a zygote: the operating system refused to fork, or to make the child's folder.
     UNFORKED = 21
     # Up: the progress of an invocation, as JSON in the payload. It replaces earlier progress.
     PROGRESS = 22
@@ -107,7 +107,7 @@ class FrameKind(enum.IntEnum):
     INPUT = 33
     INPUT_END = 34
     # Up: the handler has read pieces of the input; the head has their "count". The first READ of an invocation has the
-    # count 0: before it, the gateway sends no piece. So an invocation that is given back has lost none.
+    # count 0. The gateway sends no piece before this READ, so an invocation that is given back has lost no piece.
     READ = 35
     # Down: give back the invocations that wait for a slot, each with RETURNED, because a running call is late.
     ASK_BACK = 36
@@ -120,7 +120,7 @@ class Frame(NamedTuple):
     payload: bytes
 
     def json(self) -> dict[str, Any]:
-        """Return the head as JSON. Raise LinkError if it is not a JSON object, or has too many values for one."""
+        """Return the head as JSON. Raise LinkError if the head is not a JSON object, or has too many values."""
         try:
             head = {} if not self.head else None if excess(self.head) else orjson.loads(self.head)
         except orjson.JSONDecodeError:

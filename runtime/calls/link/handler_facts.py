@@ -65,7 +65,7 @@ _FACTS = failing_fast(TypeAdapter(HandlerFacts))
 def checked(facts: Any, tell: Callable[[str], object] = len) -> dict[str, Any]:
     """Return the reported facts that are known, and an `input_example`. Raise LauncherError if they cannot be true.
 
-    A schema that is too large to be shown is left out. A note says so, with which this calls `tell`, too.
+    Leave out a schema that is too large to be shown. Add a note about this to the facts, and pass the note to `tell`.
     """
     try:
         found: dict[str, Any] = _FACTS.validate_python(facts).model_dump(exclude_unset=True)

@@ -1,6 +1,6 @@
-"""An event loop for one link and little else, on a thread of its own. A worker whose handler has the main thread uses it.
+"""An event loop for one link and little else, on a thread of its own. A worker whose handler runs on the main thread uses it.
 
-It has descriptors, callbacks and timers, and no tasks. After a fork, the first use of each of Python's objects copies a page of memory,
+It supports descriptors, callbacks and timers, but no tasks. After a fork, the first use of each of Python's objects copies a page of memory,
 so a worker starts much faster with these few objects than with asyncio.
 """
 
@@ -18,10 +18,10 @@ from itertools import count
 from typing import Any, Protocol
 
 Act = Callable[[], object]
-# The time of a timer, in monotonic seconds, and its number, because callbacks cannot be compared.
+# The time of a timer, in monotonic seconds, and its number, which orders timers of the same time, because callbacks cannot be compared.
 _Timer = tuple[float, int, Act]
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
-# The kernel always reports these events.
+# The kernel reports these events even if the loop does not ask for them. Each of them runs all callbacks of its descriptor.
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -61,7 +61,7 @@ class PollLoop:
         self._stopped = False
 
     def open(self) -> None:
-        """Open the descriptors of the loop. Before, nothing can wake it: a zygote makes loops for its forks."""
+        """Open the descriptors of the loop, which nothing can wake before. A zygote makes the loop, and each fork opens its copy."""
         self._woken, self.signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._watch(self._woken, _READABLE, self._wake_up)
 

@@ -8,8 +8,8 @@ from collections import deque
 
 STREAM_CHUNKS = 64
 STREAM_BYTES = 256 << 10
-# The largest piece of an exchange. READ_CHUNKS and READ_BYTES are so small that such a piece always fits between two
-# reports of its reader.
+# The largest piece of an exchange. READ_CHUNKS and READ_BYTES are so small that the pieces that a reader has not yet
+# reported always leave credit for another piece.
 PIECE_BYTES = 64 << 10
 READ_CHUNKS = STREAM_CHUNKS // 4
 READ_BYTES = STREAM_BYTES // 4
@@ -80,7 +80,8 @@ class Credit:
 class ReadPieces:
     """Counts the pieces that a reader has received, until there are enough to report them to the sender.
 
-    Fewer reports than pieces save frames. Pieces of at most PIECE_BYTES never wait for a report that does not come.
+    One report for several pieces saves frames. The sender of pieces of at most PIECE_BYTES never waits for a report that the
+    reader does not send.
     """
 
     __slots__ = ("_bytes", "_count")

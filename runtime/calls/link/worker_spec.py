@@ -15,8 +15,8 @@ from ...ground.settings.resources import Resources
 REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
 """The environment variable of a container with the request to its first process, as JSON."""
 
-# Only the gateway reacts to these signals (startup/signals.py). Its other processes ignore them: a terminal, or a tool, may send
-# them to all processes.
+# Only the gateway reacts to these signals (startup/signals.py). Its other processes ignore these signals, because a terminal
+# or a tool may send them to all processes.
 OF_GATEWAY = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Zygotes and workers write the stacks of their threads to the log on this signal, even if the threads are stuck in
 # native code.

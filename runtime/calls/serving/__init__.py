@@ -1,9 +1,9 @@
-"""Runs the invocations of one revision: holds its queue, its dispatcher, and its invocations' deadlines.
+"""Runs the invocations of one revision: queues them, sends them to workers, and ends them at their deadlines.
 
 Start reading at `revision.py`. Each part owns its state, and commands the parts below it by method calls:
 
     Revision            accepts invocations, and tells its watcher what may change the number of workers
-      EqualCalls        has the calls for which equal calls wait
+      EqualCalls        lets calls wait for the output of an equal call
       Dispatcher        has the queue; the only part that changes an invocation's state
         TimeLimits      finds invocations whose time is over, and workers whose handler call does not end
           Deadlines     has a timer for each invocation

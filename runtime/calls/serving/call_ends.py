@@ -31,7 +31,7 @@ CallEnd: TypeAlias = Callable[[bool], RevisionReplaced | ShuttingDown]
 
 
 def replaced(function: str, drain_s: float) -> CallEnd:
-    """Return the errors of the running invocations of an old revision whose place other invocations need."""
+    """Return a function that makes the errors of an old revision's running invocations, whose workers other invocations need."""
     message = (
         f"The gateway ended this call: the revision of {function} that ran it is being replaced, and other calls had"
         f" waited for its place for {drain_s:g} s (drain_s)."
@@ -44,7 +44,7 @@ def replaced(function: str, drain_s: float) -> CallEnd:
 
 
 def shutting_down(drain_s: float) -> CallEnd:
-    """Return the errors of the invocations that have not ended when the gateway ends."""
+    """Return a function that makes the errors of the invocations that have not ended when the gateway ends."""
     message = f"The gateway shuts down, and this call had not ended within {drain_s:g} s (drain_s)."
 
     def error(repeatable: bool) -> ShuttingDown:
@@ -61,7 +61,7 @@ def retired(spec: WorkerSpec) -> RevisionRetired:
 def death(
     settings: FunctionSettings, cause: EndCause, invocation: Invocation, *, harmless: bool
 ) -> WorkerDied:
-    """Return the error of an invocation whose worker has died. `harmless` is True if it could have been repeated."""
+    """Return the error of an invocation whose worker has died. `harmless` is True if a repetition would do no harm."""
     again = f" (attempt {invocation.attempt})" if invocation.attempt > 1 else ""
     message = f"The worker that ran this invocation died of {cause.text}{again}."
     if cause.out_of_memory:

@@ -64,7 +64,8 @@ class Dispatcher:
         """The dispatcher calls `look` when another number of workers may be needed: after a cancellation or a time limit, and
         when invocations wait and a worker is late.
 
-        It calls `on_ended` once for each invocation that has ended with an output or an error.
+        It calls `on_ended` once for each invocation that has ended with an output or an error, unless the invocation got the
+        output of an equal call, or its job will run again without counting this attempt.
         """
         settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
@@ -94,7 +95,7 @@ class Dispatcher:
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
         """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.
 
-        None refuses no more. Unless `queued` is False, invocations that already wait fail with the error.
+        With None, accept invocations again. Unless `queued` is False, invocations that already wait fail with the error.
         """
         self._refusal, self._fails_queued = refusal, queued
         if queued and refusal is not None and (error := refusal()) is not None:
@@ -174,7 +175,7 @@ class Dispatcher:
     # -- to the workers
 
     def dispatch(self) -> None:
-        """Send waiting invocations to workers that have room."""
+        """Send waiting invocations to workers that take more invocations."""
         now_s = time.monotonic()
         pick = partial(self._replicas.pick, now_s, self.durations.each_s)
         for replica, selection in assign(self.queue, pick, self._replicas.ready, now_s):
@@ -199,7 +200,8 @@ class Dispatcher:
             if most_s is not None or invocation.patient:
                 self._deadlines.set(invocation, limit_s(invocation, now_s), now_s)
         replica.calls.send(batch, now_s)
-        # This runs for every invocation. No worker that takes invocations now is late before LATE_S have passed.
+        # Call `watch` only if its timer would fire too late, because this runs for every invocation. No worker that takes
+        # invocations now is late before LATE_S have passed.
         if self.late.due_s > now_s + LATE_S and replica.outstanding.load > replica.outstanding.slots:
             self.late.watch(now_s)
         for invocation in batch:
@@ -250,7 +252,7 @@ class Dispatcher:
         invocation.end(outcome)
         repeatable = isinstance(error, CallEnded) and error.repeatable
         if invocation.patient and (repeatable or isinstance(error, (RevisionRetired, FunctionStopped))):
-            # The job of the invocation goes back to the queue of jobs, and this attempt does not count.
+            # Report no end: the job of the invocation goes back to the queue of jobs, and this attempt does not count.
             return
         end = InvocationEnd(
             self._spec.function, self._spec.revision, invocation.id, invocation.source, invocation.timeline, error,

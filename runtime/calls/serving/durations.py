@@ -78,7 +78,7 @@ class Durations:
         slots = [replica.outstanding.slots for replica in self._replicas.ready]
         at_once = min(slots) if slots else self.at_once
         if most == 1 and self.each_s:
-            # The times of the curve include the way to the worker, which is slow while many invocations are sent.
+            # Use no times of the curve: they include the way to the worker, which is slow while many invocations are sent.
             return waiting * self.each_s / at_once
         full, rest = divmod(waiting, most)
         return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
@@ -100,7 +100,7 @@ class Durations:
         self._device = replica.start.device
 
     def note_call(self, replica: Replica, invocation: Invocation, now_s: float) -> None:
-        """Learn from an invocation that has ended without a batch, if its turn has come."""
+        """Learn from one in OBSERVED_EVERY invocations that have ended without a batch. Leave out open connections."""
         timeline = invocation.timeline
         if replica.completed % OBSERVED_EVERY != 1 or invocation.idle_s is not None:
             return
@@ -115,11 +115,11 @@ class Durations:
             return
         now_s = time.monotonic()
         self._queue.forecast.observe_batch(now_s, *batch)
-        # At the end of this iteration of the event loop, the responses of the whole batch have been sent.
+        # Measure at the end of this iteration of the event loop, when the responses of the whole batch have been sent.
         if self._queue.forecast.max_batch > 1:
             asyncio.get_running_loop().call_soon(self._note_responses, now_s)
 
     def _note_responses(self, ended_s: float) -> None:
         """Learn the time from the end of a batch to its last response."""
-        # Twice: receiving the responses probably takes the callers as long as the loop took to send them.
+        # Double the time, because receiving the responses probably takes the callers as long as the loop took to send them.
         self._queue.forecast.observe_response(2 * (time.monotonic() - ended_s))

@@ -26,7 +26,9 @@ class _SharedRun:
     waiting: dict[Invocation, None] = field(default_factory=dict)
 
     def takes(self, invocation: Invocation) -> bool:
-        """Return True if a call may wait: it does not wait in the queue behind a less urgent call."""
+        """Return True if a call may wait for `first`. At most MOST_WAITING calls wait, and no call waits for a queued call that
+        is less urgent than itself.
+        """
         in_time = bool(self.first.worker) or _urgency(self.first) <= _urgency(invocation)
         return in_time and len(self.waiting) < MOST_WAITING
 
@@ -48,13 +50,13 @@ class EqualCalls:
         run = self._runs.get(key)
         if run is None or not run.takes(invocation):
             return False
-        # So that each waiting call takes little memory.
+        # Share the body, so that each waiting call takes little memory.
         invocation.body = run.first.body
         self._add(run, invocation)
         return True
 
     def start(self, key: Hashable, first: Invocation) -> None:
-        """Let later calls wait for a submitted call, unless they wait for another one already."""
+        """Let later equal calls wait for a submitted call, unless they wait for an earlier call with the same key."""
         if key not in self._runs:
             self._share(key, first)
 
@@ -69,7 +71,7 @@ class EqualCalls:
         self._dispatcher.set_aside(invocation, run.first)
 
     def _end(self, key: Hashable, run: _SharedRun) -> None:
-        """End the calls that wait for one that has ended, or let them run."""
+        """End the calls that wait for a call that has ended now, or let them run."""
         del self._runs[key]
         first, output = run.first, run.first.output
         waiting = sorted((one for one in run.waiting if not one.ended), key=_urgency)
@@ -80,7 +82,7 @@ class EqualCalls:
                 self._dispatcher.end_aside(one, output.result())
             waiting = []
         elif first.worker:
-            # They could not be sent in their hold time, because they waited for a call that ran.
+            # Start the hold times again: these calls could not be sent in time, because they waited for a call that ran.
             for one in waiting:
                 one.renew_hold(time.monotonic())
         if waiting and not first.timeline.completed_s:

@@ -13,10 +13,9 @@ class SendPiece(Protocol):
 
 
 class InputStream:
-    """The pieces of an input, which one task sends. A piece is sent once the handler has room for it, and never kept.
+    """The pieces of an input, which one task sends. A piece is sent once the handler's credit allows it, and is never kept.
 
-    The handler asks for the first piece. Before that, none is sent, so that the invocation may still run on another
-    worker.
+    No piece is sent before the handler asks for the first piece, so that the invocation may still run on another worker.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class InputStream:
         return not self._closed
 
     async def put(self, piece: bytes, *, last: bool = False) -> bool:
-        """Wait until the handler has room, and send a piece of at most PIECE_BYTES (`runtime/calls/link/stream_credit.py`).
+        """Wait until the handler's credit allows it, and send a piece of at most PIECE_BYTES (`runtime/calls/link/stream_credit.py`).
 
         Return False if the invocation has ended.
         """

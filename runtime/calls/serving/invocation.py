@@ -31,16 +31,16 @@ _SALT = secrets.token_bytes(16)
 
 @lru_cache(4096)
 def opaque(tenant: str) -> str:
-    """Return a text that stands for a tenant in the workers of this gateway, and tells them nothing of it."""
+    """Return a text that identifies a tenant in the workers of this gateway without revealing the tenant's name."""
     return (
         blake2s(tenant.encode(errors="surrogatepass"), key=_SALT, digest_size=6).hexdigest() if tenant else ""
     )
 
 
 def encode_extra(extra: Mapping[str, Any]) -> bytes:
-    """Return what a handler reads from `context.extra` as JSON. Raise BadInput if it is no JSON: callers choose parts of it.
+    """Return what a handler reads from `context.extra` as JSON. Raise BadInput if it cannot be JSON: callers choose parts of it.
 
-    An error during the dispatch would end the worker's link, and the calls of other callers.
+    Call this before the dispatch, where an error would end the worker's link, and the calls of other callers.
     """
     try:
         return dumps(extra)
@@ -65,7 +65,8 @@ class Stream:
         self._arrived: asyncio.Event | None = None
         self._closed = False
         self._grant: Callable[[int], None] | None = None
-        # The worker counts as well, but its process runs the function's code. Made when the first piece comes.
+        # Checks that the worker does not send too much, because its process runs the function's code. Made when the first piece
+        # arrives.
         self._credit: Credit | None = None
         self.on_piece: Callable[[bytes], None] | None = None
         """Called with each piece when it arrives."""
@@ -80,7 +81,7 @@ class Stream:
         self._grant = grant
 
     def put(self, piece: bytes) -> None:
-        """Add a piece. Raise LinkError if the reader has not granted room for it."""
+        """Add a piece. Raise LinkError if the worker has sent more than the reader has granted."""
         if self._credit is None:
             self._credit = Credit()
         if not self._credit.spend(len(piece), 0.0):
@@ -131,7 +132,7 @@ class Invocation:
     _: KW_ONLY
     now_s: InitVar[float]
     deadline_s: float
-    """When it must have ended. While it waits and `execution_s` is set: when it must have been sent."""
+    """When the invocation must have ended; if `execution_s` is set and the invocation waits, when it must have been sent."""
     hold_until_s: float
     """If it still waits at this time and no worker is ready, it fails."""
     content_type: str = ""
@@ -168,7 +169,7 @@ class Invocation:
     capture: Capture | None = None
     """Receives the lines that the invocation prints; None if they are not captured."""
     counted: bool = False
-    """True if its request has counted as all answers of its calls in the quota of the caller."""
+    """True if the caller's quota has already counted the request as all of its calls and their answers."""
     max_batch: int = 0
     """The size of the largest batch it may run in; 0 for no limit."""
     output: asyncio.Future[Output] = field(init=False)
@@ -192,7 +193,7 @@ class Invocation:
     span: str = field(init=False, default="")
     """The `traceparent` of the invocation's own span. The worker gets it in place of `traceparent`. "" without an observer."""
     trace: TraceContext | None = field(init=False, default=None)
-    """Set if an observer makes a span of it."""
+    """Set if an observer records a span for the invocation."""
     active_s: float = field(init=False, default=0.0)
     """When the last message of its open connection passed; 0 before the first message."""
     cache_status: str = field(init=False, default="")
@@ -245,8 +246,8 @@ class Invocation:
     async def wait(self) -> Output:
         """Wait for the output, and return it. Raise a copy of its error.
 
-        The frames in the traceback of an error that was raised hold the invocation. Without a copy, the invocation would
-        hold this traceback, and a failed call would keep its body until the garbage collector finds the cycle.
+        Without a copy, the invocation would refer to the raised error, and the frames in the error's traceback refer to the
+        invocation. So a failed call would keep its body in memory until the garbage collector finds the cycle.
         """
         try:
             return await self.output
@@ -257,11 +258,11 @@ class Invocation:
     # -- changes of state, in the order in which they happen; called by the dispatcher
 
     def mark_traced(self, span: str, trace: TraceContext | None = None) -> None:
-        """An observer gives it a span, in the form of a `traceparent`, before it is queued or sent."""
+        """Set the span that an observer gives the invocation, in the form of a `traceparent`, before it is queued or sent."""
         self.span, self.trace = span, trace
 
     def renew_hold(self, now_s: float) -> None:
-        """The hold time counts from `now_s`, because the invocation could not be sent before."""
+        """Count the hold time from `now_s`, because the invocation could not be sent before."""
         self.hold_until_s = now_s + self.hold_s
 
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
@@ -272,25 +273,25 @@ class Invocation:
             self.deadline_s = now_s + self.execution_s
 
     def limit_execution(self, started_s: float, limit_s: float | None) -> None:
-        """Its present handler call started at `started_s` and may take `limit_s`. `execution_s` counts from then on."""
+        """Limit the present handler call, which started at `started_s`, to `limit_s`. `execution_s` also counts from `started_s`."""
         self.execution_deadline_s = math.inf if limit_s is None else started_s + limit_s
         if self.execution_s is not None:
             self.deadline_s = started_s + self.execution_s
 
     def mark_active(self, now_s: float) -> None:
-        """A message of its open connection has passed. `idle_s` counts from now on."""
+        """Count `idle_s` from now on, because a message of the invocation's open connection has passed."""
         self.active_s = now_s
         if self.idle_s is not None:
             self.deadline_s = now_s + self.idle_s
 
     def mark_requeued(self) -> None:
-        """The invocation waits again, because its worker gave it back or died."""
+        """Let the invocation wait again, because its worker gave it back or died."""
         self.worker, self.execution_deadline_s = "", math.inf
         if self.execution_s is not None:
             self.deadline_s = self.hold_until_s
 
     def mark_repeated(self) -> None:
-        """The invocation will run again, but not in a batch if its worker died while it ran a batch."""
+        """Count another attempt. If the worker died while it ran a batch, this invocation runs again outside a batch."""
         self.attempt += 1
         if self.batch_size > 1:
             self.max_batch = self.batch_size = 1

@@ -1,4 +1,4 @@
-"""Finds workers whose calls are late: the gateway asks waiting invocations back, and another worker may start."""
+"""Finds workers whose calls are late, asks them for the invocations that wait there, and reports when another worker should start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ BUSY_S = 0.005
 
 
 class LateWorkers:
-    """Has one timer, which is set only while an invocation waits, in the queue or at a worker without a free slot."""
+    """Judges the workers when its timer fires. The timer is set only while an invocation waits, in the queue or at a worker
+    without a free slot.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, replicas: Replicas, queue: Queue[Invocation], durations: Durations,
@@ -48,7 +50,7 @@ class LateWorkers:
         return sum(one.outstanding.overdue(self._judged_s - self._pays_after_s(one)) for one in self._busy())
 
     def watch(self, now_s: float) -> None:
-        """An invocation waits: set the timer for the next time at which a worker is late."""
+        """Set the timer for the next time at which a worker is late, because an invocation waits."""
         if self._closed:
             return
         due_s = min((at_s for at_s in self._times() if at_s > self._judged_s), default=math.inf)

@@ -17,8 +17,8 @@ from ..batching.latency_curve import Point
 
 # At most this many points of each curve are read from a file.
 MAX_POINTS = 64
-# A curve is written only if a median changed by more than MIN_CHANGE_S seconds and by more than this share of
-# the old median (MIN_CHANGE), or if the number of points changed: workers stop often, and disks are slow.
+# Write curves seldom, because workers stop often, and disks are slow: only if a median changed by more than MIN_CHANGE_S
+# seconds and by more than this share of the old median (MIN_CHANGE), or if the number of points changed.
 MIN_CHANGE_S, MIN_CHANGE = 0.001, 0.2
 # If there are more files than this, the oldest are removed: their revisions were replaced long ago.
 MAX_FILES = 500
@@ -75,10 +75,10 @@ class LatencyCurveStore:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             stored = {name: [point._asdict() for point in curve] for name, curve in self._curves.items()}
             is_new = not self._path.exists()
-            # After a power loss, a damaged file counts as empty.
+            # Do not wait for the disk, because a file that a power loss has damaged counts as empty.
             with publish(self._path, durable=False) as stream:
                 stream.write(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
-            # Only a new file can be one too many, and there may be hundreds to look at.
+            # Count the files only after a new file was made, because there may be hundreds to look at.
             files = (
                 sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
                 if is_new

@@ -31,7 +31,7 @@ class ReplicaState(enum.StrEnum):
     RESTORING = "restoring"
     READY = "ready"
     PARKED = "parked"
-    """Its weights have given back their device memory. It has no invocations, and wakes faster than a worker starts."""
+    """The worker has freed, or is freeing, device memory. It has no invocations, and wakes faster than a worker starts."""
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -119,7 +119,7 @@ class WorkerStart:
         self._activation.mark_context(Transfer(made_s, made_s + context["took_s"]))
 
     def stop_timer(self) -> None:
-        """The worker is ready, or it ends: the time of the start is not limited any more."""
+        """End the time limit of the start, because the worker is ready, or ends."""
         self._limit.end()
 
 
@@ -141,12 +141,14 @@ class Parking:
         self._timer = asyncio.get_running_loop().call_later(EXIT_TIMEOUT_S, self._child.kill_stuck, late)
 
     def stop_timer(self) -> None:
-        """The worker has parked, or does not have to any more."""
+        """End the time limit of parking, because the worker has parked, or does not have to park any more."""
         if self._timer is not None:
             self._timer.cancel()
 
     def end(self, now_s: float) -> None:
-        """The worker wakes or ends, if it was parked. If it has not begun to park yet, it does not park, and sends no PARKED."""
+        """End the parked time, if there is one, because the worker wakes or ends. If the worker has not begun to park yet, it does
+        not park, and sends no PARKED.
+        """
         self.stop_timer()
         self._past_s, self._since_s = self.total_s(now_s), math.inf
 
@@ -176,11 +178,11 @@ class Replica:
         self.left = False
         """True if the worker drained before its end, so that the end was expected."""
         self.relieved = False
-        """True once the gateway has ended its running invocations to end it soon."""
+        """True once the gateway has ended the worker's running invocations, so that the worker ends soon."""
         self._call_events, self._worker_events = call_events, worker_events
         self.start = WorkerStart(child, activation, env, limit, measure=measure, weights_s=weights_s)
         child.link.bind(self._on_frame, self._on_lost)
-        # If the worker died while it was a standby, the link was closed before `_on_lost` was bound to it.
+        # Report a worker that died while it was a standby: its link was closed before `_on_lost` was bound to the link.
         if child.link.closed:
             asyncio.get_running_loop().call_soon(self._on_lost)
 
@@ -197,7 +199,9 @@ class Replica:
     # -- commands
 
     def tell_held(self, name: str, held: float | PilotflameError) -> None:
-        """Tell the worker that an adapter's files can be mapped, and within how many seconds its bytes arrive; or why not."""
+        """Answer a worker that needs an adapter. `held` is the error of the fetch or, if the files can be mapped, the number of
+        seconds within which their bytes arrive.
+        """
         outcome = {"error": held.to_wire()} if isinstance(held, PilotflameError) else {"weights_s": held}
         self.child.link.send_json(FrameKind.HELD, 0, {"name": name, **outcome})
 
@@ -237,7 +241,7 @@ class Replica:
                 self.child.kill_after(kill_after_s)
 
     def relieve(self, kill_after_s: float) -> None:
-        """End the worker, whose invocations the gateway has ended. Its `teardown` has `kill_after_s`."""
+        """End the worker, whose invocations the gateway has ended. Kill it if its `teardown` takes longer than `kill_after_s`."""
         self.relieved = True
         self.drain(kill_after_s)
 
@@ -295,7 +299,7 @@ class Replica:
             # The worker wants to exit. The reply confirms that the gateway will send it no more invocations.
             if self.state is not ReplicaState.DRAINING:
                 self.drain(None)
-                # A worker with invocations may run until the last of them has ended, which deadlines limit.
+                # Set no limit for a worker with invocations. It may run until the last of them has ended, which deadlines limit.
                 if not self.outstanding.calls:
                     self.child.kill_after(EXIT_TIMEOUT_S)
                 self._worker_events.on_leaving(self)
@@ -309,7 +313,7 @@ class Replica:
             self.child.kill_after(EXIT_TIMEOUT_S)
             self.state = ReplicaState.DRAINING
             self._worker_events.on_start_failed(PilotflameError.from_wire(head), self.name)
-        # PRIMED arrives here if a standby became a worker before it was primed.
+        # Ignore PRIMED, which arrives here if a standby became a worker before it was primed.
         elif kind != FrameKind.PRIMED:
             raise LinkError(f"A worker sent a frame of kind {kind}, which workers do not send.")
 
@@ -350,7 +354,7 @@ class Replica:
         if self.child.output is not None:
             # Read the last lines that the worker printed before its link ended.
             self.child.output.drain()
-        # A worker without a link is useless, even if its process still runs. A draining worker exits by itself.
+        # Kill the process, which is useless without a link, unless the worker drains and so exits by itself.
         self.left = self.state is ReplicaState.DRAINING and not self.start.failed
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()
@@ -359,14 +363,14 @@ class Replica:
 
 
 def _error_of(frame: Frame) -> PilotflameError:
-    """Return the error in a frame ERROR. Workers cut long errors, but a container may send any."""
+    """Return the error in a frame ERROR. Workers cut long errors, but a container may send errors of any length."""
     if len(frame.head) <= MAX_ERROR_BYTES:
         return PilotflameError.from_wire(frame.json())
     return HandlerFailed(f"The handler failed with an error of more than {MAX_ERROR_BYTES} bytes.")
 
 
 def _output_of(frame: Frame) -> Output | OutputInvalid:
-    """Return the output in a frame RESULT, or why its Content-Type cannot be in a header: a handler or a container has chosen it."""
+    """Return the output in a frame RESULT, or an error if its Content-Type, which the handler has chosen, cannot be in a header."""
     if len(frame.head) == TIMING.size:
         return Output(frame.payload, JSON_TYPE)
     content_type = frame.head[TIMING.size :].decode(errors="replace")

@@ -58,7 +58,7 @@ class Replicas:
     @property
     def in_flight(self) -> int:
         count = 0
-        # This runs for every invocation, so it is a loop: a generator takes twice the time.
+        # Use a loop, because this runs for every invocation, and a generator takes twice the time.
         for replica in self._present:
             count += len(replica.outstanding.calls)
         return count

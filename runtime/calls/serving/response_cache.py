@@ -1,7 +1,7 @@
 """The response cache: it stores the outputs of functions with `[response_cache]`, and answers equal calls with them.
 
 Each tenant has answers of its own. So a caller never gets an answer, or a faster answer, because another tenant has made
-the same call. The tenants share the room for answers fairly (`access/fair_share.py`).
+the same call. The tenants share the memory for answers fairly (`access/fair_share.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .invocation import Invocation, Output
 from .revision import Revision
 
 OVERHEAD_BYTES = 512
-"""What an entry takes beside its output, about."""
+"""About how many bytes an entry takes beside its output."""
 MAX_INPUT_BYTES = 1 << 20
 """Calls with a larger body are not looked up, because their digest would block the event loop for milliseconds."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -92,11 +92,11 @@ class ResponseCache:
         return found
 
     def note_waiting(self, function: str) -> None:
-        """Count a call that waits for an equal call. It was a miss before."""
+        """Count a call that waits for an equal call. `get` has already counted it as a miss."""
         self._functions[function].waits += 1
 
     def put(self, key: Key, output: Output, now_s: float, ttl_s: float) -> bool:
-        """Store an answer, and return True. Return False if it has no room, or if its revision is not live any more.
+        """Store an answer, and return True. Return False if there is no room for it, or if its revision is not live any more.
 
         To make room, drop expired answers, and then the answers that the same tenant has not used for longest. A
         revision must always give the same `ttl_s`.

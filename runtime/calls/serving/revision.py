@@ -45,11 +45,11 @@ class CallWatcher(Protocol):
         """A caller was refused, because it could not wait for the start of a worker."""
 
     def on_followed(self, arrived_s: float) -> None:
-        """An invocation has ended that had arrived until `Revision.follows_until_s`."""
+        """An invocation has ended that had arrived by `Revision.follows_until_s`."""
 
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
-        """A worker got room, and waiting invocations were sent. `waiting` is True if more than `Revision.enough_queued`
-        still wait.
+        """A worker takes more invocations now, and waiting invocations were sent to it. `waiting` is True if more than
+        `Revision.enough_queued` still wait.
         """
 
     def explain(self, error: PilotflameError) -> PilotflameError:
@@ -80,7 +80,7 @@ class Revision(CallEvents):
         self.enough = self.enough_queued = -1.0
         """While at most these numbers of invocations run and wait, an arrival causes no look. The watcher sets the numbers."""
         self.follows_until_s = -math.inf
-        """The watcher gets `on_followed` for each invocation that has arrived until this time. It sets the time."""
+        """The watcher gets `on_followed` for each invocation that has arrived by this time. The watcher sets the time."""
         self.peak = 0
         """The largest number of running invocations since the last look, which set it to the number at that time."""
         self._waited = self._refused = 0
@@ -118,7 +118,7 @@ class Revision(CallEvents):
         self._begin(invocation)
         replicas = self.replicas
         if self.enough < 0 and replicas.parked and not replicas.ready:
-            # A parked worker wakes and takes the invocation at once.
+            # Let the watcher wake a parked worker first, which then takes the invocation at once.
             self._watcher.look(arriving=1)
         if (arrived_s := invocation.timeline.received_s) >= self._notice_at_s:
             self._notice_at_s = arrived_s + CALL_NOTICE_S
@@ -126,7 +126,7 @@ class Revision(CallEvents):
         try:
             sent = self.dispatcher.submit(invocation)
         except PilotflameError as error:
-            # Observers of its end learn that it has none.
+            # Cancel the output, so that its observers do not wait for it.
             invocation.output.cancel()
             if isinstance(error, Overloaded) and not replicas.ready:
                 self._refused += 1
@@ -176,7 +176,7 @@ class Revision(CallEvents):
 
     @property
     def slow(self) -> tuple[int, int]:
-        """Two numbers: of invocations that waited, or could not wait, for the start of a worker; of all invocations."""
+        """The number of invocations that waited, or could not wait, for the start of a worker, and the number of all invocations."""
         lost = self._refused + self.dispatcher.limits.given_up
         return self._waited + lost, self.arrived + lost
 
@@ -198,12 +198,12 @@ class Revision(CallEvents):
             self._watcher.on_followed(timeline.received_s)
         if timeline.activation is not None:
             self._waited += 1
-        # A worker has room for another batch only after the last invocation of a batch has ended.
+        # A worker takes another batch only after the last invocation of a batch has ended.
         if batch is not None or not replica.outstanding.batching:
             self._use_room(replica)
 
     def _use_room(self, replica: Replica) -> None:
-        """Dispatch to a worker that has room now."""
+        """Dispatch waiting invocations, because a worker takes more invocations now."""
         if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
@@ -212,7 +212,7 @@ class Revision(CallEvents):
     def on_returned(self, invocation: Invocation) -> None:
         self.dispatcher.requeue(invocation)
         if not self._returns:
-            # A worker gives back several invocations at once, and those of a batch should stay together.
+            # Dispatch once all invocations that the worker gives back have arrived, so that those of a batch stay together.
             self._returns = True
             asyncio.get_running_loop().call_soon(self._dispatch_returned)
 

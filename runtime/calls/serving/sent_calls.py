@@ -13,7 +13,7 @@ from .invocation import Invocation
 _log = logging.getLogger(__name__)
 
 MAX_REPORT_BYTES = 256 << 10
-"""The most bytes of a report of progress or metrics. Larger ones are dropped, and the log tells the first of a worker."""
+"""The most bytes of a report of progress or metrics. Larger reports are dropped. The log names the first dropped report of each worker."""
 
 
 class SentCalls:
@@ -48,12 +48,14 @@ class SentCalls:
                 self._record(channel, invocation)
             head = invocation.head(now_s, len(channels) - place)
             link.send_json(FrameKind.INVOKE, channel, head, invocation.body)
-        # Without this flush, the frames would be sent at the end of this iteration of the event loop, after the
-        # responses of the last batch.
+        # Flush now. Otherwise the frames would be sent at the end of this iteration of the event loop, after the responses of
+        # the last batch.
         link.flush()
 
     def _record(self, channel: int, invocation: Invocation) -> None:
-        """Capture the lines that an invocation prints, if it has a `capture`. Else note that it shares the worker."""
+        """Capture the lines that an invocation prints, if it has a `capture`. Else let
+        unmarked lines belong to no invocation from now on.
+        """
         if (output := self._child.output) is None:
             return
         if invocation.capture is None:
@@ -78,7 +80,7 @@ class SentCalls:
             self._child.link.send(FrameKind.INPUT_END if last else FrameKind.INPUT, channel, b"", piece)
 
     def take_piece(self, frame: Frame) -> None:
-        """Pass a piece of output, a wish for input, or a report of a running invocation on."""
+        """Pass on a piece of output, a request for input, or a report of a running invocation."""
         invocation = self.outstanding.calls.get(frame.channel)
         if invocation is None or invocation.ended:
             return
@@ -113,7 +115,7 @@ class SentCalls:
         return True
 
     def ask_back(self) -> None:
-        """Ask the worker for the invocations that wait there. It gives back those that it has not started."""
+        """Ask the worker for the invocations that wait there. The worker gives back the invocations that it has not started."""
         if self.outstanding.load > self.outstanding.slots:
             self._child.link.send(FrameKind.ASK_BACK)
 

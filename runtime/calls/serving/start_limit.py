@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from ..link.child import Child
 
-# A start that makes progress may take this many times as long.
+# A start that makes progress may take this many times `silent_s`.
 MOST_TIMES = 4
-# Most starts are ready before the first look, so that they do not pay for it.
+# When to check the progress first. Most starts end earlier, and need no check.
 FIRST_LOOK_S = 1.0
 
 
@@ -39,5 +39,5 @@ class StartLimit:
             self._child.kill_stuck(f"it was not ready after {took_s:.0f} s (start_timeout_s)")
 
     def end(self) -> None:
-        """The worker is ready, or it ends."""
+        """End the limit, because the worker is ready, or ends."""
         self._timer.cancel()

@@ -56,7 +56,7 @@ class TimeLimits:
             self.given_up += 1
             self._fail(invocation, activation_timeout(self._function, waited_s, reached))
         else:
-            # If its worker has died, `recover` has not decided about it yet, and only its deadline limits it.
+            # If the invocation's worker has died, only the deadline limits the invocation until `recover` decides about it.
             died = bool(invocation.worker)
             until_s = invocation.deadline_s if died else limit_s(invocation, now_s)
             self.deadlines.set(invocation, until_s, now_s)

@@ -32,10 +32,10 @@ from ..link.frames import HEADER, MAX_ERROR_BYTES, FrameKind, Timing, check_outp
 from .call import Call
 from .devices import may_be_of_device
 
-# The errors that callers get as they are. Any other exception is a failure of the handler.
+# Callers get these errors unchanged. Other exceptions become HandlerFailed, or ActivationFailed if weights cannot be read.
 TOLD = (BadInput, HandlerFailed, InputInvalid, InputTooLarge, OutputInvalid, Overloaded, UnsupportedMedia)
 
-# The room of the clients with which handlers call other functions.
+# The package of the clients with which handlers call other functions.
 _CLIENTS = "pilotflame.runtime.command.calling."
 
 
@@ -46,7 +46,7 @@ class AnswerFrames:
         """`root` is the folder of the handler's files, which errors name."""
         self._handler, self._root = handler, root
         self.suspicious = False
-        """True if a call has failed with an error that a device or other weights may have caused."""
+        """True if a call has failed with an error that a failed device or changed weights may have caused."""
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
         """Return the invocations to run, their events, and error frames for cancelled and invalid invocations."""
@@ -85,8 +85,8 @@ class AnswerFrames:
         return encode(FrameKind.RESULT, call.channel, head, payload)
 
     def chunk_frame(self, call: Call, value: Any) -> tuple[bytes, int]:
-        """Return the frame of a chunk, and the size that counts against the credit. Raise OutputInvalid if it is neither
-        JSON nor tensors, or too large.
+        """Return the frame of a chunk, and the size that counts against the credit. Raise OutputInvalid if the chunk is
+        neither JSON nor tensors, or is too large.
         """
         accept = call.accept if call.accept.startswith(TENSORS_TYPE) else ""
         payload, content_type = self._handler.output.encode(value, accept)
@@ -134,6 +134,9 @@ class AnswerFrames:
 
 
 def _of_another_call(error: BaseException) -> bool:
-    """Return True if a client has raised `error`. Then the error is about another function, and may invite a retry of that call."""
+    """Return True if a client of another function has raised `error`.
+
+    Callers must not get this error unchanged, because its type and its advice to retry are about the other function's call.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(_CLIENTS)

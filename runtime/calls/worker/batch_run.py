@@ -79,7 +79,7 @@ class BatchRun:
         elif out_of_memory:
             self._runner.limits.shrink(len(calls))
             self._pack(calls)
-            # The stack frames of the traceback refer to the objects that filled the memory. Free them.
+            # Free the objects that filled the memory. The stack frames of the traceback refer to these objects.
             error.__traceback__ = None
             gc.collect()
         else:

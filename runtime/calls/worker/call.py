@@ -32,7 +32,7 @@ class Call:
     execution_s: float | None = None
     """The time limit of a job's handler call, from its start."""
     exchange: WorkerExchange | None = None
-    """The pieces that the handler and the caller exchange; None in most calls."""
+    """Exchanges pieces with the caller while the handler runs; None if the handler or the caller uses no exchange."""
     origin: CallOrigin = NO_ORIGIN
     received_s: float = field(default_factory=time.monotonic, init=False)
     event: Any = field(default=None, init=False)

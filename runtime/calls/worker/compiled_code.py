@@ -3,9 +3,9 @@
     <state dir>/compiled/<function>/<key>/inductor/ triton/ cuda/ vllm/
 
 Each compiler has its own keys for compiled code. The key of the folder covers the facts that those keys leave out. For
-example, inductor compiles for the processor that it runs on, but its keys do not name this processor. The zygote does
-all of this with the rights of the function. It does so before it runs any of the function's code if the base has
-imported torch, else after it has imported the handler.
+example, inductor compiles for the processor that it runs on, but its keys do not name this processor. The zygote
+prepares the folder with the rights of the function. If the base has imported torch, the zygote prepares the folder before
+it runs any of the function's code, else after it has imported the handler.
 
 A zygote and its workers hold a shared lock on their folder. A process removes something from a folder only while it
 holds the exclusive lock.
@@ -34,7 +34,7 @@ FOLDERS = {
     "CUDA_CACHE_PATH": "cuda",
     "VLLM_CACHE_ROOT": "vllm",
 }
-# The number of folders of other keys that stay beside the folder in use. After a rollback, the older folder is used again.
+# Keep this many folders of other keys beside the folder in use, because a rollback uses the older folder again.
 KEPT_OTHERS = 1
 # Inductor makes a folder with this ending beside a library or header while a compiler writes the file.
 _UNFINISHED = "_CxxBuild"
@@ -53,15 +53,16 @@ WRITTEN_BACK_S = 120.0
 def keep_compiled_code(kept: CompiledCode) -> dict[str, str]:
     """Prepare the folder of this process's key, and return the environment variables that make compilers use it.
 
-    If the folder is new, remove the folders of older keys, except KEPT_OTHERS and the folders in use. If the folder is
-    larger than the limit, empty it. Return no variables if the folder cannot be used.
+    If the folder is new, remove the folders of older keys, except KEPT_OTHERS and the folders in use. If no other process
+    uses the folder, empty it if it is larger than the limit, or if a crash of the machine may have damaged it. Return no
+    variables if the folder cannot be used.
     """
     folder = kept.folder / _key(kept)
     try:
         if not folder.is_dir():
             _make(folder)
         _take(folder, kept.limit_bytes)
-        # The time of the folder says when it was used last. `_take` reads this time.
+        # Set the folder's time to its last use. `_on_disk` and `_remove_others` read this time in later processes.
         os.utime(folder)
     except OSError as error:
         sys.stderr.write(f"compiled code is not kept: {error}\n")
@@ -70,7 +71,7 @@ def keep_compiled_code(kept: CompiledCode) -> dict[str, str]:
 
 
 def note_end(kept: CompiledCode) -> None:
-    """Record in the folder's time that the machine still runs, at the end of a process that has used the folder."""
+    """Set the folder's time at the end of a process that has used it. For `_on_disk`, the machine still ran at this time."""
     with contextlib.suppress(OSError):
         os.utime(kept.folder / _key(kept))
 
@@ -99,9 +100,7 @@ def _libc() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """Yield digests of the files that hold the versions of torch and Triton. An import of the packages would take
-    seconds.
-    """
+    """Yield digests of the version files of torch, Triton and vLLM. Importing the packages would take seconds."""
     for package, file in (("torch", "version.py"), ("triton", "__init__.py"), ("vllm", "_version.py")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -143,14 +142,14 @@ def _take(folder: Path, limit_bytes: int) -> None:
             for name in FOLDERS.values():
                 shutil.rmtree(folder / name, ignore_errors=True)
         try_lock(descriptor, exclusive=False)
-    # The descriptor stays open. The kernel closes it at the end of this process and its forks.
+    # Leave the descriptor open, so that the lock lasts until this process and its forks have ended.
 
 
 def _on_disk(folder: Path, written_s: float) -> bool:
     """Return False if the machine may have crashed before the last written files were on its disk.
 
-    Compilers do not wait for the disk, and a damaged file makes inductor fail, or kills the worker. This also records
-    that the folder is used in this boot of the machine.
+    Compilers do not wait for the disk, and a damaged file makes inductor fail, or kills the worker. Also record that the
+    folder is used in this boot of the machine.
     """
     file = folder / _BOOT
     with contextlib.suppress(FileNotFoundError):
@@ -169,10 +168,10 @@ def _boot() -> str:
 
 
 def _mended(folder: Path) -> tuple[int, float]:
-    """Remove the libraries that a compiler has left unfinished. Inductor would load them, and fail.
+    """Remove the libraries that a compiler has left unfinished, because inductor would load them, and fail.
 
-    Compilers write all other files under another name, and rename them. Return the bytes of disk in use, and the time
-    of the last write.
+    Other files are never unfinished: compilers write them under another name, and then rename them. Return the bytes of
+    disk in use, and the time of the last write.
     """
     size, written_s = 0, 0.0
     for entry in (entry for name in FOLDERS.values() for entry in _entries(folder / name)):
@@ -210,7 +209,7 @@ def _remove_others(folder: Path) -> None:
     for other in (*interrupted, *whole[:-KEPT_OTHERS]):
         if (descriptor := lock_folder(other, exclusive=True)) is not None:
             try:
-                # After the renaming, a process that needs the folder makes a new one.
+                # Rename the folder first, so that a process that needs the folder makes a new one.
                 gone = other.rename(other.with_name(f".{secrets.token_hex(8)}"))
                 shutil.rmtree(gone, ignore_errors=True)
             finally:

@@ -79,7 +79,7 @@ def _restrict(confinement: Confinement) -> None:
         if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "no new privileges")
         _call(_RESTRICT_SELF, ruleset, 0)
-        # With capabilities, a process of root could read the memory of processes that it must not look into.
+        # Drop the capabilities, with which a process of root could read the memory of processes outside of its function.
         _drop_capabilities()
     finally:
         os.close(ruleset)
@@ -108,8 +108,8 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
 def _outside(folder: Path, hidden: set[Path]) -> Iterator[Path]:
     """Yield as few paths as possible, which together cover everything in `folder` except the hidden folders.
 
-    Files and folders that are made later beside a hidden folder are not covered. Links are left out. A link's target is
-    yielded at its own place, unless the target is hidden.
+    Files and folders that are made later beside a hidden folder are not covered. Links are left out, because a link's
+    target is covered under its own path, unless the target is hidden.
     """
     with suppress(PermissionError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Asks torch about the devices that a worker uses. In torch's builds for ROCm, torch.cuda stands for AMD's devices."""
+"""Asks torch about the devices that a worker uses. In torch's builds for ROCm, torch.cuda controls AMD's devices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def failure(snapshots: Snapshots | None) -> PilotflameError | RuntimeError | Non
             snapshots.finish()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             for number in range(torch.cuda.device_count()):
-                # Waiting for a device that was not used would make a context there.
+                # Do not wait for a device that was not used, because this would make a context there.
                 if torch.cuda.memory_reserved(number):
                     torch.cuda.synchronize(number)
     except (PilotflameError, RuntimeError) as error:

@@ -49,7 +49,7 @@ map the weights instead and share them, and `handler` finds the model in context
 {moved}The template text-embedding (`pilotflame init --template text-embedding`) is a complete example. A handler of RunPod
 has no context: its `build` sets a global variable.
 """
-# A pipeline moves its inputs to its own device.
+# Lines of the hint for a pipeline on a GPU: a pipeline moves its inputs to its own device, which must be the model's.
 MOVED = """\
     def setup(context):
         context.state.device = context.state.model.device
@@ -62,7 +62,7 @@ class Built:
 
     `state` is what `build` returned. `snapshots` have planned which weights they will set. `threads` is the
     number of threads that torch and BLAS use in a worker. `import_s` is how long the import took. `prefixes` are the
-    declared ones, if there are any.
+    prefixes that the function declares, if it declares any.
     """
 
     handler: Handler
@@ -97,7 +97,7 @@ def build(
     import_s = time.monotonic() - began_s
     snapshots, prefixes = _snapshots(spec), _prefixes(spec)
     if snapshots is not None:
-        # Forks inherit what was compared, so each new version is read once for all workers.
+        # Compare the files before the fork. Forks inherit the result, so each new version is read once for all workers.
         snapshots.check()
     state = None
     if handler.build is not None:
@@ -113,7 +113,10 @@ def build(
 
 
 def _observers(spec: WorkerSpec) -> Iterator[CallObserver]:
-    """Yield the observers that the gateway's plugins want here. The function's environment may lack a plugin."""
+    """Yield the call observers that the gateway's plugins name in `spec`.
+
+    Skip an observer that the function's environment cannot import, and report it on standard error.
+    """
     for place in spec.observers:
         module, _, name = place.partition(":")
         try:
@@ -213,7 +216,7 @@ def _piped(value: object) -> str:
     parts = "".join(
         f", {part}=str(context.snapshot.path)" for part in PIPELINE_PARTS if held.get(part) is not None
     )
-    # By default, a pipeline would use a GPU, and then the zygote could not fork.
+    # Set the CPU. By default, a pipeline would use a GPU, and then the zygote could not fork.
     return f'            pipe = pipeline("{held["task"]}", model=model{parts}, device="cpu")\n'
 
 
@@ -255,16 +258,18 @@ def warm_up_torch() -> None:
 
 
 class _Default(int):
-    """The level that a root logger has if nothing sets it. A level of the same number that the handler sets is another object."""
+    """The root logger's level if nothing sets it. Compare it with `is`: a level of the same number that the function's code sets
+    is another object.
+    """
 
 
 DEFAULT_LEVEL = _Default(logging.WARNING)
 
 
 def begin_logging() -> None:
-    """Let lines for which the function's code has no logging handler go to standard error, which is the function's log.
+    """Write log lines for which the function's code has no logging handler to standard error, which is the function's log.
 
-    The code may configure the module logging at any time, because its root logger has no handlers yet.
+    Add no handler to the root logger, so that the code can still configure the module logging.
     """
     logging.lastResort = MarkedHandler()
     if (root := logging.getLogger()).level == DEFAULT_LEVEL:

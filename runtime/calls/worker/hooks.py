@@ -44,7 +44,7 @@ class WorkerHooks:
         """What `build` returned, and then what `setup` returned, unless that is None."""
 
     def bind(self, host: WorkerHost) -> None:
-        """Set what the contexts of the hooks call."""
+        """Set the host, which the contexts of the hooks call."""
         self._host = host
 
     def forked(self) -> PilotflameError | None:
@@ -58,7 +58,7 @@ class WorkerHooks:
         return None
 
     async def rehearse(self, memory_mb: int | None) -> dict[str, Any]:
-        """Call `rehearse` with weights of zeros, which may use `memory_mb` of each GPU. Return what PRIMED says of it.
+        """Call `rehearse` with weights of zeros, which may use `memory_mb` of each GPU. Return the head of the PRIMED frame.
 
         The worker works without a rehearsal, too, so an error goes to the log. If a device has failed, this process cannot use
         it any more, and ends.
@@ -99,7 +99,7 @@ class WorkerHooks:
     async def measure(self, runner: Runner, stopped: Callable[[], bool]) -> list[Point]:
         """Return how long the handler takes for its examples, as far as it was measured until `stopped()`."""
         curve: list[Point] = []
-        # While weights are arriving, the measured times would include the wait for the weights.
+        # Do not measure while weights are arriving, because the measured times would include the wait for the weights.
         if not self._weights.arriving:
             try:
                 await measure(runner, self._context(None), curve, stopped)
@@ -108,12 +108,15 @@ class WorkerHooks:
         return curve
 
     async def tear_down(self, restore: Callable[[], None]) -> None:
-        """Call `teardown` after `restore`, in a thread if the link needs this one. An error goes to the log, because the worker ends either way."""
+        """Call `restore`, and then `teardown`. If this thread runs the link's loop, call them on another thread.
+
+        An error goes to the log, because the worker ends either way.
+        """
         if self._handler.teardown is None:
             return
 
         def tear_down() -> None:
-            # What hooks print belongs to no invocation.
+            # Let no invocation get what the hook prints.
             output.begin([])
             restore()
             with self._weights.gate():
@@ -143,11 +146,11 @@ class WorkerHooks:
                 "[prefixes] has no effect, because the handler does not use it.",
                 remedy="Write language_model(..., prefixes=context.prefixes) in `build`, or remove [prefixes].",
             )
-        # Torch keeps its thread count separately for each thread.
+        # Set the thread count on the thread that computes, because torch has a separate count for each thread.
         await self._beside_loop(partial(fork_safety.set_threads, self._built.threads), prefixes.prepare)
 
     async def _beside_loop(self, *calls: Callable[[], None], needed: bool = True) -> None:
-        """Make blocking calls here, or in a thread if the handler runs on the link's loop and the thread is `needed`."""
+        """Make blocking calls on this thread. If it runs the link's loop and `needed` is True, make them on another thread."""
 
         def run() -> None:
             for call in calls:

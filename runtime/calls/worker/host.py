@@ -21,7 +21,7 @@ PROGRESS_INTERVAL_S = 0.05
 MAX_CONCURRENCY = 1024
 # How long a handler thread waits for the link's loop to do what the thread asked for. Then the thread goes on anyway.
 LOOP_TIMEOUT_S = 10.0
-# How long a thread waits until the gateway's fetcher has found a snapshot. The fetcher answers within 300 s.
+# How long a thread waits for the gateway's answer to NEED. Longer than the 300 s within which the fetcher answers.
 HOLD_TIMEOUT_S = 330.0
 
 
@@ -40,7 +40,7 @@ class WorkerHost:
         self._lock = threading.Lock()
         self._latest: dict[int, bytes] = {}
         self._waiting = False
-        # The adapters that the gateway has yet to answer for, by name.
+        # The requests for adapters that the gateway has not answered, by the adapter's name.
         self._needed: dict[str, Future[float]] = {}
 
     def progress(self, channel: int, value: Any) -> None:
@@ -80,9 +80,10 @@ class WorkerHost:
         self._on_loop(resize, "the change of the concurrency")
 
     def fetch(self, name: str) -> float:
-        """Have an adapter fetched. Return the seconds within which its bytes arrive, once its files can be mapped.
+        """Ask the gateway to fetch an adapter. Block until its files can be mapped, and return the seconds within which their
+        bytes arrive.
 
-        Blocks. Raise what the fetch has raised, LauncherError if the gateway does not answer, and SnapshotError on the event loop.
+        Raise what the fetch has raised, LauncherError if the gateway does not answer, and SnapshotError on the event loop.
         """
         if threading.get_ident() == self._loop_thread:
             fault = "An adapter was opened on the event loop, which would stop while it is fetched."
@@ -98,7 +99,7 @@ class WorkerHost:
             ) from None
 
     def on_held(self, head: Mapping[str, Any]) -> None:
-        """Learn from a HELD frame that an adapter can be mapped, or why not."""
+        """End the wait of `fetch` for an adapter, with the seconds or the error in a HELD frame."""
         if (needed := self._needed.pop(head["name"], None)) is None:
             return
         if "error" in head:
@@ -107,7 +108,7 @@ class WorkerHost:
             needed.set_result(float(head["weights_s"]))
 
     def _on_loop(self, act: Callable[[], None], what: str) -> None:
-        """Call `act` on the thread of the link's loop and wait until it is done. `what` names it in a message.
+        """Call `act` on the thread of the link's loop and wait until it is done. `what` names the action in a message.
 
         `retire` has to wait: otherwise this thread could start another invocation before the drain.
         """

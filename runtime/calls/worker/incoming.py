@@ -1,4 +1,4 @@
-"""Takes the frames of invocations in a worker: each becomes a call of the runner, or an input of a call."""
+"""Handles the frames of invocations in a worker: starts and cancels calls of the runner, and passes inputs and credit to them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class IncomingCalls:
         self._closed = False
 
     def bind(self, host: WorkerHost, parking: WorkerParking) -> None:
-        """Set what contexts call, and what holds invocations while the worker is parked."""
+        """Set the host, which contexts call, and the parking, which defers invocations while the worker is parked."""
         self._host, self._parking = host, parking
 
     def take(self, frame: Frame) -> bool:
-        """Take a frame. Return False if it belongs to no invocation."""
+        """Handle a frame. Return False if its kind is not about invocations."""
         if frame.kind == FrameKind.INVOKE:
             self._invoke(frame)
         elif frame.kind == FrameKind.CANCEL:
@@ -51,14 +51,14 @@ class IncomingCalls:
         elif frame.kind in (FrameKind.INPUT, FrameKind.INPUT_END):
             self._runner.feed(frame.channel, frame.payload, last=frame.kind == FrameKind.INPUT_END)
         elif frame.kind == FrameKind.ASK_BACK:
-            # A worker that drains has given them back already.
+            # A worker that drains has given its waiting invocations back already, in `close`.
             self._return([] if self._closed else self._runner.give_back())
         else:
             return False
         return True
 
     def close(self) -> None:
-        """Return the invocations that have not started, and all that come from now on."""
+        """Send the invocations that have not started back to the gateway, and also all invocations that arrive from now on."""
         self._closed = True
         self._return(self._runner.close())
         self._parking.close()

@@ -16,7 +16,7 @@ from .batch_run import BatchRun
 from .call import Call
 from .runner import Runner
 
-# The longest time for which an answer waits for other answers of its turn.
+# The longest time for which an answer waits for other answers of the same turn of the event loop.
 JOIN_S = 0.001
 
 
@@ -32,10 +32,11 @@ class LoopRunner(Runner):
     _joined_s: float = field(default=0.0, init=False)
 
     def send(self, frames: list[bytes]) -> None:
-        """Send frames. If handlers exchange pieces, send those of a turn of the event loop together, within JOIN_S.
+        """Send frames. If the handler exchanges pieces with callers, send the frames of a turn of the event loop together,
+        within JOIN_S.
 
-        So the gateway wakes up once for the answers of many short calls. An answer may then be sent after another call has
-        started. That is no harm here: such a worker has no call that waits for a slot (see `Runner`).
+        Then the gateway wakes up once for the answers of many short calls. An answer may be sent after another call has
+        started. This does no harm, because no call waits for a slot in such a worker (see the module `runner`).
         """
         if not self.handler.exchanges:
             super().send(frames)
@@ -123,7 +124,7 @@ class LoopRunner(Runner):
             return frames + self.answers.result_frames(calls, answer, started_s)
         except asyncio.CancelledError as error:
             if not calls[0].cancellation.flag:
-                # Something inside the handler was cancelled.
+                # The caller did not cancel. Something inside the handler was cancelled, so the call fails.
                 return frames + self.answers.failure_frames(calls, error)
             _uncancel()
             gone = Cancelled("The caller went away; the handler was cancelled.")
@@ -156,7 +157,7 @@ class LoopRunner(Runner):
             if all(call.cancellation.flag for call in calls):
                 run.give_up(calls, Cancelled("The callers went away; the handler was cancelled."))
             else:
-                # Something inside the handler was cancelled.
+                # Not all callers have cancelled. Something inside the handler was cancelled, so the handler call fails.
                 run.fail(calls, error)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
             run.fail(calls, error)

@@ -1,7 +1,7 @@
 """A worker of a plain handler: hooks and handler on the main thread, the link on a thread of its own.
 
 So the handler has what a script has: signals, `asyncio.get_event_loop`, and the state that its import has left on this thread.
-Cancels, drains and credits go on while it runs, even in native code.
+The link handles cancels, drains and credits while the handler runs, even while it runs native code.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class MainThreadWorker(Worker):
         loop = self._poll_loop
         loop.open()
         self._link.connect(self._connection.sock)
-        # The link's thread sees signals at once. The main thread would run a handler of Python only after native code.
+        # Report signals to the link's thread, which handles them at once. The main thread runs no signal handler during native code.
         signal.set_wakeup_fd(loop.signals, warn_on_full_buffer=False)
-        # The function's code may replace this descriptor, as asyncio does.
+        # Also set a handler, because the function's code may replace the wakeup descriptor, as asyncio does.
         signal.signal(signal.SIGTERM, self._on_term)
         self._share_signals(self._on_term, loop.close_in_fork)
         self._link.bind(self._on_frame, exit_at_once)
-        # Not a `threading.Thread`: the function's code does not see this thread, and it starts sooner.
+        # Use no `threading.Thread`: this thread starts sooner, and the function's code does not see it.
         _thread.start_new_thread(self._serve_link, (loop,))
         self._serve_calls()
         loop.stop()
@@ -98,7 +98,7 @@ class MainThreadWorker(Worker):
         self._released.set()
 
     def _leave(self) -> None:
-        # The main thread may be in native code of a rehearsal.
+        # Exit from this thread, because the main thread may be in native code of a rehearsal.
         self._finish()
         sys.stdout.flush()
         os._exit(0)

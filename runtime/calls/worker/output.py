@@ -28,8 +28,8 @@ It is None in hooks, and in a batch of several invocations.
 # end of an invocation costs nothing.
 unfinished: dict[tuple[int, int], str] = {}
 LEVELS = ((logging.ERROR, "e"), (logging.WARNING, "w"), (logging.INFO, "i"))
-# The most characters of a line that are written with one mark. A piece of this length is written at once, even if
-# several threads write.
+# The most characters of a line that are written with one mark. A piece of this length is written at once, so that the pieces
+# of several threads do not mix.
 PIECE_CHARS = 3_500
 NOBODY = "-"
 
@@ -103,7 +103,8 @@ class MarkedHandler(logging.Handler):
             channel, request_id = call or (0, "")
             known = record.__dict__.get("invocation", NOBODY)
             if known not in (NOBODY, request_id):
-                # `context.log` was used on a thread that the handler started.
+                # `context.log` was used on a thread that the handler started, where `current` is not set. Use the record's
+                # invocation.
                 channel, request_id = record.__dict__.get("channel", 0), known
             level = next((letter for least, letter in LEVELS if record.levelno >= least), "d")
             if isinstance(stream := sys.stderr, MarkedOutput):
@@ -115,7 +116,7 @@ class MarkedHandler(logging.Handler):
 
 
 def install() -> None:
-    """Replace standard output and error of this process, before anything keeps a reference to them."""
+    """Replace standard output and error of this process. Call this before anything keeps a reference to the old streams."""
     if not isinstance(sys.stdout, MarkedOutput):
         sys.stdout = sys.__stdout__ = MarkedOutput(sys.stdout)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = MarkedOutput(sys.stderr)  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Parks a worker: frees the device memory of its weights, until an invocation needs the weights.
 
-To free the memory and to bring the weights back takes time. Both run in a thread, so that the link's loop stays free.
-The hooks `park` and `unpark` do the same for memory of the handler's own. Frames that arrive meanwhile are held in order.
+Freeing the memory and bringing the weights back takes time. Both run in a thread, so that the link's loop stays free.
+The hooks `park` and `unpark` do the same for memory of the handler's own. Frames that arrive meanwhile are deferred in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOOK_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ParkingHooks:
-    """The handler's hooks `park` and `unpark`. Each call blocks. It returns what the hook returns, or raises what it raises."""
+    """The handler's hooks `park` and `unpark`. Each call blocks until the hook has ended, and returns or raises what the hook does."""
 
     park: Callable[[], Any]
     unpark: Callable[[], Any]
@@ -34,7 +34,7 @@ class ParkingHooks:
 
 class WorkerParking:
     """Parks the weights of a worker, and brings them back. The gateway sends PARK only while the worker has no
-    invocations. Use it on the thread of the link's loop.
+    invocations. Call all methods except `wait_ended` and `restore` on the thread of the link's loop.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class WorkerParking:
         that worker's start.
         """
         self.awake = True
-        """False from PARK until the worker can run invocations again: until then, pass frames to `defer`."""
+        """False from PARK until the worker can run invocations again. While this is False, pass frames to `defer`."""
         self._weights, self._link, self._loop = weights, link, loop
         self._hooks = hooks
         self._deliver, self._drain = deliver, drain
         self._asked = self._closed = self._parked = self._hook_parked = False
-        # The number of the last PARK, and how many came.
+        # The number in the last PARK frame, and how many PARK frames have arrived.
         self._number = self._parks = 0
         self._changed = threading.Condition()
-        # The frames that wait. The gateway's window limits their number.
+        # The deferred frames. The gateway's window limits their number.
         self._deferred: list[Frame] = []
         # Clear while a thread parks the worker or brings it back.
         self._ended = threading.Event()
@@ -73,7 +73,7 @@ class WorkerParking:
         if self.awake and not self._closed:
             self.awake = False
             self._ended.clear()
-            # The next frames may want no parking.
+            # First handle the frames that arrived together with PARK, because one of them may wake the worker again.
             self._loop.call_soon(self._begin)
 
     def wake(self) -> None:
@@ -88,7 +88,7 @@ class WorkerParking:
         self.wake()
 
     def close(self) -> None:
-        """Bring no weights back any more, because the worker ends, and deliver the deferred frames."""
+        """Leave parked weights parked, because the worker ends, and deliver the deferred frames."""
         self._closed = True
         self.wake()
 
@@ -97,9 +97,9 @@ class WorkerParking:
         self._ended.wait(HOOK_TIMEOUT_S)
 
     def restore(self) -> None:
-        """Bring the weights back, if they are parked. Raise SnapshotError if a device has no room.
+        """Bring the weights back, if they are parked. Raise SnapshotError if a device has too little free memory.
 
-        `unpark` is not called. Call this after `wait_ended`, and not on the loop's thread.
+        Do not call the hook `unpark`. Call this after `wait_ended`, and not on the loop's thread.
         """
         if self._parked and self._weights.snapshots is not None:
             self._weights.snapshots.unpark()
@@ -130,7 +130,7 @@ class WorkerParking:
         self._loop.call_soon_threadsafe(self._begin)
 
     def _call_park(self) -> int:
-        """Call the hook `park`. Return how many bytes it says that it has freed."""
+        """Call the hook `park`. Return the number of freed bytes that the hook reports; 0 if the hook fails."""
         try:
             freed_bytes = self._hooks.park()
         except (Exception, SystemExit) as error:  # noqa: BLE001  user code: the worker works on

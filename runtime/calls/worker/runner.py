@@ -1,8 +1,8 @@
 """Defines the base class of runners, which run the invocations of one worker on threads or on the event loop.
 
 Invocations come in groups. A group is the batch that the gateway formed for a batch handler, or one invocation of
-another handler. Runners start groups in order of arrival and send the results of a group before they start another in
-its place. So when a worker with n slots crashes, the gateway knows that only the n oldest unfinished groups can have
+another handler. Runners start groups in order of arrival and send the results of a group before they start another group
+in the same slot. So when a worker with n slots crashes, the gateway knows that only the n oldest unfinished groups can have
 started.
 """
 
@@ -35,11 +35,11 @@ class CallObserver(Protocol):
         """The handler is called next for the invocations with these contexts, on this thread or in this task."""
 
     def close(self) -> None:
-        """The worker has drained, and its process ends after this call. It must return within a few seconds."""
+        """The worker has drained, and its process ends after this call. The call must return within a few seconds."""
 
 
 class WorkerLimits:
-    """How many invocations a worker may hold and run, and how many events one handler call may have.
+    """How many invocations a worker may have and run at a time, and how many events one handler call may have.
 
     READY reports the first limits, and WINDOW frames report changes.
     """
@@ -50,7 +50,7 @@ class WorkerLimits:
         self._exec_s: float | None = None
         self.slots = self.window = concurrency
         self.limit = handler.batch.max_size if handler.batch else 1
-        """The largest number of events in one handler call. It is lowered when memory runs out. READY reports the first one."""
+        """The largest number of events in one handler call. It is lowered when memory runs out. READY reports its first value."""
 
     def shrink(self, size: int) -> None:
         """Halve the limit, because memory did not suffice for `size` events in one handler call."""
@@ -64,7 +64,7 @@ class WorkerLimits:
                 self._set(limit)
 
     def learn(self, concurrency: int, exec_s: float) -> list[bytes]:
-        """Update the average duration of a call. If the window changes with it, return the frame that tells the gateway."""
+        """Update the average duration of a call. If this changes the window, return the WINDOW frame for the gateway."""
         if self._handler.exchanges:
             return []
         known = self._exec_s
@@ -94,8 +94,8 @@ class Runner(ABC):
     """Runs the invocations of one handler, whose files are in `root`, and sends their frames.
 
     The runner calls `on_idle` after `close`, once all running groups have ended. `probe` blocks until it knows whether
-    the devices still work. If a call has failed with an error that a device may have caused, the runner calls `probe`
-    before it sends the answers. `check` raises SnapshotChanged if the weights have changed since the deploy. The
+    the devices still work and the weights are unchanged. If one of them may have caused the error of a call, the runner
+    calls `probe` before it sends the answers. `check` raises SnapshotChanged if the weights have changed since the deploy. The
     runner calls it before and after each call of the handler, and before it sends a chunk.
     """
 
@@ -157,7 +157,7 @@ class Runner(ABC):
         return self.stop() + self._incomplete
 
     def probe_if_suspected(self) -> None:
-        """Call `probe` if a call has failed with an error that a device or other weights may have caused."""
+        """Call `probe` if a call has failed with an error that a failed device or changed weights may have caused."""
         if self.answers.suspicious:
             self.answers.suspicious = False
             self.probe()
@@ -167,7 +167,7 @@ class Runner(ABC):
         """Add a group to the queue."""
 
     def give_back(self) -> list[Call]:
-        """Return the invocations that wait for a slot. They run on another worker."""
+        """Remove the invocations that wait for a slot, and return them. They run on another worker."""
         left = self.empty()
         self.forget(left)
         return left

@@ -68,7 +68,7 @@ class ThreadRunner(Runner):
         """Wait for a group. The handler's own signal handlers may raise here, on the main thread."""
         while not taken:
             try:
-                # One step without Python code, so that no group is lost between the queue and `taken`.
+                # Move the group in one step without Python code. A signal handler that raises between two steps would lose it.
                 taken.extend(islice(iter(self._queue.get, None), 1))
             except BaseException:  # noqa: BLE001  no call runs, so it concerns no caller
                 sys.stderr.write(f"Between two calls: {traceback.format_exc()}")

@@ -21,10 +21,12 @@ from .owned_thread import start_thread
 
 
 class WorkerWeights:
-    """The snapshots of one worker. Without any, its methods do nothing."""
+    """The snapshots of one worker. All methods can also be called without snapshots."""
 
     def __init__(self, snapshots: Snapshots | None, spec: WorkerSpec, *, shared: bool) -> None:
-        """`shared` is True if threads or tasks beside the handler's call may use the weights. A gate applies to one thread only."""
+        """`shared` is True if threads or tasks beside the handler's call may use the weights. A gate, which applies to one thread
+        only, does not make them wait.
+        """
         self.snapshots, self._spec = snapshots, spec
         self._shared = shared
         self.gate: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -47,7 +49,7 @@ class WorkerWeights:
         self._dtype = most_common_dtype(self.snapshots)
 
     def facts(self) -> dict[str, Any]:
-        """Return what READY says of the weights and their device."""
+        """Return the facts about the weights and their device that READY reports."""
         head: dict[str, Any] = {"device": devices.describe(), "dtype": self._dtype}
         if self.snapshots is not None and (copies := _copies(self.snapshots)):
             head["copies"] = copies
@@ -64,21 +66,23 @@ class WorkerWeights:
             self.snapshots.pin(stop)
 
     def open(self, by_s: float | None) -> None:
-        """Map the weights, and let `limit_memory` apply. `by_s` is when fetched weights must have arrived, in monotonic seconds.
+        """Limit the memory of GPUs, and map the weights. `by_s` is when fetched weights must have arrived, in monotonic seconds.
 
-        Some of their bytes may still be arriving when `follow` has returned, too.
+        Bytes of the weights may still be arriving when this method returns, and also when `follow` returns.
         """
         if self._spec.resources.gpus:
-            # The rehearsal may have had another limit.
+            # Set the limit again, because the rehearsal may have had another limit.
             limit_memory(self._spec.resources.gpu_memory_mb)
         if self.snapshots is None:
             return
-        # If there are threads beside the main thread, the rehearsal has started them.
+        # Threads beside the main thread, which the rehearsal has started, may use the weights.
         self._shared = self._shared or threading.active_count() > 1 or self._spec.wait_for_weights
         self.snapshots.open(by_s)
 
     def follow(self) -> None:
-        """Watch weights that are still arriving, in a thread. If no gate waits for the weights, wait for all of them here."""
+        """Watch weights that are still arriving, in a thread. Wait for all of them here if the settings say so, or if the
+        weights are shared and the function has no gate of its own.
+        """
         if self.snapshots is not None and self.snapshots.arriving:
             start_thread(self._await, "weights")
             if self._spec.wait_for_weights or (self._shared and not self.snapshots.gated):

@@ -4,8 +4,8 @@ It starts as a standby, which is connected, but has no weights. After ACTIVATE i
 After DRAIN, SIGTERM or the end of its parent, it finishes the running invocations, returns the waiting invocations to the
 gateway, runs `teardown` and exits. If the link is lost, it exits at once.
 
-The handler has the main thread, as in a process of its own: a plain handler (`main_thread_worker.py`) with the link on another
-thread, an async handler (`loop_worker.py`) with the link on its own event loop.
+The handler runs on the main thread, as in a process of its own. The link of a plain handler (`main_thread_worker.py`) runs on
+another thread, and the link of an async handler (`loop_worker.py`) on the handler's event loop.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Worker(ABC):
     """One worker process. Subclasses choose the threads of the handler and of the link."""
 
     def __init__(self, spec: WorkerSpec, built: Built, authors_handlers: AuthorsHandlers) -> None:
-        """A zygote makes it once, because this work in each fork would copy more memory."""
+        """Call this once, in the zygote, because this work in each fork would copy more memory."""
         self._spec, self._built, self._handler = spec, built, built.handler
         self._authors_handlers = authors_handlers
         self._weights = WorkerWeights(built.snapshots, spec, shared=self._handler.kind.on_loop)
@@ -118,7 +118,7 @@ class Worker(ABC):
         return check
 
     def _share_signals(self, on_term: signals.SignalHandler, close: Callable[[], None]) -> None:
-        """Let the function's code have its own handlers. `on_term` is this worker's handler of SIGTERM, which is set already.
+        """Set the signal handlers of the function's code. `on_term` is this worker's handler of SIGTERM, which is set already.
 
         The end of the parent drains this worker as SIGTERM does. A process that the function's code forks calls `close`.
         """
@@ -199,7 +199,7 @@ class Worker(ABC):
 
     @abstractmethod
     def _call_from_thread(self, hook: Hook | None) -> Any:
-        """Call a hook of parking for another thread, and wait for it."""
+        """Call `park` or `unpark` for the parking thread, and wait until the hook has ended."""
 
     # -- the thread of the link's loop
 
@@ -229,8 +229,8 @@ class Worker(ABC):
         if self._draining:
             return
         self._draining = True
-        # If the worker drains by itself, invocations may still be arriving, which are returned. The gateway answers this DRAIN
-        # with its own, and sends no invocations after it.
+        # If the worker drains by itself, invocations may still arrive, and the worker returns them. The gateway answers this
+        # DRAIN with a DRAIN, and sends no invocations after that.
         self._link.send(FrameKind.DRAIN)
         if self._activated.is_set():
             self._calls.close()
@@ -239,11 +239,11 @@ class Worker(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """The gateway sends no more invocations."""
+        """Let the worker end after its drain, because the gateway sends no more invocations."""
 
     @abstractmethod
     def _leave(self) -> None:
-        """Exit before ACTIVATE: there are no invocations to finish or return."""
+        """Exit without having been set up: there are no invocations to finish or return."""
 
     def _finish(self) -> None:
         """Send the last frames, and close the link and the observers. The loop must not run any more."""

@@ -83,9 +83,10 @@ class Ticket:
 class Zygote:
     """A process that forks on request. Subclasses define how it gets ready and what its children run."""
 
-    # The signals that it handles. Its children reset them.
+    # The signals that this process handles. Its children reset the handlers.
     handled: tuple[signal.Signals, ...] = (signal.SIGCHLD,)
-    # Readable in the children once this process has ended. Without it, they get SIGTERM.
+    # A descriptor that is readable in the children once this process has ended. If it is None, the kernel sends the children
+    # SIGTERM instead.
     own_end: int | None = None
 
     def __init__(self, ticket: Ticket, kill_files: tuple[str, ...]) -> None:
@@ -94,11 +95,11 @@ class Zygote:
         """
         self._ticket, self._kill_files = ticket, kill_files
         self._wake_read, self._wake_write = socket.socketpair()
-        # For each child that was not reaped yet: the counter of the kernel's kills that counts the child's death, if
-        # the kernel kills it.
+        # For each child that was not reaped yet, by pid: the counter that counts the child's death if the kernel kills the
+        # child.
         self._children: dict[int, MemoryKills] = {}
         self._folders = ChildFolders()
-        # Each child gets copies of the files and generators in it.
+        # What the imports have left. Each child opens the files in it again, and reseeds the generators in it.
         self._left = Leftovers()
 
     def run(self) -> Role | None:
@@ -162,12 +163,12 @@ class Zygote:
                 kills = self._children.pop(pid, None)
                 processes.end_orphans(self._children)
                 if kills is None:
-                    # The gateway does not know adopted orphans.
+                    # Report no adopted orphans, because the gateway does not know them.
                     continue
                 killed = code == -signal.SIGKILL and kills.explain()
                 certain = kills.file != MACHINE_KILLS
                 head = {"pid": pid, "code": code, "out_of_memory": killed, "certain": certain}
-                # OSError: the gateway has ended, which `_serve` notices at its next read.
+                # OSError means that the gateway has ended, which `_serve` notices at its next read.
                 with contextlib.suppress(OSError):
                     if link is not None:
                         link.send(FrameKind.EXITED, head)
@@ -176,11 +177,11 @@ class Zygote:
         """Return the counter that the children with the same limit of memory share."""
         file = first_that_tells(files)
         known = (kills for kills in self._children.values() if kills.file == file)
-        # If no such child is left, all kills so far are explained, or they were kills of children's children.
+        # If no such child is left, begin a new count: all kills so far are explained, or were kills of children's children.
         return next(known, None) or MemoryKills(file)
 
     def _signal(self, pid: int, number: int) -> None:
-        # The kernel gives the pid of a child to no other process until this zygote has reaped the child.
+        # Send signals only to children that this zygote has not reaped. Until then, no other process gets the child's pid.
         if pid in self._children:
             os.kill(pid, number)
 
@@ -190,7 +191,7 @@ class Zygote:
             root = self.folder_root(request)
             pid = os.fork()
         except OSError as error:
-            # The operating system refuses another process for now. This zygote and its children go on.
+            # The operating system refuses another process or folder for now. This zygote and its children go on.
             link.send(
                 FrameKind.UNFORKED, {"token": request["token"], "why": str(error), "errno": error.errno}
             )
@@ -256,7 +257,7 @@ class Base(Zygote):
     def __init__(self, ticket: Ticket, preload: list[str], kill_files: tuple[str, ...]) -> None:
         super().__init__(ticket, kill_files)
         self._preload = preload
-        # Made for children without a folder for temporary files of their function, as in a container.
+        # The folder for the working folders of children whose function has no folder for temporary files, as in a container.
         self._root = ""
         self._generators = Generators()
 
@@ -272,7 +273,7 @@ class Base(Zygote):
         signal.signal(signal.SIGTERM, lambda *_: link.sock.shutdown(socket.SHUT_RD))
 
     def _outlast_children(self) -> None:
-        """Wait for the ends of the zygotes and workers below, and end the processes that these have left."""
+        """End the children, wait until the zygotes and workers below have ended, and kill the processes that these have left."""
         for pid in self._children:
             os.kill(pid, signal.SIGTERM)
         until_s = time.monotonic() + OUTLAST_S
@@ -285,7 +286,7 @@ class Base(Zygote):
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         with leftovers.watch(self._generators):
             for name in self._preload:
-                # If a package cannot be imported here, the handler's own import says so, or finds it elsewhere.
+                # Skip a package that cannot be imported here: the handler's own import reports this, or finds it elsewhere.
                 with contextlib.suppress(ImportError, OSError):
                     importlib.import_module(name)
         if "torch" in sys.modules:
@@ -328,7 +329,7 @@ class RevisionZygote(Zygote):
         self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...], folder: WorkingFolder,
         generators: Generators,
     ) -> None:  # fmt: skip
-        """`generators` knows the generators that the base's imports have made."""
+        """`generators` has recorded the generators that the base's imports have made."""
         super().__init__(ticket, kill_files)
         self._spec, self._folder, self._generators = spec, folder, generators
         self._authors_handlers = AuthorsHandlers()
@@ -368,7 +369,7 @@ class RevisionZygote(Zygote):
         self._left = watch.find(self._spec.code, Path(self._folder.tmp), built.state, kept)
         head = {"facts": facts, "spawn_reason": self._left.reason(times["build_s"])}
         link.send(FrameKind.BUILT, head)
-        # Each fork has this worker. It connects and runs it.
+        # Each fork inherits this worker, and connects and runs it.
         self._worker = worker_of(self._spec, built, self._authors_handlers)
         self.own_end = fork_safety.end_of(os.getpid())
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):
@@ -409,7 +410,7 @@ def _confinement(request: dict[str, Any]) -> Confinement:
 
 
 def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None:
-    """Tell the gateway why this process, which the base has forked, cannot be confined. Then this process ends."""
+    """Tell the gateway why this process, a fork of a base or a zygote, cannot play its role. Then this process ends."""
     if isinstance(error, OSError):
         place = f" ({error.filename})" if error.filename else ""
         error = LauncherError(f"The process cannot be confined: {error.strerror or error}{place}.")
@@ -458,7 +459,7 @@ def run_worker(
     gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
-    # Before the connection, which the processes that the hook forks must not have.
+    # Call the hook before the connection is made, because processes that the hook forks must not inherit the connection.
     failed = worker.hooks.forked() if worker is not None else None
     link = BlockingLink(ticket.dial("worker"))
     if worker is None:
@@ -525,7 +526,7 @@ def main() -> None:
     request = json.loads(given) if given is not None else json.load(sys.stdin)
     # Replace the streams before any library is imported, because libraries may keep references to the streams.
     output.install()
-    # uvloop leaves a copy of the gateway's standard error open in its children.
+    # Close inherited descriptors: uvloop leaves a copy of the gateway's standard error open in its children.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
@@ -540,8 +541,8 @@ def main() -> None:
     else:
         gc.disable()
         role: Role | None = Base(ticket, request["preload"], MEMORY_KILLS if given else (MACHINE_KILLS,)).run
-        # In a forked child, `role` returns the child's own role, which runs next. Keep the earlier roles and all that they hold:
-        # to free an inherited object copies its page of memory.
+        # In a forked child, `role` returns the child's own role, which runs next. Keep the earlier roles and all that they refer
+        # to, because freeing an inherited object copies its page of memory.
         roles = list[Role]()
         while role is not None:
             roles.append(role)
