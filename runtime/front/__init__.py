@@ -1,6 +1,7 @@
-"""Serves HTTP: a request comes in.
+"""Serves HTTP requests.
 
-`http` has what all routes share and the steps that each request passes, `api` the routes of pilotflame, `pages` the console, and `generation`
-calls language models for plugins. Enter at `api/invoke.py`, where a request becomes an invocation, or at `http/routes.py`, the rows of the
-route table. `listening` accepts connections.
+`http` defines what all routes share and the steps that each request passes. `api` serves pilotflame's own routes, and
+`pages` the console. `generation` calls language models for plugins. `listening` accepts connections. Enter at
+`api/invoke.py`, where a request becomes an invocation, or at `http/routes.py`, which defines the rows of the route
+table.
 """

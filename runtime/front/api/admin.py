@@ -34,7 +34,8 @@ PUBLIC_SETTINGS = frozenset({
     "max_queue", "scale", "timeout_s", "ttl_s",
 })  # fmt: skip
 """The settings that all callers with the scope `read` see."""
-# The fields of a status that they see, besides a part of `settings` and of `desired`. A new field is private.
+# The fields of a status that all callers with the scope `read` see. They also see a part of `settings` and of
+# `desired`. A new field is private until it is added to this set.
 PUBLIC_FIELDS = frozenset({
     "name", "revision", "created_at", "dialect", "kind", "streaming", "batch", "stopped", "workers", "standby", "zygote", "rung",
     "queued", "in_flight", "memory_bytes", "invocations", "input_schema", "output_schema", "input_example",
@@ -203,7 +204,9 @@ def _with_memory(status: FunctionStatus, memory: NodeMemory) -> FunctionStatus:
 
 
 def _public(status: FunctionStatus) -> FunctionStatus:
-    """Return the part that all callers with the scope `read` may see: what they need to call the function, and counts."""
+    """Return the part of a status that all callers with the scope `read` may see: what they need to call the function,
+    and counts.
+    """
     names = PUBLIC_SETTINGS & status.settings.model_fields_set
     settings = {name: getattr(status.settings, name) for name in names}
     shown: dict[str, Any] = {name: getattr(status, name) for name in PUBLIC_FIELDS}

@@ -33,12 +33,14 @@ from ..http.routes import Parameter, header
 from ..listening.origins import Origins
 
 if TYPE_CHECKING:
-    # They need psycopg, which a gateway without the setting `database` need not have.
+    # These modules import psycopg. A gateway without the setting `database` must run without psycopg.
     from ...ground.storing.membership import Membership
     from ...ground.storing.postgres import PostgresPool
 
 ASYNC_BODY_BYTES = 10 << 20
-"""Limit for the body of a request that becomes a job, because the gateway stores such a body."""
+"""Limit for the body of a request that becomes a job and does not wait for its end, because the gateway stores such a
+body.
+"""
 _SAME = "The same key with the same body is the same job."
 _KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))
@@ -74,12 +76,12 @@ class Backend:
     disk: Disk
     """The disk of the state folder."""
     endless: EndlessAnswers
-    """The answers that end with the caller's API key."""
+    """The answers that the gateway ends when the caller's API key expires or is revoked."""
     cache: ResponseCache
     members: Membership | None = None
     """The gateways that share a database; None without one."""
     database: PostgresPool | None = None
-    """Connections to that database."""
+    """Connections to the shared database; None without one."""
 
     def names(self, request: web.Request) -> list[str]:
         """Return the names of the functions that the caller may see."""
@@ -112,7 +114,7 @@ class Backend:
     async def read_body(self, request: web.Request, name: str, most: int | None = None) -> tuple[Live, bytes]:
         """Return the function and the body.
 
-        A new revision may become live while the body arrives. The returned function has this revision. `most` lowers
+        If a new revision becomes live while the body arrives, the returned function has the new revision. `most` lowers
         the function's own limit for bodies. Raises UnknownFunction, and the errors of `requests.read_body`.
         """
         revision = self.functions.get(name).revision
@@ -127,8 +129,9 @@ class Backend:
     ) -> Submitted:
         """Store a job, and wait up to `wait_s` for its end. Return the job, and headers for the response.
 
-        With `wait_s`, a job that ends soon is stored only at its end, so do not give the job's id to anyone before this
-        returns. The job's fields come from the function's settings and the request, and `fields` override them.
+        With `wait_s`, a job that ends soon is stored only at its end, so do not give the job's id to anyone before
+        `submit` returns. The job's fields come from the function's settings and the request, and `fields` override
+        them.
         """
         fields = {"traceparent": traceparent_of(request.headers)} | fields
         if "idempotency" not in fields:

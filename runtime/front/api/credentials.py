@@ -97,7 +97,8 @@ class CredentialsApi:
         check_engine(new, self.engine)
         check_issuer(new)
         open_before = not self.keyring.exists
-        # The owner of the control socket can make another key at any time.
+        # Check the first key only over TCP. The owner of the control socket can create another key at any time, so
+        # their first key needs no scope `admin`.
         if open_before and request.remote:
             check_first(new.scopes)
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
@@ -131,7 +132,10 @@ class CredentialsApi:
         return json_response(result, no_store=True)
 
     async def _set(self, function: str, key: str, value: str) -> bool:
-        """Set a secret. The next function of a name must not get a secret that was meant for one that another gateway has deleted."""
+        """Set a secret, and return True if it replaced a value. Raise UnknownFunction if another gateway has deleted
+        the function or given its name to another owner. Otherwise, the next function of this name would get the
+        secret.
+        """
         live, shared = self.rollouts.functions.find(function), self.rollouts.functions.shared
         record = None if live is None else live.record
         if shared is not None:
@@ -139,7 +143,8 @@ class CredentialsApi:
         replaced = await asyncio.to_thread(self.secrets.set, function, key, value)
         if shared is not None:
             try:
-                # A deletion forgets the secrets after it is in the index, perhaps before this one was set.
+                # Check again after the secret was set. A deletion by another gateway first changes the index and then
+                # removes the secrets, perhaps before this secret was set.
                 await shared.check_served(function, record)
             except UnknownFunction:
                 with contextlib.suppress(UnknownSecret):

@@ -75,7 +75,8 @@ class Deploys:
     """The route that deploys functions."""
 
     def __init__(self, rollouts: Rollouts, check_disk: Callable[[], None], *, local: bool) -> None:
-        """`check_disk` raises an error if the disk has no room for a deploy; it blocks. `local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
+        """`check_disk` raises an error if the disk has too little free space for a deploy. It blocks its thread.
+        `local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
         `local` is True.
         """
         self._rollouts, self._check_disk = rollouts, check_disk
@@ -116,7 +117,8 @@ class Deploys:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
         def tell(name: str, told: BaseModel) -> None:
-            # Some events come from threads of the deploy. If all events take this way, they keep their order.
+            # Threads of the deploy report some events. Pass the events of the event loop through `call_soon_threadsafe`
+            # too, so that all events keep their order.
             loop.call_soon_threadsafe(events.put_nowait, event(name, told.model_dump_json().encode()))
 
         progress = DeployProgress(lambda change: tell(_NAMES[type(change)], change))
@@ -155,7 +157,8 @@ class Deploys:
         try:
             live = await self._rollouts.deploy(deployment, progress)
         except PilotflameError:
-            # The name is known once the caller may deploy a function of this name.
+            # Log the function's name only if it is known: after the gateway has checked that the caller may deploy a
+            # function of this name.
             if progress.target is not None:
                 note(request, function=progress.target.name)
             raise
@@ -163,8 +166,8 @@ class Deploys:
         return live
 
     async def _deployment(self, request: web.Request, progress: DeployProgress) -> Deployment:
-        # Not `request.content_type`: for a request without this header, which any web page can send, aiohttp
-        # returns application/octet-stream, and the body would be accepted as an archive.
+        # Do not use `request.content_type`. If the request has no Content-Type, which any web page can arrange, aiohttp
+        # returns application/octet-stream, and the gateway would accept the body as an archive.
         kind = media_type_of(request.headers)
         await asyncio.to_thread(self._check_disk)
         if kind in ARCHIVE_TYPES:

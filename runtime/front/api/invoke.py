@@ -71,7 +71,9 @@ _HEADERS = {
 
 
 async def collected(invocation: Invocation) -> Output:
-    """Return the output; the pieces of a stream as one JSON array. Raise OutputInvalid if the array is too large."""
+    """Return the output of an invocation. Join the pieces of a stream into one JSON array. Raise the error of the
+    invocation, and OutputInvalid if the array is larger than MAX_COLLECTED_BYTES.
+    """
     if invocation.stream is None:
         return await invocation.wait()
     pieces, size = [], 0
@@ -167,7 +169,9 @@ class Invoker:
         extra: Mapping[str, Any] | None = None,
         content_type: str = JSON_TYPE,
     ) -> tuple[Revision, Invocation]:
-        """Submit an invocation. Return what `begin` returns. `call` explains the parameters."""
+        """Submit an invocation, and return what `begin` returns. Count an error as `refused` does, and raise it. `call`
+        explains the parameters.
+        """
         request_id = id_of(request)
         try:
             return self.begin(
@@ -203,7 +207,7 @@ class Invoker:
             streaming=revision.streaming, tenant=caller.owner, on_end=on_end,
             priority=asked.priority if caller.urgent else max(NORMAL, asked.priority), max_batch=max_batch, counted=counted,
         )  # fmt: skip
-        # `submit` raises the error of a function that is paused or has used its budget.
+        # Do not use the cache for a function that is paused or has used its budget: `submit` raises its error.
         if settings.response_cache.ttl_s is None or self._functions.get(name).function.stopped:
             revision.submit(invocation)
         else:

@@ -25,7 +25,8 @@ async def send_job(
 ) -> web.StreamResponse:  # fmt: skip
     """Send the events that `encode` returns at each change of the job, until the job has ended.
 
-    If the job can no longer be read, the last event is `error`. `encode` gets the job that `ended` returns for the ended job.
+    If the job can no longer be read, the last event is `error`. When the job has ended, call `encode` with the job that
+    `ended` returns.
     """
     response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)

@@ -109,7 +109,9 @@ JOBS = {"jobs": Annotated[list[JobStatus], Field(max_length=MAX_LISTED)], "count
 
 
 class JobsApi:
-    """The routes of jobs. A caller sees and changes the jobs of their own key only, an administrator all."""
+    """The routes of jobs. A caller sees and changes only the jobs of their own key. An administrator sees and changes
+    all jobs.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._jobs = backend, backend.jobs
@@ -212,7 +214,9 @@ async def submitted(
 async def _asked(
     backend: Backend, request: web.Request, read: ReadJobBody, most: int | None
 ) -> tuple[Live, bytes, dict[str, Any]]:
-    """Return the function, the event of the job, and its other fields. While the caller waits, nothing parsed is kept."""
+    """Return the function, the input of the job, and the other fields of NewJob. This is a function of its own, so that
+    the request's body and its parsed values are freed before `submitted` waits for the job's end.
+    """
     live, body = await backend.read_body(request, request.match_info["function"], most)
     event, fields = await parsed(request, body, lambda body: read(live, body))
     return live, event, fields

@@ -30,7 +30,7 @@ from ..http.routes import Flag, Number, Parameter, Route, UnixTime
 
 MAX_LINES = 10_000
 MAX_SENDING_BYTES = 256 << 20
-"""The stored lines that are being sent, which owners share."""
+"""Limit for the stored lines that all answers are sending, in bytes. The owners of API keys share it."""
 NAMES = (GATEWAY, AUDIT, ACCESS)
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
 FOLLOW = Flag("follow", "Go on with new lines until the gateway ends, the API key, or the function.")
@@ -108,7 +108,8 @@ class LogsApi:
             "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
         }  # fmt: skip
         response = web.StreamResponse(headers=headers)
-        # A follower has sent the stored lines after a while, and stays.
+        # Count only answers that do not follow the log. An answer that follows it stays open long after it has sent the
+        # stored lines.
         with contextlib.nullcontext() if follows else self._room.held(caller.owner, query.most_bytes, "logs"):
             await response.prepare(request)
             async with self._endless.limited(caller) if follows else contextlib.nullcontext():

@@ -30,7 +30,7 @@ class NodesApi:
     """The route of the gateways that share a database."""
 
     def __init__(self, incarnation: str, members: Callable[[], Sequence[GatewayMember]]) -> None:
-        """`incarnation` is that of this gateway."""
+        """`incarnation` identifies this gateway among `members`."""
         self._incarnation, self._members = incarnation, members
 
     def routes(self) -> list[Route]:

@@ -27,7 +27,9 @@ FUNCTION = Parameter(
     "function", "Describe only this function. A plugin may describe it as its platform does."
 )
 MOST_LISTED_BYTES = 16 << 10
-"""The document of all functions leaves out longer schemas. `?function=NAME` returns them."""
+"""Limit for a function's schemas in the document of all functions, which omits longer schemas. `?function=NAME` returns
+them.
+"""
 _GUARD_ERRORS = (401, 403, 404, 429)
 _SECURITY_SCHEMES = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
@@ -40,7 +42,7 @@ _INFO = {"title": "pilotflame", "version": __version__, "description": "Function
 
 
 class OpenApi:
-    """The OpenAPI document, and the route that returns it, which `routes` includes."""
+    """The OpenAPI document, and the route that returns it. `routes` includes this route."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class OpenApi:
 
     def document(self, functions: Iterable[FunctionStatus], *, named: bool = False) -> dict[str, Any]:
         """Return the document in the format OpenAPI 3.1, with the paths to invoke these functions and the changes of
-        plugins. What describes a function is JSON already.
+        plugins. The descriptions of functions in the document are fragments of JSON.
 
         `named` is True if the caller asks for one function only.
         """
@@ -79,7 +81,7 @@ class OpenApi:
         return document
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
-        # Made once, which takes a fifth of a second.
+        # Build the static part in a thread. The first time, this takes a fifth of a second.
         await asyncio.to_thread(lambda: self._static)
         named = request.query.get(FUNCTION.name, "")
         found: list[FunctionStatus] = []
@@ -96,7 +98,9 @@ class OpenApi:
         return json_response(self.document(found, named=bool(named)))
 
     def _describe(self, function: FunctionStatus) -> _Described:
-        """Return the part of the document that describes a function, which is made once for the same facts."""
+        """Return the part of the document that describes a function. Build it again only if the function's revision,
+        `streaming` or schemas have changed.
+        """
         key = (function.revision, function.streaming, function.input_schema, function.output_schema)
         known = self._described.get(function.name)
         if known is None or known.key != key:
@@ -109,10 +113,10 @@ class OpenApi:
 
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The (paths, components) that do not depend on the deployed functions and on the caller."""
+        """The (paths, components) that depend neither on the deployed functions nor on the caller."""
         types = RouteTypes(self.routes)
         paths: dict[str, Any] = {}
-        # A row with all methods is an API of the function, which only the function can describe.
+        # Omit a row with the method "*": it serves the function's own API, which only the function can describe.
         for route in (route for route in self.routes if route.method != "*"):
             operations, method = paths.setdefault(route.path, {}), route.method.lower()
             operations[method] = _merge(operations.get(method, {}), _operation(route, types))

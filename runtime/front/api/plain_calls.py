@@ -1,6 +1,6 @@
-"""Serves plain calls: those that ask only to run a function and to return its output in one response.
+"""Serves plain calls. A plain call asks only to run a function and to return its output in one response.
 
-They pass the steps of the `Chain` without a task. `http/transport.py` reads them and sends their responses.
+Plain calls pass the steps of the `Chain` without a task. `http/transport.py` reads them and sends their responses.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ class PlainApi(Protocol):
     """The registered path of the calls."""
 
     def plain(self, path: str, headers: Headers, length: int) -> tuple[Invoker, str] | None:
-        """Return what answers a call, and its function. Return None, or raise PilotflameError, if aiohttp must read the call."""
+        """Return the invoker that answers a call, and the name of the function. Return None, or raise PilotflameError,
+        if aiohttp must read the call.
+        """
 
 
 class Target(NamedTuple):
-    """What answers a plain call."""
+    """The invoker, the function and the path of a plain call."""
 
     invoker: Invoker
     function: str
     path: str
-    """The registered path."""
+    """The registered path of the route."""
 
 
 class PlainCalls:
-    """What answers plain calls."""
+    """Decides which calls are plain calls, and begins them. Sends their responses."""
 
     def __init__(
         self, chain: Chain, invoker: Invoker, live: Callable[[str], Revision], tasks: asyncio.TaskGroup, routes: Sequence[Route],
         root: str = "", claims: Callable[[Headers], bool] = lambda _headers: False,
         apis: Mapping[str | tuple[str, ...], PlainApi] = {},
     ) -> None:  # fmt: skip
-        """`live` returns the live revision of a function, or raises PilotflameError. If `root` is given, `POST /` calls the
-        function of this name. aiohttp reads requests whose headers `claims` claims. `apis` are the plugins by the beginnings of
-        their paths.
+        """`live` returns the live revision of a function, or raises PilotflameError. If `root` is given, `POST /` calls
+        the function of this name. aiohttp reads a request if `claims` returns True for its headers. `apis` maps the
+        beginnings of paths to the plugins that serve them.
         """
         self.chain, self.tasks = chain, tasks
         self._invoker, self._live, self._root, self._apis = invoker, live, root, tuple(apis.items())
-        # Calls that another row of the route table serves, such as CloudEvents.
+        # Functions that return True for calls that another row of the route table serves, such as CloudEvents.
         others = [row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None]
         self._claims, self._others = claims, others
         self._outgoing: list[tuple[Send, Response, SlicedBody | None]] = []
 
     def _target(self, head: CallHead) -> Target | None:
-        """Return what answers a call; None if aiohttp must read it."""
+        """Return the target of a call, or None if aiohttp must read the call."""
         path, headers = head.path, head.headers
         if head.elsewhere is None:
             head.elsewhere = any(accepts(headers) for accepts in self._others)
@@ -86,7 +88,7 @@ class PlainCalls:
         return None
 
     def take(self, head: CallHead, body: bytes, connection: ClientConnection, send: Send) -> PlainCall | None:
-        """Begin a call. Return None if aiohttp must read it."""
+        """Begin a call. Return None if aiohttp must read the call."""
         transport, target = connection.transport, self._target(head)
         if transport is None or target is None:
             return None
@@ -98,7 +100,7 @@ class PlainCalls:
         """Send a response after the callbacks that the event loop runs in this turn, together with all other responses
         of this turn.
 
-        Often one process is the caller of many requests. To wake this process up once for several responses saves time.
+        Often one process sends many requests. Waking this process once for several responses saves time.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -174,8 +176,8 @@ class PlainCall(Passage):
         try:
             response = self._invoker.answered(self.function or "", invocation, self.admitted.caller)
         except Exception:
-            # It may be impossible to make the response, for example because of a header. This must not end the worker's
-            # link, on which answers to other invocations arrive in the same turn.
+            # Respond with an error if the response cannot be made, for example because of a header. An exception from
+            # this callback would end the worker's link, on which answers to other invocations arrive in the same turn.
             known = {"request_id": invocation.id}
             LOG.exception("the answer to an invocation of %s cannot be sent", self.function, extra=known)
             failed = InvocationError("The answer could not be sent.", remedy="See `pilotflame logs`.")

@@ -1,4 +1,4 @@
-"""Defines what a plugin adds to the HTTP API of a gateway. It offers a subclass of `ApiPlugin` as an entry point."""
+"""Defines what a plugin adds to the HTTP API of a gateway. A plugin offers a subclass of `ApiPlugin` as an entry point."""
 
 from __future__ import annotations
 
@@ -41,17 +41,19 @@ class Entrance:
     host: str
     port: int
     app: web.Application
-    """Has the limits that all protocols share: INCOMING and PARSED_BODIES."""
+    """The gateway's web app. It contains the limits that all protocols share: INCOMING and PARSED_BODIES."""
     certificate: Certificate | None = None
 
     async def admit(
         self, headers: Headers, route: tuple[str, str] | None, transport: asyncio.BaseTransport | None = None,
     ) -> Admitted:  # fmt: skip
-        """Admit a caller who needs the scope of this HTTP route, or no key if it is None. Call `leave` of the result.
+        """Admit a call that needs the scope of this HTTP route. If `route` is None, the call needs no key. Call `leave`
+        of the result at the end of the call.
 
         `transport` belongs to the client's connection.
 
-        Raise the errors of `Guard.admit` and `Guard.find_issuer`, and Unauthorized if other machines reach the address and no API key exists.
+        Raise the errors of `Guard.admit` and `Guard.find_issuer`, and Unauthorized if other machines reach the address
+        and no API key exists.
         """
         if route is None:
             return UNKNOWN_CALLER
@@ -64,18 +66,18 @@ class Entrance:
 BARE: Mapping[str, Any] = {"bare": True}
 """The `extra` of a call whose event is the input itself, not `{"input": ...}`."""
 MOST_CALLS = 256
-"""How many calls of one request wait or run at the same time."""
+"""Limit for the calls of one request that wait or run at the same time."""
 MOST_OUTPUT_BYTES = 64 << 20
-"""The most bytes of the outputs of all calls of one request."""
+"""Limit for the bytes of the outputs of all calls of one request."""
 MOST_SHARED_BYTES = 64 << 20
-"""The most bytes of what the calls of one request share, once for each call."""
+"""Limit for the size of `extra` in bytes, times the number of calls of one request."""
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
 
 async def list_response(
     request: web.Request, name: str, outputs: Sequence[bytes], others: Mapping[str, Any] = NOTHING
 ) -> web.Response:
-    """Return the response with an object that has the list of these outputs as its member `name`, and the members `others`."""
+    """Return a response with a JSON object. Its member `name` is the list of `outputs`. Its other members are `others`."""
 
     def show() -> dict[str, Any]:
         return {name: [orjson.Fragment(output) for output in outputs], **others}
@@ -94,7 +96,9 @@ class ApiPlugin:
     always_bare: ClassVar[str] = ""
     """Paths with this beginning also exist without the prefix, unless another plugin has them; "" for none."""
     host_prefix: ClassVar[str] = ""
-    """The path below which the plugin serves a function whose host name a request names, such as "/asgi/{function}"."""
+    """The path below which the plugin serves requests whose Host is the host name of a function, such as
+    "/asgi/{function}".
+    """
     plain_paths: ClassVar[str | tuple[str, ...]] = ""
     """The beginnings of the paths of plain calls that the plugin serves as a `PlainApi` (`plain_calls.py`); "" for none."""
     unrouted: ClassVar[Mapping[str, ErrorFormat]] = {}
@@ -121,7 +125,9 @@ class ApiPlugin:
         return self.backend.origins.of(request) + base
 
     async def read_json(self, request: web.Request) -> Any:
-        """Return the body of a request for the function in the path. Raise UnknownFunction, or an error of the body."""
+        """Return the parsed JSON body of a request for the function in the path. Raise UnknownFunction, or an error of
+        the body.
+        """
         _, body = await self.backend.read_body(request, request.match_info["function"])
         return await parsed(request, body, load_json)
 
@@ -135,12 +141,14 @@ class ApiPlugin:
         *,
         read: Callable[[bytes], Any] = load_output,
     ) -> Any:
-        """Call a function with a JSON value, and return what `read` makes of its output, which must be JSON. Raise its error.
+        """Call a function with a JSON value, and return what `read` makes of its output, which must be JSON. Raise its
+        error.
 
         A large output is read in a thread.
 
-        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
-        reads `extra` as `context.extra`. Pass `BARE` if the event is the input itself, also if it has a member `input`.
+        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The
+        handler reads `extra` as `context.extra`. Pass `BARE` as `extra` if the event is the input itself, even if the
+        event has a member `input`.
         """
         output = await self._json_of(request, function, event, number, extra)
         return await parsed(request, output, read, called=True)
@@ -157,7 +165,9 @@ class ApiPlugin:
         return output.payload
 
     def listening(self, entrance: Entrance) -> AbstractAsyncContextManager[None]:
-        """Return a context in which the plugin serves its own protocol at an address of `plugin_ports`."""
+        """Return a context in which the plugin serves its own protocol at an address of `plugin_ports`. Raise
+        PluginError if the plugin serves only HTTP.
+        """
         raise PluginError(
             f"The plugin at {self.base or '/'} serves nothing but HTTP.",
             remedy="Leave it out of plugin_ports.",
@@ -187,7 +197,7 @@ class ApiPlugin:
             fault = f"What the {len(events)} {field} share has {shared} bytes, too many for each of them."
             raise BadInput(fault, remedy="Send fewer in one request.")
         count_calls(request, len(events))
-        # Parsed, an output may be twenty times as large.
+        # Keep the outputs as JSON text. A parsed output may be twenty times as large.
         outputs = [b"null"] * len(events)
         waiting, left_bytes = iter(enumerate(events)), MOST_OUTPUT_BYTES
 
@@ -218,7 +228,7 @@ class ApiPlugin:
         return outputs
 
     async def sweep(self) -> None:
-        """Run the plugin's periodic work until cancelled. If this raises an error, the gateway calls it again."""
+        """Run the plugin's periodic work until cancelled. If `sweep` raises an error, the gateway calls `sweep` again."""
 
     async def readings(self) -> Iterable[Reading]:
         """Return the metrics of the plugin."""
@@ -248,7 +258,7 @@ class Plugins:
         return list(self._by_name.values())
 
     def start(self, tasks: BackgroundTasks, metrics: Metrics) -> Callable[[], None]:
-        """Start the `sweep` of each plugin, and add its metrics. Return a function that stops them."""
+        """Start the `sweep` of each plugin, and add its metrics. Return a function that stops the sweeps."""
         metrics.readers += [plugin.readings for plugin in self.all]
         running = [tasks.keep(plugin.sweep, name=name) for name, plugin in self._by_name.items()]
 

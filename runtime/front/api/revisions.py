@@ -15,7 +15,7 @@ from ..http.routes import Route
 MAX_ORDER_BYTES = 4096
 ORDER_TIMEOUT_S = 10.0
 ORDER_REMEDY = 'Send {"revision": "r3"}, or nothing for the one before the live one.'
-# A replacement fails with the errors of a deploy.
+# Restart and rollback start new workers, so they fail with the errors of a deploy.
 ERRORS = (400, 404, 408, 413, 422, 500, 502, 503, 507)
 
 

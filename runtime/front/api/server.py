@@ -47,14 +47,14 @@ class HttpServer:
         self.chain.leaving = True
 
     def stop_accepting(self) -> None:
-        """Refuse new connections of other programs. The control socket stays open."""
+        """Stop accepting new TCP connections. The control socket stays open."""
         for acceptor in self._acceptors:
             if acceptor.sock.family != socket.AF_UNIX:
                 acceptor.close()
 
     async def finish(self, timeout_s: float) -> None:
         """Close the connections of running invocations after their answers. Wait until these answers have been sent,
-        also to slow readers.
+        also to slow readers, but at most `timeout_s`.
         """
         server = self._runner.server
         connections = server.connections if server is not None else []
@@ -68,7 +68,7 @@ async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], plain: PlainCalls,
     connections: OpenConnections, tasks: asyncio.TaskGroup, tls: ssl.SSLContext | None = None, hosts: HostNames | None = None,
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
-    """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
+    """Serve `routes` on `socks` inside the block. At the end of the block, running requests have one more second.
 
     Each request passes the chain of `plain`. Requests for a name in `hosts` go to the web app of its function.
     """

@@ -61,7 +61,7 @@ class Standalone:
         return not (self._live.is_set() and live and live[0].workers.replicas.ready)
 
     def follow(self, deploying: asyncio.Task[None]) -> None:
-        """Remember the task of the first deploy, which `close` ends."""
+        """Remember the task of the first deploy, so that `close` can cancel it."""
         self._deploying = deploying
 
     def open(self) -> None:

@@ -79,7 +79,8 @@ class WarmupApi:
         if (error := live.function.refusal()) is not None:
             raise error
         if not workers or for_s > WARM_S:
-            # A caller could keep workers, which the function's owner pays for, or end what the owner wants.
+            # Only a caller who may deploy the function may end its warm-ups, or keep workers for longer than WARM_S.
+            # The function's owner pays for the workers.
             self._functions.check_owner(caller_of(request), live.record.function)
         if workers:
             live.workers.warm(workers, cause, for_s)

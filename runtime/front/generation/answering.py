@@ -26,9 +26,13 @@ from .deltas import Deltas
 from .targets import with_targets
 
 MAX_ON_LOOP_BYTES = 128 << 10
-"""A larger answer, or a larger piece, as one with the logprobs of a long prompt, is made in a thread, in the turn of its caller."""
+"""The largest answer or piece that is encoded on the event loop. A thread encodes larger ones, such as a piece with the
+logprobs of a long prompt, in the turn of their caller.
+"""
 AHEAD = "X-Queue-Ahead"
-"""The header of a stream that begins while its call waits: how many calls of the same caller a worker takes first."""
+"""A header of a stream that begins while its call waits for a worker. Its value is the number of calls of the same
+caller that workers take first.
+"""
 
 
 class TextAnswer(Protocol):
@@ -47,7 +51,7 @@ class TextAnswer(Protocol):
         """Return the last events of a stream."""
 
     def failed(self, error: PilotflameError) -> bytes:
-        """Return the event of an error in a stream, which is the last one."""
+        """Return the last event of a stream that ends with an error."""
 
 
 async def respond(
@@ -63,7 +67,8 @@ async def respond(
             async with asyncio.timeout(limit_s + LAST_EVENT_S):
                 return await (_sent if stream else _whole)(request, answer, deltas)
         except TimeoutError:
-            # The caller does not read the answer.
+            # The calls end at their own deadline, so after this time limit the caller is not reading the answer. Close
+            # the connection.
             if request.transport is not None:
                 request.transport.abort()
             raise DeadlineExceeded("The answer could not be sent in time.") from None
@@ -80,9 +85,9 @@ async def _whole(request: web.Request, answer: TextAnswer, deltas: Deltas) -> we
 
 
 async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web.StreamResponse:
-    """Send the events as they come, and a comment while nothing comes.
+    """Send the events as they arrive. While no event arrives, send a comment every HEARTBEAT_S.
 
-    An error before the first event or comment is raised. A later one is the last event.
+    Raise an error that occurs before the first event or comment. Send a later error as the last event.
     """
     response, waited = web.StreamResponse(headers=STREAM_HEADERS), False
     try:
@@ -100,7 +105,7 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
                 waited = False
                 await response.write(comments(deltas.headers))
             prompt, delta, size = found
-            # Some forms repeat the whole text in the events of the last piece.
+            # Count the last piece as large as all pieces: in some protocols, its events repeat the whole text.
             size = size if delta.finish_reason is None else deltas.size
             if data := await made(request, size, partial(answer.piece, prompt, delta), MAX_ON_LOOP_BYTES):
                 await _write(request, response, deltas, data)
@@ -116,7 +121,7 @@ async def _sent(request: web.Request, answer: TextAnswer, deltas: Deltas) -> web
 
 
 def _comment(deltas: Deltas) -> bytes:
-    """Return the comment for a caller who waits: how many of their own calls a worker takes first."""
+    """Return the comment for a caller who waits. It contains the number of their own calls that workers take first."""
     return (
         HEARTBEAT
         if (ahead := deltas.ahead) is None

@@ -22,15 +22,17 @@ from ..http.requests import dump_json, plain, request_id_of, validate_output
 from ..http.responses import dumped, invocation_headers
 
 MOST_UNREAD = 64
-"""The pieces of an answer that wait for its caller."""
+"""Limit for the pieces of all answers that the caller has not read."""
 MOST_BYTES = 128 << 20
-"""The most bytes of the pieces of all answers to one request. Many forms of answers keep all pieces until the end."""
+"""Limit for the estimated bytes of the pieces of all answers to one request. In many protocols, the gateway keeps all
+pieces until the end.
+"""
 VALUE_BYTES = 100
-"""Is counted for each JSON value of a piece: as a Python object, it takes several times its text."""
+"""Bytes that are counted for each JSON value of a piece: a Python object is several times as large as its JSON text."""
 
 
 class Deltas:
-    """The pieces of the answers to several prompts, as they come."""
+    """The pieces of the answers to several prompts, as they arrive."""
 
     def __init__(
         self,
@@ -44,23 +46,28 @@ class Deltas:
         """Call the function once for each event, in `tasks`. Call `on_generated` at the end of each answer."""
         self._invoker, self._request, self._live = invoker, request, live
         self.headers = {"X-Request-Id": request_id_of(request.headers)}
-        """The headers of the response. From its first piece on, they name the worker of the first prompt, and show its times."""
-        # If the caller reads slowly, the function waits.
+        """The headers of the response. From the first piece of the first prompt on, the headers name the worker of this
+        prompt and show its times.
+        """
+        # The queue is bounded, so that the function waits if the caller reads slowly.
         self._arrived: asyncio.Queue[tuple[int, Delta, int] | PilotflameError | None] = asyncio.Queue(
             MOST_UNREAD
         )
         self._left, self._left_bytes = len(events), MOST_BYTES
-        # By the number of the prompt.
+        # The call of each prompt, by the number of the prompt.
         self._calls = dict[int, tuple[Revision, Invocation]]()
         self._on_generated = on_generated
         self._running = [tasks.create_task(self._run(number, event)) for number, event in enumerate(events)]
 
     async def next(self) -> tuple[int, Delta, int] | None:
-        """Return the number of the prompt, the next piece, and about how many bytes it takes; None after the last one. Raise the function's error."""
+        """Return (number of the prompt, next piece, estimated bytes of the piece), or None after the last piece. Raise
+        the function's error.
+        """
         while self._left:
             found = await self._arrived.get()
             if isinstance(found, PilotflameError):
-                # The traceback of an error that is raised holds this frame, which holds the error.
+                # Raise a copy. The traceback of a raised error refers to this frame, and this frame refers to `found`,
+                # so raising `found` itself would create a reference cycle.
                 raise found.copied()
             if found is not None:
                 return found
@@ -69,12 +76,14 @@ class Deltas:
 
     @property
     def size(self) -> int:
-        """About how many bytes the pieces take that have come."""
+        """The estimated bytes of the pieces that have arrived."""
         return MOST_BYTES - self._left_bytes
 
     @property
     def ahead(self) -> int | None:
-        """The number of the caller's own calls that a worker takes before the first prompt; None if a worker has taken it."""
+        """The number of the caller's own calls that workers take before the first prompt; None if its call does not
+        wait.
+        """
         if 0 not in self._calls:
             return None
         revision, invocation = self._calls[0]
@@ -82,7 +91,8 @@ class Deltas:
 
     def close(self) -> None:
         """Cancel the calls that still run."""
-        # A cancelled task holds the traceback of its end, and so its frames, which hold this object.
+        # Remove each task from the list. A cancelled task refers to its traceback and frames, and the frames refer to
+        # this object, so the list would create a reference cycle.
         while self._running:
             self._running.pop().cancel()
 
@@ -120,7 +130,9 @@ class Deltas:
                 )  # fmt: skip
 
     def _count(self, piece: bytes) -> int:
-        """Return about how many bytes a piece takes. Raise OutputInvalid if the pieces are too large to be kept."""
+        """Count a piece, and return its estimated bytes. Raise OutputInvalid if all pieces together have more than
+        MOST_BYTES.
+        """
         size = len(piece) + VALUE_BYTES * (1 + piece.count(b","))
         self._left_bytes -= size
         if self._left_bytes < 0:

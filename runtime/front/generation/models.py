@@ -52,7 +52,9 @@ def model(backend: Backend, request: web.Request, name: str, *contracts: type[Ba
 
 
 def generator(backend: Backend, request: web.Request, name: str) -> Generator:
-    """Return the model `name` that writes text. Raise UnknownFunction or BadInput, which name the field `model`."""
+    """Return the function and the adapter that `name` names. Raise UnknownFunction or BadInput, which name the field
+    `model`.
+    """
     function, _, adapter = name.partition(":")
     live = model(backend, request, function, GenerationRequest)
     if adapter and adapter not in (there := adapters(live)):

@@ -1,4 +1,4 @@
-"""Reads how soon a caller needs the tokens of an answer: the headers `x-slo-ttft-ms` and `x-slo-tpot-ms`, as llm-d has them."""
+"""Reads how soon a caller needs the tokens of an answer, from the headers `x-slo-ttft-ms` and `x-slo-tpot-ms` of llm-d."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ PARAMETERS: tuple[Parameter, ...] = (
 
 
 def with_targets(request: web.Request, events: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-    """Return the events with the targets of the request's headers. Raise BadInput if one is no positive number."""
+    """Return the events with the targets of the request's headers. Raise BadInput if the value of a header is not a
+    positive number.
+    """
     first_ms, later_ms = (positive(request.headers, name, "milliseconds") for name in (FIRST, LATER))
     found = {
         "first_token_by": time.time() + first_ms / 1000 if first_ms is not None else None,

@@ -1,7 +1,8 @@
 """Counts the tokens of language models, encoders and rerankers, for calls of all routes, jobs and queues.
 
-A call of an API key with limits reserves the tokens that it is expected to take, and further requests for further answers. At its end, the used
-tokens replace the reserved ones.
+If an API key has limits, each of its calls reserves the tokens that the call is expected to use. A call for several
+answers also reserves one request for each further answer. At the end of the call, the used tokens replace the reserved
+tokens.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ CHARS_A_TOKEN = 4
 LONGEST_ANSWER = 1 << 17
 """The most tokens of an answer whose caller sets no limit: the context of the largest usual models."""
 PARSED_BYTES = 64 << 10
-"""In a longer body, the limits are searched for. To parse it would block the event loop."""
+"""The longest body that is parsed. In a longer body, regular expressions search for the limits, because parsing the
+body would block the event loop.
+"""
 END_BYTES = 512 << 10
-"""A search reads this much of both ends of a text: in all of a text of 19 MB, it would block the event loop."""
+"""A search reads this many bytes at both ends of a text. Reading all of a text of 19 MB would block the event loop."""
 USUAL_ANSWER = 128.0
-"""The tokens of an answer before any has ended."""
+"""The expected tokens of an answer until the model's first call has ended."""
 SMOOTHING = 0.1
-# No two neighbours match the same blanks: otherwise n of them would take n² steps.
+# No two adjacent parts of this pattern match the same blanks. Otherwise, a search in n blanks would take n² steps.
 _ANSWERS = re.compile(rb'"n"\s*:\s*(?:"\s*)?\+?(\d{1,9})')
 MOST_FOUND = 1000
-"""With more such numbers in a body, the call counts as one for the most answers."""
+"""If `_ANSWERS` matches more often in a body, the call counts as a call for MOST_ANSWERS answers."""
 _NUMBER = TypeAdapter(int)
 _MADE = re.compile(rb'"tokens"\s*:\s*\[')
 _USAGE = re.compile(rb'"usage"\s*:\s*(\{[^{}]{0,4096}\})')
@@ -95,7 +98,7 @@ class ModelCalls:
     def _ended(
         self, found: AnswerTokens, answers: int, reservation: Reservation | None, output: asyncio.Future[Any], *, streams: bool
     ) -> None:  # fmt: skip
-        """Settle, whatever the end is."""
+        """Count the output, and settle the reservation. Settle it after an error or a cancellation, too."""
         try:
             succeeded = not output.cancelled() and output.exception() is None
             if succeeded and not streams:
@@ -128,11 +131,12 @@ class Asked(NamedTuple):
 
 
 def _asked(body: bytes) -> Asked:
-    """Return what the input of a model asks for. If it is invalid, the handler refuses it."""
+    """Return what the input of a model asks for. Accept invalid input, because the handler refuses it."""
     prompt = math.ceil(len(body) / CHARS_A_TOKEN)
     if len(body) > PARSED_BYTES:
-        # The largest number counts. In a text, the quotation marks of a name would be escaped. What a caller hides between the ends
-        # is not reserved, and still counts when the call ends.
+        # Use the largest number that is found. A match is not inside a JSON string, because a string's quotation marks
+        # are escaped. The search skips the middle of the body. What a caller asks for there is not reserved, but its
+        # tokens count when the call ends.
         last = _ANSWERS.finditer(body, max(END_BYTES, len(body) - END_BYTES))
         matches = itertools.chain(_ANSWERS.finditer(body, 0, END_BYTES), last)
         found = [int(match[1]) for match in itertools.islice(matches, MOST_FOUND + 1)]
@@ -161,7 +165,7 @@ def _number(event: dict[str, Any], name: str) -> int:
 
 
 class AnswerTokens:
-    """The tokens of one call. They count when they come, so also if the caller leaves early."""
+    """The tokens of one call. They count when they arrive, so they also count if the caller disconnects early."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -178,7 +182,7 @@ class AnswerTokens:
             self._add(min(int(match[1]), MOST_TOKENS), 0, 0)
 
     def note(self, piece: bytes) -> None:
-        """Count the tokens of a piece. A piece that is no `Delta` has none: its reader raises the error."""
+        """Count the tokens of a piece. Ignore a piece that is not a `Delta`: `delta_of` raises the error."""
         # A large piece is not parsed on the event loop.
         large = len(piece) > PARSED_BYTES
         try:
@@ -193,7 +197,7 @@ class AnswerTokens:
         made = self.made + (len(tokens) if isinstance(tokens, list | range) else 0)
         usage = usage if isinstance(usage, dict) else {}
         prompt, cached = _count(usage, "prompt_tokens"), _count(usage, "cached_tokens")
-        # A handler may yield text without the tokens, and only their number at the end.
+        # A handler may yield text without its token ids, and report only the number of tokens at the end.
         made = max(made, _count(usage, "completion_tokens"))
         self._add(max(prompt, self._prompt), max(cached, self._cached), made)
 
@@ -210,7 +214,7 @@ def _search(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
 
 
 def _found_in(piece: bytes) -> dict[str, Any]:
-    """Return the tokens and the usage of a large piece, which are searched for."""
+    """Return the tokens and the usage of a large piece. Find them with regular expressions, without parsing the piece."""
     made, usage, count = _search(_MADE, piece), _search(_USAGE, piece), 0
     if made is not None and (end := piece.find(b"]", made.end())) > made.end():
         count = piece.count(b",", made.end(), end) + 1

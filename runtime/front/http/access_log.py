@@ -11,7 +11,9 @@ from .requests import Headers
 
 UNKNOWN = "-"
 ClientOf = Callable[[Headers, asyncio.BaseTransport | None], str]
-"""Returns the IP address of a request's client, also behind a trusted proxy; "" if it came over a unix socket."""
+"""Returns the IP address of a request's client, also behind a trusted proxy. Returns "" for a request over a unix
+socket.
+"""
 
 
 class AccessLog:

@@ -32,7 +32,9 @@ class Audit:
         }
 
     async def audited(self, request: web.Request, path: str, handler: Handler) -> web.StreamResponse:
-        """Return the response of a handler, and log the request if its route has a row. `path` is the registered path."""
+        """Return the response of a handler. Log the request if its route changes something and requires the scope
+        deploy or admin. `path` is the registered path.
+        """
         if (action := self._actions.get((request.method, path))) is None:
             return await handler(request)
         outcome = "broke off"
@@ -65,7 +67,7 @@ class Audit:
             "by": _named(caller_of(request).owner), "from": client or "the control socket",
             "did": action, **request.match_info, "outcome": outcome, **request.get(FACTS, {}),
         }  # fmt: skip
-        # The outcome is the last word of the line.
+        # Move the outcome to the end of the line.
         facts["outcome"] = facts.pop("outcome")
         self._line(facts, request_id_of(request.headers))
 
@@ -80,7 +82,8 @@ def _named(owner: str) -> str:
 
 
 def note(request: web.Request, **facts: str) -> None:
-    """Set the facts that the request's line in the audit log has besides the usual ones, such as the id of a new key.
+    """Set further facts for the request's line in the audit log, such as the id of a new key. They replace the facts of
+    an earlier call.
 
     A streamed response sets `outcome`, because it sends the status before the outcome is known.
     """

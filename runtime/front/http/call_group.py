@@ -12,8 +12,9 @@ from ....errors import PilotflameError
 class CallGroup(asyncio.TaskGroup):
     """A task group that raises the first PilotflameError itself, in place of a group of errors.
 
-    The frames of asyncio's task group hold the error that leaves it, and its traceback holds these frames. So each failed or
-    cancelled request would keep its body until the garbage collector runs.
+    It also removes the reference cycle that asyncio's task group leaves: its frames refer to the error that they raise,
+    and the error's traceback refers to these frames. With this cycle, the body of each failed or cancelled request
+    would stay in memory until the garbage collector runs.
     """
 
     async def __aexit__(
@@ -27,7 +28,7 @@ class CallGroup(asyncio.TaskGroup):
             traceback.clear_frames(failed.__traceback__)
             if not isinstance(first, PilotflameError):
                 raise
-            # The group keeps its errors.
+            # The group still refers to its errors, so remove their tracebacks.
             for kept in failed.exceptions:
                 kept.__traceback__ = None
             raise first.copied() from None

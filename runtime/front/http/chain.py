@@ -1,8 +1,8 @@
-"""The steps that each request passes once, whatever has read it: aiohttp, or `transport.py`.
+"""Defines the steps that each request passes once, whether aiohttp or `transport.py` has read the request.
 
-In this order: accept, guard, audit, route, errors, compression, the limit of large answers, access log. Each step is a plain
-function. `middleware` carries a request of aiohttp through them, and `PlainCall` of `api/plain_calls.py` a plain call. A new
-check belongs here.
+In this order: accept, guard, audit, route, errors, compression, the limit of large answers, access log. Each step is a
+plain function. `middleware` carries a request of aiohttp through them, and `PlainCall` of `api/plain_calls.py` a plain
+call. A new check belongs here.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Chain:
     access: AccessLog | None = None
     standalone: OnlyFunction | None = None
     is_stale: Callable[[str | None], bool] | None = None
-    """Returns True if other gateways may serve a newer revision of a function; None: of any function. None without other gateways."""
+    """Returns True if other gateways may serve a newer revision of the function, or of any function if the argument is
+    None. `is_stale` is None if there are no other gateways.
+    """
     bodies: IncomingBodies = field(default_factory=IncomingBodies)
     leaving: bool = False
     """True if each connection is closed after its next response."""
@@ -121,7 +123,9 @@ class Chain:
         )
 
     def ended(self, passage: Passage, status: int, request_id: str) -> None:
-        """End a request whose response is complete. Call this once for each request, before the response is sent."""
+        """End a request whose response is complete: stop counting it as running, and write the access log. Call this
+        once for each request. A response that is not a stream is sent after this call.
+        """
         passage.admitted.leave()
         if self.access is not None:
             self.access.write(
@@ -153,7 +157,8 @@ class Chain:
             raise
         except (asyncio.CancelledError, ConnectionError) as error:
             status = Cancelled.status
-            # Without this, aiohttp logs an error for each caller who has closed the connection.
+            # Return a response, although it cannot be delivered. If the error were raised, aiohttp would log it for
+            # each caller who has closed the connection.
             if isinstance(error, ConnectionError) and (
                 not request.transport or request.transport.is_closing()
             ):

@@ -1,4 +1,6 @@
-"""Extends aiohttp's client connections with a time limit for request headers, a place, typed errors, and an orderly end."""
+"""Extends aiohttp's client connections with a time limit for request headers, a place in `OpenConnections`, typed
+errors, and an orderly end.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from .unparsed_data import UnparsedData
 
 BEGINNING = "/invoke/"
 MAX_REASON_CHARS = 200
-# A header has at most 64 KiB, which slow lines carry in a second. A longer time would help only callers who hold connections. A TLS
-# handshake has this time, too.
+# The time limit for a header, and for a TLS handshake. A header has at most 64 KiB, which a slow line transfers in a
+# second. A longer limit would help only clients that keep connections open without sending requests.
 HEADER_TIMEOUT_S = 10.0
 KEEPALIVE_S = 75.0
 DISCARD_S, DISCARD_BYTES = 2.0, 64 << 20
-"""The limits of what is thrown away of a body that is not read."""
+"""The limits of time and size for discarding the rest of a body that no handler has read."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -47,7 +49,8 @@ class ClientConnection(web.RequestHandler):
     ) -> None:
         super().__init__(
             server, loop=asyncio.get_running_loop(), keepalive_timeout=keepalive_s,
-            # `content_coding` unpacks bodies where they are read, and `discard_unread_body` discards the others.
+            # Turn off what aiohttp would do with bodies: `content_coding` decompresses bodies when they are read, and
+            # `discard_unread_body` discards the rest of unread bodies.
             auto_decompress=False, lingering_time=0.0,
             access_log=None,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -57,7 +60,7 @@ class ClientConnection(web.RequestHandler):
         self._lost: asyncio.Future[None] | None = None
         self._unparsed = UnparsedData(place.take_turn, self._header)
         self.discards = False
-        """True while it throws away the rest of a request whose response has been sent."""
+        """True while the connection discards the rest of a request whose response has been sent."""
         self.on_data: Callable[[int], None] | None = None
         """Is called with the number of bytes that have arrived, before they are parsed."""
 
@@ -80,7 +83,7 @@ class ClientConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         if not data:
-            # aiohttp parses what it has.
+            # aiohttp calls this without data to parse the data that it has buffered.
             return super().data_received(data)
         if self.on_data is not None:
             self.on_data(len(data))
@@ -99,7 +102,7 @@ class ClientConnection(web.RequestHandler):
         super().data_received(data)
 
     def begin(self, request: web.Request) -> None:
-        """Note that a request runs, which aiohttp has read."""
+        """Note that a request runs. aiohttp has read its header."""
         self.header_arrived()
         self._request, self.discards = request, False
         self._unparsed.body = request.content
@@ -113,7 +116,9 @@ class ClientConnection(web.RequestHandler):
             self._unparsed.go_on(self)
 
     def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
-        """aiohttp calls this for a WebSocket whose handshake has been answered. Before that, it bounds the bytes itself."""
+        """aiohttp calls this for a WebSocket whose handshake has been answered. Before the handshake is answered,
+        aiohttp itself limits the bytes that it buffers.
+        """
         self._unparsed.is_socket, self._unparsed.body = True, None
         super().set_parser(parser, data_received_cb)
         self._unparsed.go_on(self)
@@ -123,14 +128,18 @@ class ClientConnection(web.RequestHandler):
         super().pause_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp calls this for each part of a body that is read, whether it has paused or not."""
+        """Resume reading if aiohttp has paused it. aiohttp calls this for each part of a body that is read, even if it
+        has not paused.
+        """
         if self._unparsed.full:
             self._unparsed.full = False
             super().resume_reading(resume_parser)
             self._unparsed.go_on(self)
 
     def _refuse_header(self) -> None:
-        """Answer an unfinished header that is too large. Throw the rest away, so that its client reads the answer."""
+        """Respond with an error to an unfinished header that is too large. Discard the rest of the data, so that the
+        client can read the response.
+        """
         if self.transport is None or self._header.size > DISCARDED_BYTES:
             return self.abort()
         self.transport.pause_reading()
@@ -207,7 +216,7 @@ class ClientConnection(web.RequestHandler):
         """Return the typed error for a malformed request or a bug of the gateway.
 
         aiohttp closes the connection after this response. A malformed request is not logged, because any client could
-        fill the disk so.
+        then fill the disk with log lines.
         """
         if status == HTTPStatus.BAD_REQUEST:
             reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
@@ -236,7 +245,7 @@ class ClientConnection(web.RequestHandler):
 
 
 async def discard_unread_body(request: web.Request, response: web.StreamResponse) -> None:
-    """Throw the rest of a body away after the response, within limits. Then aiohttp closes the connection.
+    """Discard the rest of a body after the response, within limits. Then aiohttp closes the connection.
 
     A client that sends its body before it reads the response would lose the response if the connection was closed at
     once: if a socket is closed with unread bytes, the kernel resets the connection.
@@ -245,7 +254,7 @@ async def discard_unread_body(request: web.Request, response: web.StreamResponse
     if content.is_eof() or awaits_continue(request):
         return
     size = 0
-    # The body may be broken, which changes nothing: the response has been sent.
+    # Ignore errors of the body, because the response has been sent.
     with contextlib.suppress(TimeoutError, web.RequestPayloadError, ConnectionError):
         await response.prepare(request)
         await response.write_eof()

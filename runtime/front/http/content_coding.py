@@ -1,4 +1,4 @@
-"""Unpacks the bodies of requests that have a Content-Encoding, up to a limit of the unpacked body."""
+"""Decompresses the bodies of requests that have a Content-Encoding, up to a limit of the decompressed size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class _Decompressor(Protocol):
 
 
 def _deflate(body: bytes) -> _Decompressor:
-    """Return a decompressor for "deflate". Some clients leave out the header of zlib, whose first byte ends in 8."""
+    """Return a decompressor for "deflate". Some clients omit the zlib header. The low four bits of its first byte are
+    8.
+    """
     return ZLibDecompressor("deflate", suppress_deflate_header=body[0] & 0xF != 8)
 
 
@@ -35,7 +37,8 @@ CODINGS = frozenset(("gzip", "deflate", "zstd", "br"))
 
 
 def unpack(body: bytes, coding: str, limit: int) -> bytes:
-    """Return the unpacked body, or a longer beginning than `limit` if it is larger. Blocks, so call it in a thread.
+    """Return the decompressed body. If it is larger than `limit`, return only its beginning, which is longer than
+    `limit`. Block the thread, so call this in a thread of its own.
 
     Raise UnsupportedMedia without the package of the coding, and BadInput if the body does not have this coding.
     """
@@ -51,7 +54,7 @@ def unpack(body: bytes, coding: str, limit: int) -> bytes:
                 break
     except Exception as error:  # noqa: BLE001  each coding's library raises errors of its own
         raise BadInput(f"The body does not have the Content-Encoding {coding}: {error}.") from None
-    # The other decompressors do not tell.
+    # Check only deflate: the other decompressors do not tell whether the body is complete.
     if (
         isinstance(decompressor, ZLibDecompressor)
         and coding == "deflate"

@@ -30,7 +30,9 @@ from .routes import Route
 EVERY = "*"
 MAX_METHOD_CHARS = 20
 MAX_AGE_S = "600"
-"""For this time, a browser remembers what is allowed. Longer times hide a change of the settings."""
+"""Seconds for which a browser remembers the response to a preflight. With a longer time, a change of the settings takes
+effect later.
+"""
 MAX_HEADERS_CHARS = 4096
 # The origins of pages that a program of this machine serves. A browser writes them in this form.
 _LOCAL = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
@@ -60,8 +62,8 @@ class CrossOrigin:
     def check(self, headers: Headers, path: str, function: str | None) -> None:
         """Raise Forbidden if a web page that may not call the route with this registered path has caused the request.
 
-        A page can send requests to each gateway that its browser reaches. It can use its own host name for them, which
-        then resolves to 127.0.0.1. It cannot forge the headers Host, Origin and Sec-Fetch-*, which the browser sets.
+        A page can send requests to each gateway that its browser reaches. The page's own host name may resolve to
+        127.0.0.1 (DNS rebinding). A page cannot forge the headers Host, Origin and Sec-Fetch-*, which the browser sets.
         """
         host, origin, site = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN), headers.get(_FETCH_SITE)
         if host is not None and not _names_loopback(f"//{host}") and self._is_foreign(headers):
@@ -77,16 +79,22 @@ class CrossOrigin:
             raise self._refusal(f"answers no web page of {page} here")
 
     def _is_foreign(self, headers: Headers) -> bool:
-        """Return True if no request may name this host. At a host name of a function, there is only the function's app."""
+        """Return True if the gateway is open and the Host is not the host name of a function. A function's host name is
+        safe, because it only reaches the function's app.
+        """
         return self._is_open() and self._hosts.function_of(headers) is None
 
     def _is_own(self, origin: str, host: str | None, site: str | None) -> bool:
-        """Return True if the page was loaded from here. A proxy may have changed the scheme and the Host."""
+        """Return True if this gateway has served the page. A proxy may have changed the scheme and the Host, so
+        `same-origin` may also count.
+        """
         proxied = site == "same-origin" and (_names_loopback(origin) or not self._is_open())
         return proxied or origin.partition("://")[2] == host
 
     def _is_link(self, headers: Headers) -> bool:
-        """Return True if an app at its own host name fills a window, as after a login elsewhere. No other page reads it."""
+        """Return True if the request loads an app at its own host name into a window, as after a login at another site.
+        No other page can read the response.
+        """
         in_window = headers.get(_FETCH_DEST) == "document" and not self._is_open()
         return in_window and self._hosts.function_of(headers) is not None
 
@@ -98,9 +106,10 @@ class CrossOrigin:
         return Forbidden(f"Without API keys this gateway {what}.", remedy=f"{own} {remedy}")
 
     async def preflight(self, request: web.Request) -> web.Response | None:
-        """Answer a preflight, with which a browser asks, without an API key, whether a page may send a request.
+        """Return the response to a preflight. A browser sends it without an API key, to ask whether a page may send a
+        request.
 
-        Return None for any other request, and for a page that may not.
+        Return None for any other request, and if the page may not send the request.
         """
         origin = request.headers.get(hdrs.ORIGIN)
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD, "")[:MAX_METHOD_CHARS]

@@ -52,7 +52,7 @@ def event(name: str, data: bytes, number: int = 0) -> bytes:
 
 
 def comments(headers: Mapping[str, str]) -> bytes:
-    """Return headers as comments of a stream whose head was sent before they were known."""
+    """Return headers as comments of a stream. Use this if the stream's head was sent before the headers were known."""
     return "".join(f": {name}: {value}\n" for name, value in headers.items()).encode() + b"\n"
 
 
@@ -82,14 +82,16 @@ class EventStream:
         self, request: web.Request, invocation: Invocation, headers: Mapping[str, str] | None = None,
         heartbeat: bytes = HEARTBEAT,
     ) -> None:  # fmt: skip
-        """`headers` replace those of server-sent events. An empty `heartbeat` is not sent."""
+        """`headers` replace the headers of the invocation and of server-sent events. If `heartbeat` is empty, send no
+        heartbeats.
+        """
         self.response: web.StreamResponse | None = None
         self._request, self._invocation = request, invocation
         self._headers, self._heartbeat = headers, heartbeat
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:
-        """Send all pieces until the stream ends, as many in one write as have arrived.
+        """Send all pieces until the stream ends. One write sends all pieces that have arrived.
 
         After each write, let the worker send as many further pieces as were written.
         """
@@ -121,7 +123,9 @@ class EventStream:
         return b"".join(event("output", piece, number) for number, piece in enumerate(pieces, first))
 
     def _late_headers(self) -> bytes:
-        """Return the headers about the start as comments before the first piece, if a heartbeat has sent the head already; else b""."""
+        """Return the invocation's headers as comments, if this is the first piece and a heartbeat has already sent the
+        head; else b"".
+        """
         sent = self.response is not None and not self._number
         return comments(invocation_headers(self._invocation)) if sent else b""
 

@@ -50,7 +50,7 @@ LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 KEY_HEADERS = frozenset(name.lower() for name in ("Authorization", SESSION_TOKEN, CONTROL_KEY))
-"""The headers in which a request may hold a key of this gateway, in lower case. Handlers do not get them."""
+"""The headers in which a request may contain a key of this gateway, in lower case. Handlers do not get these headers."""
 RETRY_S = 1.0
 _JSON_WEB_TOKEN = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 
@@ -62,7 +62,7 @@ class Admitted:
     caller: Caller
     meter: Meter | None = None
     count: int = 1
-    """As how many requests it counts."""
+    """The number of requests as which the quota counts this request."""
     on_leave: Callable[[], None] | None = None
 
     def leave(self) -> None:
@@ -87,7 +87,7 @@ def count_calls(request: web.Request, count: int) -> None:
 
 
 def counted(request: web.Request) -> bool:
-    """Return True if the request counts as all of its calls and their answers."""
+    """Return True if `count_calls` has counted all calls of the request and their answers."""
     admitted = request.get(ADMITTED)
     return admitted is not None and admitted.count > 1
 
@@ -142,7 +142,8 @@ class Guard:
         )
 
     async def find_signer(self, request: web.Request, path: str) -> Held | None:
-        """Return the key that has signed a request, or as which its token acts; None if it holds a key itself or needs none.
+        """Return the API key that has signed the request, or the API key whose rights its issuer's token has. Return
+        None if the request contains an API key itself or needs none.
 
         If this returns a key, the key's meter counts the request. Raises the errors of `find_issuer`, and those of
         `read_sent`, because a signature covers the body as it was sent.
@@ -151,7 +152,9 @@ class Guard:
         return await self.find_issuer(request.headers) if signer is None else signer
 
     def waits(self, headers: Headers) -> bool:
-        """Return True if only `find_signer` can tell the key of a request that is not signed."""
+        """Return True if the request has the token of an issuer. Then only `find_signer`, which is asynchronous, finds
+        its key.
+        """
         return hdrs.AUTHORIZATION in headers and self._issued(headers) != ""
 
     def _issued(self, headers: Headers) -> str:
@@ -165,9 +168,9 @@ class Guard:
     ) -> Admitted:  # fmt: skip
         """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
-        `signer` is the key that has signed the request, if the request does not hold the key itself. The meter of
-        `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction if the
-        key does not cover the function, or Overloaded if a client behind a proxy has too many requests.
+        `signer` is the key that has signed the request, if the request does not contain the key itself. The meter of
+        `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction if the key
+        does not cover the function, or Overloaded if a client behind a proxy has too many requests.
         """
         admitted = self._admit(headers, route, function, transport, signer)
         try:
@@ -207,8 +210,8 @@ class Guard:
         return Admitted(held.caller, held.meter)
 
     def check_function(self, caller: Caller, route: tuple[str, str], function: str) -> None:
-        """Raise UnknownFunction if the caller's key does not cover the function, and Forbidden if only its owner may use the
-        route.
+        """Raise UnknownFunction if the caller's key does not cover the function, and Forbidden if only the function's
+        owner may use the route.
         """
         caller.check(function)
         if caller.confined and self._scopes.get(route) is Scope.DEPLOY:
@@ -238,7 +241,9 @@ class Guard:
             caller.check_scope(scope)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None, path: str) -> Held | None:
-        """Return the key that the request holds, or None if it needs no key. Raise Unauthorized if the key is missing or invalid."""
+        """Return the API key in the request, or None if the request needs no key. Raise Unauthorized if the key is
+        missing or invalid.
+        """
         sent = headers.get("Authorization")
         if sent is None and path in self._key_headers:
             sent = headers.get(self._key_headers[path])
@@ -259,38 +264,40 @@ class Guard:
         return held
 
     async def _find_signer(self, request: web.Request) -> Held | None:
-        """Return the key that has signed the request, or None if it is not signed or holds the key itself.
+        """Return the key that has signed the request, or None if the request is not signed or contains the key itself.
 
         If this returns a key, the key's meter counts the request. Raises Unauthorized if the signature is not valid,
-        QuotaExceeded and Overloaded. Also raises the errors of `read_sent`, which this calls because a signature covers
-        the body as it was sent.
+        QuotaExceeded and Overloaded. Also raises the errors of `read_sent`, because a signature covers the body as it
+        was sent.
         """
         headers, now_s = request.headers, time.time()
         signed = headers.get("Authorization", "").startswith(SCHEME) and SESSION_TOKEN not in headers
         if not signed or not self.closed:
             return None
         signature = parse_signature(headers, now_s)
-        # The body is not read for a key that does not exist or has no quota left, so that it cannot fill the memory.
+        # Check the key before the body is read. Otherwise, requests with an unknown key or an exhausted quota could
+        # fill the memory.
         held = self._keyring.signer(signature.key_id, now_s)
         if held is None:
             raise refused(signature, "there is no such key, or it has expired")
         check_quota(held.meter, held.meter.wait_s(time.monotonic()))
         await self._verify(request, held, signature)
-        # Count the request only now, because anyone can send a request that names the key.
+        # Count the request only after its signature was verified, because anyone can send a request that names the key.
         _enter(held.meter)
         self._note_use(held, now_s)
         return held
 
     async def find_issuer(self, headers: Headers) -> Held | None:
-        """Return the key as which a token of an issuer acts, or None if the request has no such token.
+        """Return the API key whose rights an issuer's token has, or None if the request has no such token.
 
-        If this returns a key, the key's meter counts the request. Raises Unauthorized, QuotaExceeded, or GatewayError if
-        the issuer's keys cannot be fetched.
+        If this returns a key, the key's meter counts the request. Raises Unauthorized, QuotaExceeded, or GatewayError
+        if the issuer's keys cannot be fetched.
         """
         if not (token := self._issued(headers)):
             return None
         if self._issuers is None:
-            # Only gateways with such keys need the library. To import it would block the event loop.
+            # Import the library only for a token of an issuer, and in a thread, because the import would block the
+            # event loop.
             module = await asyncio.to_thread(_issuers_module)
             made: Issuers = module.Issuers(self._keyring.of_issuer)
             self._issuers = self._issuers or made
@@ -312,7 +319,8 @@ class Guard:
             covered = SignedRequest(request.method, request.raw_path, request.headers, body)
             if len(body) > MAX_ON_LOOP_BYTES:
                 work = partial(verify, held.key.signing_digest, signature, covered)
-                # The caller may only claim to be this owner.
+                # Unverified requests have turns of their own. They must not use the turns of the key's owner, because
+                # anyone can name the key.
                 await request.app[INCOMING].in_turn(f"unverified {held.key.id}", work)
             else:
                 verify(held.key.signing_digest, signature, covered)
@@ -345,7 +353,7 @@ class Guard:
         try:
             self._keyring.save()
         except GatewayError as error:
-            # The time of last use is only shown to users, so the request is admitted all the same.
+            # Only log the error and admit the request. The gateway uses the time of last use only to show it to users.
             LOG.warning("%s", error)
 
 

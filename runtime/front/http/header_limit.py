@@ -1,4 +1,6 @@
-"""Limits the bytes of the headers that a connection holds: of a request that arrives, and of requests behind one that runs."""
+"""Limits the bytes of headers that a connection stores: the header of a request that is arriving, and the requests that
+have arrived behind a running request.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from ....errors import HeadersTooLarge
 
 MAX_HEADER_BYTES = 64 << 10
 DISCARDED_BYTES = 256 << 10
-"""After this many, the connection of an unfinished header is closed at once."""
+"""If more bytes of an unfinished header arrive, the gateway closes the connection at once."""
 MAX_FIELD_BYTES = 8190
 """aiohttp refuses a longer field."""
 _END = b"\r\n\r\n"
@@ -26,19 +28,22 @@ class HeaderLimit:
 
     def _expect(self) -> None:
         self.arrived = False
-        """True once the whole header has arrived. It stays true if the next request may have begun with the bytes of this one."""
+        """True once the whole header has arrived. After the response, it stays true if bytes of the next request may
+        have arrived already.
+        """
         self.size = 0
-        """The bytes that count."""
+        """The number of counted bytes."""
         self._seen = b""
         self._content: StreamReader | None = None
-        # The bytes that have arrived past the end of the header, and once the request runs, of its body. None if that end
-        # is not known.
+        # Before `begin`: the number of bytes that have arrived after the header. After `begin`: after the body,
+        # negative while bytes of the body are missing. None if the end of the header or body is not known.
         self._past: int | None = 0
 
     def begin(self, content: StreamReader | None, length: int | None) -> None:
-        """A request runs, whose body is `content` and has `length` bytes if that is known. A WebSocket has no content.
+        """Note that a request runs. `content` is its body; None for a WebSocket. `length` is the number of bytes of the
+        body; None if it is not known.
 
-        What arrives after the body belongs to the requests behind it.
+        Bytes that arrive after the body belong to later requests, and count.
         """
         self.arrived, self.size, self._content = True, 0, content
         self._past = None if length is None or self._past is None else self._past - length
@@ -49,21 +54,23 @@ class HeaderLimit:
         return self.arrived and self._past is not None and self._past <= 0
 
     def responded(self) -> None:
-        """The response to the running request has been sent."""
+        """Note that the response to the running request has been sent. Expect a new header, unless bytes of it may have
+        arrived already.
+        """
         if self._past == 0:
             self._expect()
         else:
             self._past = None
 
     def add(self, data: bytes) -> bool:
-        """Count the bytes that have arrived. Return False if more bytes of headers wait than may."""
+        """Count bytes that have arrived. Return False if the connection stores more than MAX_HEADER_BYTES of headers."""
         if self.arrived:
             if self._past is not None:
                 self._past += len(data)
             if self._content is None or not self._content.is_eof():
                 return True
         elif self.size <= MAX_HEADER_BYTES:
-            # Empty lines before a request are no header.
+            # Skip empty lines before a request, which are not part of its header.
             seen = self._seen + data if self._seen else data.lstrip(b"\r\n")
             end = seen.find(_END)
             if end >= 0:

@@ -12,11 +12,13 @@ Find = Callable[[str], str | None]
 
 
 class HostNames:
-    """The host names of functions. A request for one of them gets the path below which a plugin serves the function."""
+    """The host names of functions. If a request names such a host, its path is changed to the path below which a plugin
+    serves the function.
+    """
 
     def __init__(self, find: Find, prefix: str) -> None:
-        """`find` returns the function whose host name a Host header has, or None. `prefix` has the place "{function}" for
-        its name; "" if no plugin serves host names.
+        """`find` returns the function whose host name is the value of a Host header, or None. `prefix` begins the new
+        path, with "{function}" in place of the function's name. It is "" if no plugin serves host names.
         """
         self._find, self._prefix = find, prefix
 

@@ -28,7 +28,7 @@ class IncomingBodies:
         self._room, self._threads = SharedRoom(most), FairThreads(THREADS, "packing")
 
     async def unpack(self, owner: str, body: bytes, work: Callable[[bytes], bytes]) -> bytes:
-        """Return the result of `work` with a packed body, which a thread computes. Raise the error of `add`."""
+        """Run `work` with a packed body in a thread, and return its result. Raise the error of `add`."""
         self.add(owner, len(body))
         try:
             return await self.in_turn(owner, partial(work, body))
@@ -36,41 +36,48 @@ class IncomingBodies:
             self.remove(owner, len(body))
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which a thread computes in the turn of its owner."""
+        """Run `work` in a thread, in the turn of its owner, and return its result."""
         return await self._threads.run(work, owner=owner)
 
     def close(self) -> None:
         self._threads.close()
 
     def add(self, owner: str, size: int) -> None:
-        """Count bytes that have arrived. Raise Overloaded, and count nothing, if the owner has no room for them."""
+        """Count bytes that have arrived. Raise Overloaded, and count nothing, if they exceed the owner's share of the
+        limit.
+        """
         if not self._room.takes(owner, size):
             raise no_room()
         self._room.add(owner, size)
 
     def remove(self, owner: str, size: int) -> None:
-        """Count bytes of `add` no longer: the body is complete, or the request has ended."""
+        """Stop counting bytes that `add` has counted. Call it when the body is complete or the request has ended."""
         self._room.remove(owner, size)
 
 
 class ArrivingBytes:
-    """The bytes that have arrived on a connection whose messages another library puts together, and that are in no message that was taken.
+    """Counts the bytes that have arrived on a connection, but belong to no message that the gateway has taken.
 
-    Only the library knows which of them belong to no message. So the caller names the most that unfinished messages may have.
+    Another library assembles the messages. Only this library knows how many bytes belong to unfinished messages, so the
+    caller passes the most bytes that they can have.
     """
 
     def __init__(self, bodies: IncomingBodies, owner: str) -> None:
         self._bodies, self._owner, self._size = bodies, owner, 0
 
     def give_to(self, owner: str) -> None:
-        """Count the bytes as those of another owner. Raise Overloaded, and count none, if it has no room."""
+        """Count the bytes as those of another owner. Raise Overloaded, and count nothing, if they exceed this owner's
+        share of the limit.
+        """
         size = self._size
         self.change(0, 0)
         self._owner = owner
         self.change(size, size)
 
     def change(self, by: int, most: int) -> None:
-        """Count `by` bytes more, or fewer, but not more than `most`. Raise Overloaded, and count no more, if the owner has no room."""
+        """Count `by` bytes more (fewer if it is negative), but at most `most` in all. Raise Overloaded, and do not
+        change the count, if it would exceed the owner's share of the limit.
+        """
         more = min(max(0, self._size + by), most) - self._size
         if more > 0:
             self._bodies.add(self._owner, more)

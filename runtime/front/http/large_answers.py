@@ -1,6 +1,7 @@
 """Sends large answers in slices, and limits the bytes of answers that callers have not read.
 
-The owners of API keys share the room for unread answers. A caller that reads nothing for a while is disconnected.
+The owners of API keys share the limit for unread answers. The gateway disconnects a caller that reads nothing for a
+while.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ class LargeAnswers:
     """The large answers that are being sent."""
 
     def __init__(self, timeout_s: float = BODY_TIMEOUT_S, most: int = MAX_BYTES) -> None:
-        """A slice may take `timeout_s`. All answers together may have `most` unread bytes."""
+        """`timeout_s` limits the time for sending a slice. `most` limits the unread bytes of all answers together."""
         self.timeout_s = timeout_s
         self.room = SharedRoom(most)
 
     def sliced(
         self, body: bytes | SlicedBody, media_type: str, owner: str, transport: asyncio.Transport | None, *, called: bool
     ) -> bytes | SlicedBody:  # fmt: skip
-        """Return a body as it is sent: in slices if it is large. If the callers of this owner have left too many bytes unread, raise
-        Overloaded, or CallEnded if a call may have been `called`: it must not be repeated.
+        """Return a body as it is sent: in slices if it is large. If the callers of this owner have left too many bytes
+        unread, raise Overloaded. If `called` is True, raise CallEnded instead: a call may have ended, so the caller
+        must not repeat it.
         """
         if isinstance(body, bytes):
             if len(body) <= SLICE_BYTES:
@@ -49,7 +51,8 @@ class LargeAnswers:
         callers of this owner have left too many bytes unread.
         """
         if len(part) <= SLICE_BYTES:
-            # The deadline of the invocation ends a write that its caller does not read.
+            # Set no time limit for a small part. If its caller does not read, the deadline of the invocation ends the
+            # write.
             await response.write(part)
             return
         try:

@@ -1,8 +1,9 @@
 """Keeps pages of functions apart from the gateway's own pages, and from each other, in the browsers that show them.
 
-A browser gives all pages of one host name and port the same rights (their origin). On a host name of its own, a function
-has an origin of its own. Everywhere else, its pages have the origin of the console, so the policy `sandbox` makes the
-browser give each page an origin of its own, without scripts and forms. It acts on documents and workers only.
+A browser gives all pages of one host name and port the same rights (their origin). On a host name of its own, a
+function has an origin of its own. Everywhere else, its pages have the origin of the console, so the policy `sandbox`
+makes the browser give each page an origin of its own, without scripts and forms. This policy applies to documents and
+workers only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .host_names import HostNames
 POLICY = "Content-Security-Policy"
 SANDBOX = "sandbox"
 CLEAR_SITE_DATA = "Clear-Site-Data"
-"""Also deletes the cookies of all other host names below the same domain."""
+"""This header also deletes the cookies of all other host names below the same domain, so no function may send it."""
 ORIGIN_WIDE = (
     CLEAR_SITE_DATA, "Service-Worker-Allowed", "Strict-Transport-Security", "Alt-Svc", "NEL", "Report-To",
 )  # fmt: skip
@@ -25,7 +26,7 @@ ORIGIN_WIDE = (
 
 
 class OwnPage(web.Response):
-    """A file of the gateway's own pages. It is the only response that is neither sandboxed nor a function's."""
+    """A file of the gateway's own pages. `PageIsolation` leaves only these responses as they are."""
 
 
 class PageIsolation:
@@ -48,16 +49,17 @@ class PageIsolation:
         if not all(map(stay, cookies)):
             del headers[hdrs.SET_COOKIE]
             headers.extend([(hdrs.SET_COOKIE, cookie) for cookie in filter(stay, cookies)])
-        # Only programs, and so also all callers of plain calls, send other requests without Origin.
+        # Browsers send Origin with all other methods. So a request with another method and without Origin comes from a
+        # program, and needs no sandbox. Plain calls come from programs, too.
         if not alone and (
             request.method in (hdrs.METH_GET, hdrs.METH_HEAD) or hdrs.ORIGIN in request.headers
         ):
-            # A further line: the browser obeys the function's own policy, too.
+            # Add a further line, because the browser must obey the function's own policy, too.
             headers.add(POLICY, SANDBOX)
 
 
 def _stays(cookie: str, host: str) -> bool:
-    """Return True if a browser sends a cookie to no host name but `host` and those below it."""
+    """Return True if a browser sends a cookie only to `host` and to host names below it."""
     return all(domain.lower().removeprefix(".") in ("", host) for domain in _values(cookie, "domain"))
 
 

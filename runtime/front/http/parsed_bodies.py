@@ -1,6 +1,7 @@
 """Parses and checks large request bodies in a thread, one at a time. The owners of API keys take turns.
 
-A parser in a thread holds the interpreter, too. With one thread, the event loop runs between any two bodies.
+A parser keeps the interpreter's lock, also in a thread. There is only one such thread, so that the event loop runs
+between any two bodies.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ T = TypeVar("T")
 
 
 class ParsedBodies:
-    """The large bodies that are parsed, or wait for it."""
+    """The large bodies that are being parsed or wait to be parsed."""
 
     def __init__(self, most: int = MAX_WAITING_BYTES) -> None:
         self._threads, self._room = FairThreads(1, "bodies"), SharedRoom(most)
 
     async def read(self, owner: str, body: bytes, work: Callable[[bytes], T], *, called: bool = False) -> T:
-        """Return the result of `work` with the body. Raise what `work` raises, and Overloaded if the owner has no room for the body. If it
-        is an output, because a function was `called`, the error is CallEnded.
+        """Return the result of `work` with the body. Raise what `work` raises, and Overloaded if the body exceeds the
+        owner's share of the limit. If `called` is True, the body is the output of a function: raise CallEnded
+        instead of Overloaded.
         """
         if not self._room.takes(owner, len(body)):
             message = "As many bytes of requests and of outputs wait to be parsed as may wait."

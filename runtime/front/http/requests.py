@@ -34,14 +34,14 @@ BODY = web.RequestKey("body", bytes)
 BODY_BYTES = web.RequestKey("body_bytes", int)
 """The size of the body that `read_body` has returned."""
 CALLS = web.RequestKey("calls", bool)
-"""Set by plugins for a request that waits for an invocation, whose path is not that of `invoke`."""
+"""Plugins set this for a request that waits for an invocation, if its path is not a path of `invoke`."""
 CONTINUED = web.RequestKey("continued", bool)
 """True once the gateway has sent the interim response 100, for which a client may wait before it sends the body."""
 ID = web.RequestKey("id", str)
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 MAX_JOINED_BYTES = 1 << 20
-"""The event loop copies at most this many bytes of a body: 20 MB take 50 ms where memory is slow to touch."""
+"""The event loop copies at most this many bytes of a body: copying 20 MB takes 50 ms on a machine with slow memory."""
 T = TypeVar("T")
 
 # With names of type `istr`, multidict does not have to convert the case of the name at each lookup.
@@ -67,7 +67,8 @@ GATEWAY_REMEDY = (
     "Put the data where the function can fetch it and send its address, or raise PILOTFLAME_MAX_BODY_BYTES of the gateway and"
     " max_body_bytes in pilotflame.toml."
 )
-# A body of 20 MiB, the default of max_body_bytes, needs 6 Mbit/s to arrive in this time. Callers that send for longer hold memory.
+# A body of 20 MiB, the default of max_body_bytes, needs 6 Mbit/s to arrive in this time. With a longer limit, slow
+# callers would use memory for longer.
 BODY_TIMEOUT_S = 30.0
 STORED_REMEDY = "Put the data where the function can fetch it and send its address, or call and wait: a job's body is stored."
 TRACESTATE = re.compile(r"[\x20-\x7e]{0,512}")
@@ -113,7 +114,7 @@ async def read_body(
 
 
 async def in_turn(request: web.Request, work: Callable[[], T]) -> T:
-    """Return the result of `work`, which a thread computes in the turn of the request's caller."""
+    """Run `work` in a thread, in the turn of the request's caller, and return its result."""
     return await request.app[INCOMING].in_turn(caller_of(request).owner, work)
 
 
@@ -144,7 +145,7 @@ async def read_sent(
         if request.content.is_eof():
             body = request.content.read_nowait()
         else:
-            # Nothing has run yet, so what the operating system refuses here invites a retry.
+            # No function has run yet. So if the operating system refuses something here, the error invites a retry.
             with explaining(named=False):
                 async with asyncio.timeout(timeout_s):
                     body = await _collect(request, limit, remedy)
@@ -193,7 +194,7 @@ async def _collect(request: web.Request, limit: int, remedy: str) -> bytes:
                 raise too_large(limit, remedy)
         if size <= MAX_JOINED_BYTES:
             return b"".join(parts)
-        # `join` copies that much without the interpreter's lock.
+        # Join a large body in a thread: `join` releases the interpreter's lock while it copies a large body.
         return await incoming.in_turn(owner, functools.partial(b"".join, parts))
     finally:
         incoming.remove(owner, size)
@@ -206,7 +207,7 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
 def load_json(body: bytes | str) -> Any:
     """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON, and the error of `check_json`.
 
-    Call this for a body of any size within `parsed_bodies.parsed`.
+    If the body may have any size, call this within `parsed_bodies.parsed`.
     """
     check_json(body)
     try:
@@ -226,8 +227,9 @@ def load_output(payload: bytes) -> Any:
 
 
 def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M:
-    """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid, with `wrong` and `remedy`
-    if the output does not fit `kind`, and also if it has too many values. Call this for an output of any size within `parsed_bodies.parsed`.
+    """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid, with `wrong` and `remedy` if
+    the output does not fit `kind`, and also if it has too many values. If the output may have any size, call this
+    within `parsed_bodies.parsed`.
     """
     if why := excess(payload):
         raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")
@@ -362,12 +364,13 @@ def content_type_of(headers: Headers) -> str:
 
 
 def accept_of(headers: Headers) -> str:
-    """Return the Accept header, or "" if it names none of ARRAY_TYPES: workers negotiate only these."""
+    """Return the Accept header, or "" if it names none of ARRAY_TYPES. Workers negotiate only these types."""
     accept = headers.get(hdrs.ACCEPT)
     if accept is None or len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
         return ""
     lower = accept.lower()
-    # Only a plugin asks for tensors: it can read them also as pieces of a stream.
+    # Ignore callers that accept tensors. Only plugins may ask for tensors, because they can read them also as pieces of
+    # a stream.
     if TENSORS_TYPE in lower:
         return ""
     return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
@@ -432,13 +435,13 @@ class CallHeaders(NamedTuple):
 
     @classmethod
     def read(cls, headers: Headers) -> CallHeaders:
-        """Raise BadInput for a header that is not valid."""
+        """Return what the headers say. Raise BadInput for a header that is not valid."""
         timeout_s, hold_s = timeout_of(headers, math.inf), positive(headers, HOLD, "seconds")
         return cls(timeout_s, hold_s, *trace_of(headers), accept_of(headers), priority_of(headers))
 
     def times_s(self, now_s: float, timeout_s: float, hold_s: float) -> tuple[float, float]:
-        """Return the deadline of a call that has arrived now, and until when it may wait for a worker. The function has the settings
-        `timeout_s` and `hold_s`.
+        """Return the deadline of a call that has arrived at `now_s`, and the time until which it may wait for a worker.
+        `timeout_s` and `hold_s` are the settings of the function.
         """
         hold_s = hold_s if self.hold_s is None else min(self.hold_s, MAX_HOLD_S)
         return now_s + min(self.timeout_s, timeout_s), now_s + hold_s

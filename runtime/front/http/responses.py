@@ -106,12 +106,14 @@ def json_response(
 
 
 async def made(request: web.Request, size: int, make: Callable[[], T], most: int = MAX_ON_LOOP_BYTES) -> T:
-    """Return the result of `make`, which makes an answer from `size` bytes of outputs: in a thread if they are more than `most`."""
+    """Call `make` and return its result. `size` is the number of bytes that it works on. If it is more than `most`,
+    call `make` in a thread, in the turn of the caller.
+    """
     return await in_turn(request, make) if size > most else make()
 
 
 async def dumped(request: web.Request, dump: Callable[[T], bytes], event: T) -> bytes:
-    """Return an event that was made of the request's body as bytes."""
+    """Return an event as bytes, which was made of the request's body. Use a thread if the body is large."""
     return await made(request, request.get(BODY_BYTES, 0), functools.partial(dump, event))
 
 
@@ -123,7 +125,7 @@ async def outputs_response(
     status: int = 200,
     headers: Headers | None = None,
 ) -> web.Response:
-    """Return a response with the result of `show` as JSON, which contains `size` bytes of outputs."""
+    """Return a response with the result of `show` as JSON. `size` is the number of bytes of outputs in it."""
     body = await made(request, size, lambda: orjson.dumps(show()))
     return web.Response(body=body, status=status, headers=headers, content_type=JSON_TYPE)
 
@@ -137,7 +139,7 @@ def json_with_large(
     headers: Headers | None = None,
 ) -> web.Response:
     """Return a response with a JSON object that has the members `others`, and then `name`, whose value is JSON already
-    and is not copied. There must be others.
+    and is not copied. `others` must not be empty.
     """
     parts = [orjson.dumps(others)[:-1], b',"%s":' % name.encode(), value, b"}"]
     return web.Response(body=SlicedBody(parts, JSON_TYPE), status=status, headers=headers)
@@ -241,10 +243,11 @@ def check_version(request: web.Request) -> None:
 
 def complete_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Name the server. Remove the Content-Type that aiohttp adds to a response without a body."""
-    # A function may have set another name.
+    # Keep another name that a function has set.
     if response.headers.get(hdrs.SERVER) in (None, SERVER_SOFTWARE):
         response.headers[hdrs.SERVER] = SERVER
-    # A client that expects 100-continue and is refused does not send the body that it has announced.
+    # Close the connection. A client that expects 100-continue and is refused does not send the body that it has
+    # announced.
     if request.version not in VERSIONS or awaits_continue(request):
         response.headers[hdrs.CONNECTION] = "close"
         response.force_close()
@@ -255,8 +258,9 @@ def complete_headers(request: web.Request, response: web.StreamResponse) -> None
 def name_coding(
     sent: Headers, headers: MutableMapping[str, str], media_type: str, body: bytes | SlicedBody
 ) -> str:
-    """Choose how the body of a response is compressed, and tell it in the headers of the response. Return what
-    `choose_coding` returns. aiohttp's own compression supports neither zstd nor the quality values of Accept-Encoding.
+    """Choose how the body of a response is compressed, and name this coding in the headers of the response. Return what
+    `choose_coding` returns. aiohttp's own compression supports neither zstd nor the quality values of
+    Accept-Encoding.
     """  # fmt: skip
     if not pays(body, media_type) or "Content-Encoding" in headers:
         return ""
@@ -280,7 +284,7 @@ def choose_coding(accept_encoding: str) -> str:
 
 
 async def compress(body: bytes | SlicedBody, coding: str, in_turn: InTurn) -> bytes:
-    """Return the compressed body of a response. A large one is compressed in a thread, `in_turn` of its caller."""
+    """Return the compressed body of a response. Compress a large body in a thread, `in_turn` of its caller."""
     parts = body.parts if isinstance(body, SlicedBody) else [body]
     if isinstance(body, bytes) and len(body) <= MAX_ON_LOOP_BYTES:
         return compress_now(parts, coding)

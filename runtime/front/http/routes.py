@@ -24,7 +24,7 @@ from .responses import ErrorBody, ErrorFormat, Handler
 
 INVOKE_PATH = "/invoke/{function}"
 MAX_DIGITS = 9
-# The times that dates can be made of: the years 1 to 9999.
+# The Unix times that a `datetime` can have: the years 1 to 9999.
 FIRST_S, LAST_S = -62135596800.0, 253402300799.0
 # The pattern of a variable, as in "/{path:.*}".
 _PATTERN = re.compile(r":[^{}]*\}")
@@ -178,8 +178,8 @@ class Route:
     """
     error_format: ErrorFormat | None = None
     """Makes the responses for errors on all paths that begin with the same text as `path` up to its first variable,
-    even if no route matches. If rows of another format begin with this text, it only makes those for `path` itself.
-    None if this row adds no format.
+    even if no route matches. If the paths of rows with another format begin with this text too, it makes only the
+    responses for `path` itself. None if this row adds no format.
     """
     error_type: Any = ErrorBody
 
@@ -209,7 +209,7 @@ def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:
     for owner, found in owned.items():
         for route in found:
             rows.append(route)
-            # Several rows of one owner may differ in their scopes, which `scopes_by_route` refuses.
+            # Do not refuse several rows of one owner here. If their scopes differ, `scopes_by_route` refuses them.
             before = owners.get((route.method, route.path)) if route.accepts is None else None
             if before not in (None, owner):
                 message = f"{route.method} {route.path} is a route of {before} and of {owner}."
@@ -227,7 +227,7 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     key = attrgetter("path", "method")
     grouped = groupby(sorted(routes, key=key), key)
     found = {(method, path): _choose(tuple(rows)) for (path, method), rows in grouped}
-    # Health checkers often send HEAD.
+    # Serve HEAD on public routes, because health checkers often send it.
     public = {
         ("HEAD", route.path): route.handler for route in routes if route.public and route.method == "GET"
     }
@@ -251,7 +251,7 @@ def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | No
 def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
     """Return the error formats by the beginning of the path, which is the part before the path's first variable.
 
-    If rows of several formats share a beginning, the format of each is returned by its whole path.
+    If rows with several formats share a beginning, return the format of each row by the row's whole path.
     """
     sharing = defaultdict[str, set[ErrorFormat | None]](set)
     for route in routes:

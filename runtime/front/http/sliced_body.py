@@ -20,9 +20,9 @@ class SlicedBody(Payload):
         super().__init__(parts, content_type=content_type)
         self.parts = parts
         self.sending: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Is entered while the body is sent."""
+        """Returns a context that is entered while the body is sent."""
         self.timeout_s: float | None = None
-        """The most time for a slice."""
+        """The time limit for sending a slice; None for no limit."""
 
     @property
     def size(self) -> int:

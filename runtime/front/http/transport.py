@@ -1,7 +1,8 @@
 """Reads plain calls and writes their responses without aiohttp's tasks and objects. All other bytes go to aiohttp.
 
-A call is read here if its head has the simplest form that HTTP/1.1 allows, and if it has arrived completely. Both ways pass the same
-`Chain`, so the caller sees no difference. This module uses no private names of aiohttp.
+A call is read here if its head has the simplest form that HTTP/1.1 allows, and if it has arrived completely. These
+calls and the requests of aiohttp pass the same `Chain`, so the caller sees no difference. This module uses no private
+names of aiohttp.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .responses import SERVER, Response, error_reply
 from .sliced_body import SlicedBody
 
 MAX_HEAD_BYTES, MAX_HEADERS = 8000, 100
-"""Less than the limits of aiohttp, which refuses larger heads."""
+"""These limits are lower than the limits of aiohttp. aiohttp reads larger heads, and refuses those above its own
+limits.
+"""
 MAX_BEHIND_BYTES = 64 << 10
 """The limit of the bytes of further requests that are read while a call runs."""
 NEVER_S = 1e8
@@ -46,7 +49,9 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" fo
 
 @dataclass(slots=True, eq=False)
 class CallHead:
-    """The head of a plain call, and what was read from it. Most requests of a connection have the same head."""
+    """The head of a plain call, and what was read from it. Most requests of a connection have the same head, so it is
+    read only once.
+    """
 
     sent: bytes
     path: str
@@ -62,11 +67,11 @@ class RunningCall(Protocol):
     """A plain call that runs."""
 
     def abandon(self) -> None:
-        """The caller has closed the connection."""
+        """End the call, because the caller has closed the connection."""
 
 
 class CallTaker(Protocol):
-    """What answers plain calls (`api/plain_calls.py`)."""
+    """The object that answers plain calls (`api/plain_calls.py`)."""
 
     chain: Chain
     tasks: asyncio.TaskGroup
@@ -80,7 +85,7 @@ class CallTaker(Protocol):
 class PlainConnection(ClientConnection):
     """A client's connection that reads plain calls itself, and passes all other bytes to aiohttp.
 
-    After a request of aiohttp, it reads calls again if exactly the bytes of this request were passed.
+    After a request of aiohttp, the connection reads calls again, unless aiohttp may have bytes of a further request.
     """
 
     __slots__ = (
@@ -88,7 +93,8 @@ class PlainConnection(ClientConnection):
     )  # fmt: skip
 
     def __init__(self, server: web.Server, calls: CallTaker, *, place: ConnectionPlace) -> None:
-        # aiohttp does not know plain calls. So `_check_idle` closes idle connections.
+        # Turn off aiohttp's limit for idle connections, because aiohttp does not know plain calls. `_check_idle` closes
+        # idle connections.
         super().__init__(server, place=place, keepalive_s=NEVER_S)
         self._plain = calls
         self._head: CallHead | None = None
@@ -172,7 +178,9 @@ class PlainConnection(ClientConnection):
         self._sent()
 
     def _sent(self) -> None:
-        """Wait for the next request."""
+        """End the call after its response was written. Close the connection if it is closing. Otherwise, read the bytes
+        that have arrived behind the call.
+        """
         self._pending, self._idle_since_s = None, time.monotonic()
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
@@ -217,7 +225,9 @@ class PlainConnection(ClientConnection):
 
 
 def read_head(data: bytes) -> CallHead | None:
-    """Return the head with which the bytes of a plain call begin; None if it is not whole, or aiohttp must read it."""
+    """Return the head with which the bytes of a plain call begin; None if the head is not complete, or if aiohttp must
+    read the call.
+    """
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
     if end < 4 or (found := _HEAD.fullmatch(data, 0, end)) is None:
         return None

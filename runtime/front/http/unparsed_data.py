@@ -1,7 +1,7 @@
 """Data of a connection that may have many small parts: requests, the chunks of a body, the frames of a WebSocket.
 
-aiohttp parses such data in turns, so that the parts of one connection do not delay other connections. Requests behind a running
-request wait for its response, so that aiohttp never has many.
+aiohttp parses such data in turns, so that the parts of one connection do not delay other connections. Requests behind a
+running request wait for its response, so that aiohttp never stores many requests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from aiohttp.streams import StreamReader
 from .header_limit import MAX_HEADER_BYTES, HeaderLimit
 
 SLICE_BYTES, PARSING_S = 2 << 10, 0.5e-3
-"""In one turn, aiohttp gets slices of this size for this time."""
+"""In one turn, aiohttp gets slices of this size until this time has passed."""
 HEAD_SLICE_BYTES = 256
-"""The one slice of a turn while no request runs. aiohttp pauses and resumes its transport by itself if it has 32 requests."""
+"""The size of the only slice in a turn while no request runs. Such a slice has fewer than 32 requests. With 32
+requests, aiohttp would pause and resume the transport itself.
+"""
 
 
 class ParsingConnection(Protocol):
@@ -33,7 +35,7 @@ class ParsingConnection(Protocol):
 
 
 class UnparsedData:
-    """The bytes that have arrived and that aiohttp gets in later turns. While there are many, the transport does not read."""
+    """The bytes that have arrived and that aiohttp gets in later turns. While many bytes wait, the transport is paused."""
 
     __slots__ = ("_data", "_header", "_in_turns", "_take_later", "body", "full", "is_socket")
 
@@ -42,17 +44,17 @@ class UnparsedData:
         self._take_later, self._header = take_later, header
         self._data, self._in_turns = b"", False
         self.body: StreamReader | None = None
-        """The body of the running request. What arrives behind it waits for the response."""
+        """The body of the running request. Bytes that arrive behind the body wait for the response."""
         self.is_socket = False
         """True for a WebSocket whose handshake has been answered."""
         self.full = False
-        """True while aiohttp parses no more, because too much waits for its reader."""
+        """True while aiohttp parses nothing, because its reader has too much unread data."""
 
     def _waits(self) -> bool:
         return self.full or (self.body is not None and self.body.is_eof())
 
     def takes(self, data: bytes) -> bool:
-        """Return True if data that has arrived must be added."""
+        """Return True if `data` must be passed to `add`. Otherwise, aiohttp may parse it now."""
         if self._data or self._waits():
             return True
         return len(data) > SLICE_BYTES and not self._header.in_body
@@ -62,7 +64,9 @@ class UnparsedData:
         self.go_on(connection)
 
     def go_on(self, connection: ParsingConnection) -> None:
-        """Parse the data in a later turn, unless something else has to come first. Without much data, let the transport read."""
+        """Parse the data in a later turn, unless it must wait for the response or for aiohttp's reader. Pause the
+        transport if too much data waits, else resume it.
+        """
         transport = connection.transport
         if transport is None:
             return
@@ -70,7 +74,8 @@ class UnparsedData:
         if self._data and not waits and not self._in_turns:
             self._in_turns = True
             self._take_later(partial(self._take_turn, connection))
-        # While a request runs, the transport reads: it may find that the client has left.
+        # While data waits for a response, read up to MAX_HEADER_BYTES, so that the transport notices if the client
+        # disconnects.
         if len(self._data) > (MAX_HEADER_BYTES if waits else 0) or self._header.size > MAX_HEADER_BYTES:
             transport.pause_reading()
         elif not self.full:
@@ -87,7 +92,7 @@ class UnparsedData:
             try:
                 connection.parse(data)
             except Exception:
-                # As uvloop does if a protocol raises.
+                # Close the connection, as uvloop does if a protocol raises an error.
                 if connection.transport is not None:
                     connection.transport.abort()
                 raise

@@ -1,12 +1,12 @@
 """Limits the bodies that are in memory although their signatures are not verified yet.
 
-A signature of AWS covers the body, so the body is read first. Anyone can name the key of another tenant in a signature. So
-there are few places, with these rules:
+A signature of AWS covers the body, so the body is read first. Anyone can name the key of another tenant in a signature.
+So only a few requests at a time get a place for their body in memory, with these rules:
 
 - The last place of each key, and the last place of all, are for addresses that have no place.
 - While a request waits, a body that has stopped arriving loses its place.
-- Waiting addresses take turns. The newest request of an address is first: if one caller fills the queue, the older requests
-  are mostly from this caller.
+- Waiting addresses take turns. Among the requests of an address, the newest is first: if one caller fills the queue, the
+  older requests are mostly from this caller.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..listening.origins import network_of
 
 PLACES, PLACES_OF_KEY = 16, 4
 LOOK_S = 0.5
-"""While a request waits, the bodies with places are looked at in this interval."""
+"""While a request waits, check at this interval whether the bodies with places still arrive."""
 MOST_WAITING = 256
-"""If more requests wait, the oldest of the address with the most is refused."""
+"""If more requests wait, refuse the oldest request of the address with the most waiting requests."""
 LEAST_BYTES = 8 << 10
-"""If fewer bytes of a body have arrived between two looks, it does not arrive any more."""
+"""If fewer bytes of a body arrive between two checks, the body has stopped arriving."""
 
 
 class PlaceLost(Exception):
@@ -37,11 +37,11 @@ class _Body:
     key: str
     address: str
     received: Callable[[], int | None]
-    """Returns how many bytes of the body have arrived; None if all have."""
+    """Returns how many bytes of the body have arrived; None if all bytes have."""
     granted: asyncio.Future[None]
     timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     seen: int = -1
-    """What `received` returned at the latest look; -1 before the first look."""
+    """What `received` returned at the latest check; -1 before the first check."""
 
     def arrives(self) -> bool:
         """Return True if enough of the body has arrived since the last call."""
@@ -65,7 +65,7 @@ class UnverifiedBodies:
     async def place(
         self, key: str, address: str, received: Callable[[], int | None], timeout_s: float
     ) -> AsyncIterator[None]:
-        """Wait for a place, and hold it during the block. Raise PlaceLost after `timeout_s`, or if the place is lost."""
+        """Wait for a place, and keep it during the block. Raise PlaceLost after `timeout_s`, or if the place is lost."""
         body = _Body(key, network_of(address), received, asyncio.get_running_loop().create_future())
         self._waiting.append(body)
         self._grant()
@@ -94,7 +94,7 @@ class UnverifiedBodies:
         self._grant()
 
     def _grant(self) -> None:
-        """Give free places to requests that wait. If some still wait, look at the bodies later."""
+        """Give free places to requests that wait. If requests still wait, check the bodies later."""
         while (body := next(iter(self._in_turn()), None)) is not None:
             self._waiting.remove(body)
             self._held.append(body)
@@ -105,7 +105,9 @@ class UnverifiedBodies:
             self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_bodies)
 
     def _in_turn(self) -> list[_Body]:
-        """Return the requests that can get a place: the newest of each address, from the address after the last one on."""
+        """Return the requests that can get a place: the newest request of each address. Begin with the address after
+        the address that got the last place.
+        """
         newest = {body.address: body for body in self._waiting if self._has_room(body)}
         addresses = sorted(newest)
         first = sum(address <= self._last_address for address in addresses)

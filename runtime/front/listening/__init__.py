@@ -1,4 +1,5 @@
-"""Accepts the connections of clients: sockets, TLS, limits for each client, and the addresses of clients behind proxies.
+"""Accepts the connections of clients: sockets, TLS, limits for each client, and the addresses of clients behind
+proxies.
 
-Start reading at `acceptor.py`. It knows no request.
+Start reading at `acceptor.py`. This package does not parse or answer requests.
 """

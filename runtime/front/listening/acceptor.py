@@ -1,4 +1,4 @@
-"""Accepts the connections of a listening socket, as many as there are places."""
+"""Accepts the connections of a listening socket, up to the limits of `OpenConnections`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .open_connections import ConnectionPlace, OpenConnections
 LOG = logging.getLogger(__name__)
 BACKLOG = 1024
 MAX_AT_ONCE = 4
-"""How many connections one turn of the event loop accepts. The bytes that have come on them are read in the next one."""
+"""Limit for the connections that one turn of the event loop accepts. Bytes that have arrived on them are read in the
+next turn.
+"""
 PAUSE_S = 1.0
 """The pause after an error such as EMFILE. No event says when a descriptor becomes free."""
 FULL = "connections are closed because all places are in use: raise the hard limit of open files (ulimit -Hn)"
@@ -41,7 +43,7 @@ class Acceptor:
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accept no more connections, and end the handshakes that have not ended."""
+        """Accept no more connections, and cancel unfinished TLS handshakes."""
         if self.sock.fileno() < 0:
             return
         if self._paused is not None:
@@ -73,7 +75,7 @@ class Acceptor:
 
     async def _open(self, sock: socket.socket, place: ConnectionPlace) -> None:
         try:
-            # The client may have gone, or may send no TLS. Then the transport closes the socket.
+            # Ignore clients that have disconnected or that do not use TLS. The transport closes their sockets.
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(lambda: self._make(place), sock, **self._tls)
         finally:
@@ -81,7 +83,9 @@ class Acceptor:
                 place.leave()
 
     def _pause(self, error: OSError) -> None:
-        """Accept nothing for PAUSE_S. The socket stays readable, so the event loop would call `_accept` at once."""
+        """Accept nothing for PAUSE_S. Without the pause, the event loop would call `_accept` again at once, because the
+        socket stays readable.
+        """
         self._warn(f"connections cannot be accepted: {error.strerror}")
         self._loop.remove_reader(self.sock)
         self._paused = self._loop.call_later(PAUSE_S, self._loop.add_reader, self.sock, self._accept)

@@ -19,10 +19,12 @@ SHARE_OF_FILES = 1 / 2
 """The share of the limit of open files that connections may use. Links to processes, logs and databases have the rest."""
 SHARE_OF_CLIENT = 1 / 2
 SHARE_NOT_ADMITTED = 3 / 4
-"""The shares of these connections that one client, and all connections without an admitted request, may use."""
+"""The shares of these connections that one client may have, and that all connections without an admitted request may
+have together.
+"""
 MAX_FILES = 1 << 20
 MAX_LOOKS = 64
-"""At how many connections one search for an idle one looks. Each new connection may cause a search."""
+"""Limit for the connections that one search for an idle connection checks. Each new connection may cause a search."""
 RETRY_S = 1.0
 
 
@@ -36,7 +38,7 @@ class ClosableConnection(Protocol):
 
 
 class ConnectionPlace:
-    """The place of one open connection."""
+    """One open connection, as `OpenConnections` counts it."""
 
     __slots__ = ("_among", "_sock", "admitted", "client", "connection")
 
@@ -62,17 +64,17 @@ class ConnectionPlace:
             self._among.add(self)
 
     def close(self) -> None:
-        """Close the connection, and give the place back."""
+        """Close the connection, and stop counting it."""
         self.leave()
         if self.connection is not None:
             self.connection.abort()
         else:
-            # The handshake of TLS then fails, and the transport closes the socket.
+            # Make the TLS handshake fail. The transport then closes the socket.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """Give the place back, because the connection is closed."""
+        """Stop counting the connection, because it is closed."""
         self._among.leave(self)
 
 
@@ -89,11 +91,11 @@ class OpenConnections:
         self.turns = ReadingTurns()
 
     def enter(self, sock: socket.socket, address: str) -> ConnectionPlace | None:
-        """Return the place of a new connection from an IP address, "" for a unix socket. If there are too many connections, close an idle one.
-
-        Return None if the new connection must be closed, because no other one is idle.
+        """Count a new connection, and return its place. `address` is an IP address, or "" for a unix socket. If there
+        are too many connections, close an idle connection. If no connection is idle, return None: the caller must
+        close the new connection.
         """
-        # The connections of a trusted proxy belong to many clients.
+        # Set no limit per client for a trusted proxy, because its connections belong to many clients.
         client = "" if self._origins.trusts(address) else network_of(address)
         own = self._of_client.get(client, {}) if client else {}
         for places, share in ((own, SHARE_OF_CLIENT), (self._others, SHARE_NOT_ADMITTED)):
@@ -112,7 +114,7 @@ class OpenConnections:
             self._of_client.setdefault(place.client, {})[place] = None
 
     def leave(self, place: ConnectionPlace) -> bool:
-        """Give a place back. Return False if it was given back before."""
+        """Stop counting a connection. Return False if it was not counted any more."""
         places = self._admitted if place.admitted else self._others
         if place not in places:
             return False
@@ -125,15 +127,17 @@ class OpenConnections:
         return True
 
     def client_of(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> str:
-        """Return the IP address of the client of a request, also behind a trusted proxy; "" if it came over a unix socket."""
+        """Return the IP address of the client of a request, also behind a trusted proxy. Return "" for a request over a
+        unix socket.
+        """
         peer = transport.get_extra_info("peername") if transport is not None else None
         return self._origins.client_of(headers, peer[0] if isinstance(peer, tuple) else "")
 
     def begin(
         self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None
     ) -> Callable[[], None] | None:
-        """Count a request of a client behind a trusted proxy, and return a function that ends it. Return None for any other
-        request.
+        """Count a request of a client behind a trusted proxy, and return a function to call at its end. Return None for
+        any other request.
 
         Raise Overloaded if too many requests of this client are running.
         """
@@ -168,7 +172,9 @@ def raise_open_files() -> None:
 
 
 def _close_idle(places: dict[ConnectionPlace, None]) -> bool:
-    """Close the oldest idle connection of the first ones. Move the busy ones to the end. Return False if all of them are busy."""
+    """Close the first idle connection, and return True. Check at most MAX_LOOKS connections. Move busy connections to
+    the end. Return False if all checked connections are busy.
+    """
     for _ in range(min(len(places), MAX_LOOKS)):
         place = next(iter(places))
         if not place.is_busy:

@@ -14,7 +14,7 @@ from multidict import MultiMapping
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](?::[0-9]{1,5})?")
 
 MAX_HOPS = 32
-"""The addresses that are read of Forwarded and of X-Forwarded-For, from the right."""
+"""The number of addresses that are read from Forwarded, and from X-Forwarded-For, beginning at the right end."""
 _FOR = re.compile(r'(?:^|;)\s*for\s*=\s*"?([^";]*)', re.IGNORECASE)
 
 
@@ -49,7 +49,8 @@ class Origins:
         return any(plain in network for network in self._trusted)
 
     def client_of(self, headers: Mapping[str, str], remote: str | None) -> str:
-        """Return the IP address of a request's client; "" if it came over a unix socket. `remote` is the address of its connection.
+        """Return the IP address of a request's client; "" for a request over a unix socket. `remote` is the address of
+        the request's connection.
 
         Each proxy adds, at the right end of Forwarded or X-Forwarded-For, the address that it was called from. So the
         client is the rightmost address that is no trusted proxy. Addresses left of it may be forged. If the two headers
@@ -68,7 +69,9 @@ class Origins:
         return client
 
     def _rightmost(self, hops: list[str]) -> str:
-        """Return the first of `hops` that is no trusted proxy, or the last one; "" if it is not valid."""
+        """Return the first address in `hops` that is not a trusted proxy. If all are trusted proxies, return the last
+        address. Return "" if the address is not valid.
+        """
         address = ""
         for hop in hops:
             address = _address(hop)

@@ -1,6 +1,8 @@
-"""Lets the connections that have more bytes than one read takes read on in turns. The clients take turns, and so do the connections of each.
+"""Lets connections read in turns if more bytes have arrived on them than one read takes. The clients take turns, and so
+do the connections of each client.
 
-Otherwise, one turn of the event loop could read from all of them, and libuv reads up to 32 times from each.
+Otherwise, one turn of the event loop could read from all connections, and libuv reads up to 32 times from each
+connection.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable
 
 LOG = logging.getLogger(__name__)
 READS, READING_S = 4, 0.5e-3
-"""How many connections read on in one turn of the event loop, and after which time no other does."""
+"""In one turn of the event loop, at most READS connections read on, and no connection begins after READING_S."""
 
 
 class ReadingTurns:
@@ -24,7 +26,7 @@ class ReadingTurns:
         self._count, self._is_due = 0, False
 
     def add(self, read_on: Callable[[], None], client: str = "") -> None:
-        """Call `read_on` in a later turn of the event loop. The caller has paused its connection."""
+        """Call `read_on` in a later turn of the event loop. The caller must have paused the connection."""
         self._waiting.setdefault(client, deque()).append(read_on)
         self._count += 1
         self._schedule()

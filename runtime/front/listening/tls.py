@@ -54,7 +54,9 @@ class Certificate:
         LOG.info("the TLS certificate was read again from %s", self._chain)
 
     def covers(self, host: str) -> bool:
-        """Return True if the certificate is for this host name. A client in memory decides, as other clients do."""
+        """Return True if the certificate is for this host name. Decide with a TLS handshake in memory, so that the
+        rules of real clients apply.
+        """
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         client.load_verify_locations(self._chain)
@@ -67,7 +69,7 @@ class Certificate:
             except ssl.SSLWantReadError:
                 continue
             except ssl.SSLCertVerificationError as error:
-                # Clients may also lack the issuer's certificate, or the certificate may have expired.
+                # Ignore other errors, such as an unknown issuer or an expired certificate.
                 return error.verify_code != HOST_MISMATCH
         return True
 
@@ -78,12 +80,14 @@ class Certificate:
 
     @property
     def pem(self) -> tuple[bytes, bytes]:
-        """The current chain and key, for servers that use no `context`. They may ask in threads of their own."""
+        """The current chain and key, for servers that use no `context`. These servers may use threads of their own."""
         self._follow()
         return self._pem
 
     def _follow(self) -> None:
-        """Once a second, look whether the files have changed. This takes only two calls of stat, unless they have."""
+        """Reload the files if they have changed. Check at most once a second. If the files have not changed, a check
+        takes only two calls of stat.
+        """
         now_s = time.monotonic()
         if now_s - self._checked_s >= CHECK_S:
             self._checked_s = now_s
@@ -94,7 +98,7 @@ class Certificate:
         try:
             return self._look() != self._seen
         except GatewayError:
-            # The old file was removed, and the new file is not there yet.
+            # Keep the current certificate. The old file was removed, and the new file does not exist yet.
             return False
 
     def _look(self) -> FileStamps:

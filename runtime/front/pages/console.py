@@ -1,12 +1,12 @@
 """Serves the console, a page that shows what the gateway does, and `GET /v1/console`, which feeds it.
 
-The page consists of the files in `console_page`. They load nothing from elsewhere, so the page works offline, and
-its security policy forbids everything else: other origins, scripts and styles inside the page, and HTML made from
-strings. The page holds no data. It sends the API key that a user enters in the header Authorization. There are no
+The page consists of the files in `console_page`. They load nothing from elsewhere, so the page works offline, and its
+security policy forbids everything else: other origins, scripts and styles inside the page, and HTML made from strings.
+The page's files contain no data. It sends the API key that a user enters in the header Authorization. There are no
 cookies, so a page of another origin cannot act for the user, and no token against forged requests is needed.
 
-`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. All followers share the
-rows, which are computed once a second. While no reader follows, the gateway does no work for the console.
+`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. All followers share
+the rows, which are computed once a second. While no reader follows, the gateway does no work for the console.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ PUBLIC_FIELDS = frozenset({
     "name", "revision", "rung", "standby", "workers", "queued", "in_flight", "stopped", "failed_starts", "codes", "durations",
     "cold_starts", "cold_phases_s",
 })  # fmt: skip
-# The private fields, as other callers get them. A new field is private.
+# The private fields, with the values that callers without ownership get. A new field is private until PUBLIC_FIELDS
+# names it.
 _HIDDEN = dict.fromkeys(("next_rung", "next_rung_at", "rest_mb", "last_cold_start")) | {
     "last_cold_phases_ms": {},
     "cold_because": "",
@@ -176,7 +177,7 @@ class Console:
         return json_response(self._view(caller, [orjson.Fragment(row) for row in rows]), no_store=True)
 
     async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
-        """Send a line each second until the client has gone, its key has ended, or the gateway has drained."""
+        """Send a line each second until the client disconnects, its key ends, or the gateway drains."""
         headers = {
             "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
         }  # fmt: skip

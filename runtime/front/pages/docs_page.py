@@ -1,8 +1,8 @@
 """Serves `/`, which names the gateway, and `/docs`, a page that shows /openapi.json and sends requests.
 
 The page consists of three files beside this one. It loads nothing from elsewhere, so it works offline, and its security
-policy forbids everything else. The page holds no data: it reads /openapi.json with the key that a user enters, and
-keeps the key only while the page is open.
+policy forbids everything else. The page's files contain no data. The page reads /openapi.json with the key that a user
+enters, and keeps the key only while the page is open.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINKS = {
 }
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": POLICY,
-    # A page that opens this page gets no access to its window.
+    # A page that opens this page in a window cannot access the window.
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -45,7 +45,7 @@ class DocsPage:
     """The routes of the page and of `/`. They are public: a health checker or a browser needs no key."""
 
     def __init__(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`more` holds the fields that plugins add to `/`."""
+        """`more` contains the fields that plugins add to `/`."""
         self._fields = {"name": NAME, "version": __version__, **LINKS, **more}
 
     def routes(self) -> list[Route]:
@@ -76,7 +76,7 @@ class DocsPage:
 
 
 def _file(suffix: str, media_type: str) -> Any:
-    """Return the handler that serves one of the page's files. This reads the file now; the handler does not read it."""
+    """Return the handler that serves one of the page's files. Read the file once, before the first request."""
     body = Path(__file__).with_suffix(f".{suffix}").read_bytes()
 
     async def send(_request: web.Request) -> web.StreamResponse:

@@ -112,13 +112,14 @@ class ReceivedMessages:
 
     async def give_back(self, message: Message, delay_s: int) -> None:
         """Let the queue deliver a message again after `delay_s`. Its task ends next."""
-        # From now on, a delivery counts as new: the queue may deliver the message again before it confirms the release.
+        # Mark the message before the release: the queue may deliver it again before it confirms the release. From now
+        # on, a delivery counts as new.
         self._left.add(message.id)
         await self.release([self.latest[message.id]], delay_s)
 
     async def release(self, messages: list[Message], delay_s: int) -> None:
         try:
-            # The lock waits for a running renewal, which would hide the messages again if it ended after the release.
+            # Wait for a running renewal. If the renewal ended after the release, it would hide the messages again.
             async with self._visibility:
                 await self._queue.release(messages, delay_s)
         except OutputRefused as error:
@@ -238,7 +239,7 @@ class Consumer:
         try:
             self._backlog = await self._queue.depth()
         except BusFailed as error:
-            # The credentials may allow all requests except this one.
+            # Go on receiving messages: the credentials may allow all requests except this one.
             self._look_at_s = now_s + BACKLOG_RETRY_S
             self._log(f"the number of waiting messages is not known: {error}")
             return
@@ -375,9 +376,11 @@ class Consumer:
 
 
 def _job_input(body: bytes) -> bytes:
-    """Return the body unchanged if it is JSON, also with values that only Python reads, else encoded as a JSON string."""
+    """Return the body unchanged if it is JSON, or JSON with values that only Python's parser accepts, such as NaN.
+    Otherwise, return it encoded as a JSON string.
+    """
     try:
-        # The worker refuses a message with too many values.
+        # Do not parse a message with too many values: the worker refuses it.
         _ = excess(body) or orjson.loads(body)
     except orjson.JSONDecodeError:
         try:

@@ -15,7 +15,9 @@ class Message:
     """One delivery of a message. `receipt` identifies the delivery in later requests to the queue."""
 
     id: str
-    """The job of a message has this id as its idempotency key. Another message has another id, also after the first was deleted."""
+    """A part of the idempotency key of the message's job. No other message may have the same id, even after this
+    message was deleted.
+    """
     receipt: str
     body: bytes
     received: int
@@ -26,12 +28,14 @@ class Message:
     group: str = ""
     """The message group. The queue delivers the messages of a group in order. "" means that there is no order."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a handler finds beside the body, in `context.extra["message"]`. It is stored with the job, so it is JSON."""
+    """What a handler finds beside the body, in `context.extra["message"]`. It must be JSON, because it is stored with
+    the job.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The function whose source is opened: its secrets now, and the rule for what else may be used."""
+    """The function whose source is opened: its present secrets, and the rule for what else the source may use."""
 
     secrets: Callable[[], Mapping[str, str]] = dict[str, str]
     access: Access = ANY
@@ -46,13 +50,15 @@ class MessageQueue(Protocol):
     """The largest number of messages that one request returns."""
 
     async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
-        """Return up to `limit` messages, at most `batch`; `limit` may be larger. With `wait`, wait some seconds for the first message.
+        """Return up to `limit` messages, but at most `batch`. With `wait`, wait some seconds for the first message.
 
         Messages that arrive after the caller was cancelled are released.
         """
 
     async def check(self) -> None:
-        """Raise BusFailed, which says what to set, if the credentials are missing or refused. Other failures may pass: return."""
+        """Raise BusFailed, which says what to set, if the credentials are missing or refused. Ignore other failures,
+        because they may be temporary.
+        """
 
     async def depth(self) -> int:
         """Return about how many messages wait to be received."""
@@ -60,7 +66,7 @@ class MessageQueue(Protocol):
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
         """Hide messages from other receivers for another lease. Return the ids of messages for which this failed.
 
-        A queue whose messages stay with their receiver has nothing to do.
+        Do nothing if the queue never gives a received message to another receiver.
         """
 
     async def delete(self, message: Message) -> None: ...
@@ -68,7 +74,8 @@ class MessageQueue(Protocol):
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
         """Let messages be delivered again, after a delay. After too many deliveries, they go to the dead-letter queue.
 
-        Raise OutputRefused if that can never take a message, which is not delivered again.
+        Raise OutputRefused if the dead-letter queue can never accept a message. The message is then not delivered
+        again.
 
         A delay of 0 means that the messages have not failed: they wait for their group, or the gateway ends.
         """
@@ -82,10 +89,12 @@ class Sink(Protocol):
     async def put(self, message: Message, job: Job) -> None:
         """Send the output of a COMPLETED job. It may be called again for the same message.
 
-        Raise BusFailed; OutputRefused if each further try would fail, too.
+        Raise BusFailed, or OutputRefused if each further try would fail, too.
         """
 
     async def check(self) -> None:
-        """Raise BusFailed, which says what to set, if the destination does not exist. Other failures may pass: return."""
+        """Raise BusFailed, which says what to set, if the destination does not exist. Ignore other failures, because
+        they may be temporary.
+        """
 
     async def close(self) -> None: ...

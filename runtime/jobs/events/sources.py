@@ -63,14 +63,15 @@ class Sources:
         self._log, self._on_backlog, self._drain_s = log, on_backlog, drain_s
         self._consumers: dict[str, list[Consumer]] = {}
         self._followed: set[str] = set()
-        """The functions with sources, which another gateway may read."""
+        """The functions that have sources. Another gateway may read these sources."""
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def check(self, settings: FunctionSettings, identity: Identity) -> None:
-        """Raise SourceDenied, which names the source, if its credentials are missing or refused, or its results have no destination.
+        """Raise SourceDenied, which names the source, if its credentials are missing or refused, or its results have no
+        destination.
 
-        Pass over sources that do not answer, and over the sources of running consumers.
+        Ignore sources that do not answer. Do not check the sources of running consumers.
         """
         running = {(one.source, one.access) for one in self._consumers.get(settings.name, ())}
         with contextlib.suppress(TimeoutError):
@@ -98,7 +99,7 @@ class Sources:
         if self._closed:
             return
         identity = self._identity(name)
-        # With another rule, the queue is opened anew.
+        # Do not reuse the consumer of a source whose access rule has changed.
         before = {(one.source, one.access): one for one in self._consumers.pop(name, [])}
         consumers: list[Consumer] = []
         for source in dict.fromkeys(settings.source):

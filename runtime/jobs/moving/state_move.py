@@ -1,8 +1,10 @@
 """Moves what a gateway has stored into the database of several gateways: jobs, webhooks, alerts, keys, secrets.
 
-The database gets all of it in one transaction. Right before the commit, the file MOVING_FILE gets the id of the move, and the
-transaction has a document with this id. If the process dies before it removes the file, it is not known where the jobs are, so no gateway
-starts on the state folder. The next move finds the document, and renames the files of the jobs. Or there is no document, and it begins again.
+One transaction adds everything to the database, and a document with the id of the move. Right before the commit, the
+move writes this id to the file MOVING_FILE, and removes the file at its end. If the process dies in between, the file
+remains. Then it is not known whether the commit succeeded, so no gateway starts on the state folder. The next move
+looks for the document in the database. If it exists, the commit has succeeded, and the move only renames the files of
+the jobs. Otherwise, the move begins again.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from ..webhooks.signing import SECRET_FILE
 
 LOG = logging.getLogger(__name__)
 MEMBER_FILE = "incarnation"
-"""The file of a state folder whose gateway has been one of several."""
+"""A state folder has this file if its gateway has been one of several."""
 MOVES = "moves/"
 DUPLICATE = "23505"
-"""PostgreSQL's code for a key that is there already."""
+"""PostgreSQL's error code for a key that exists already."""
 Update = Callable[[int, int, str], object]
 
 
@@ -42,7 +44,7 @@ class StateMove:
     """The move of a state folder, which the caller has locked."""
 
     def __init__(self, state: Path, url: str, documents: Documents) -> None:
-        """`url` is a connection string of libpq, and `documents` is the store of documents there."""
+        """`url` is a connection string of libpq, and `documents` is the store of documents in that database."""
         self._state, self._url, self._documents = state, url, documents
         self._moving, self._file = state / MOVING_FILE, JobsFile(state)
 
@@ -68,7 +70,7 @@ class StateMove:
         return found
 
     def _copy(self, move_id: str, update: Update) -> dict[str, Any]:
-        # They import psycopg, which `open_documents` has found.
+        # Import these modules here, because they need psycopg. `open_documents` has already found it.
         from ...ground.storing.postgres import PostgresConnection, reported  # noqa: PLC0415
         from ...ground.storing.postgres_documents import add_documents  # noqa: PLC0415
         from ..postgres.database import PostgresDatabase  # noqa: PLC0415
@@ -122,11 +124,13 @@ class StateMove:
             )
 
     def _check_functions(self) -> None:
-        """Raise GatewayError if the database has other functions of the same names, which would get the jobs."""
+        """Raise GatewayError if the database has other functions of the same names, because these functions would get
+        the jobs.
+        """
         from ...ground.storing.postgres_revision_index import PostgresRevisionIndex  # noqa: PLC0415
 
         if (self._state / MEMBER_FILE).exists():
-            # They are the same functions: this gateway follows those of the database.
+            # Skip the check: this gateway already serves the functions of the database.
             return
         with closing(PostgresRevisionIndex(self._url, 0)) as index:
             shared = {entry.name for entry in index.changes(0) if not entry.deleted}

@@ -1,4 +1,5 @@
 """The store of jobs that several gateways share: PostgreSQL.
 
-The room `sql` has the statements, and `ground/storing` the connections and tables. No other room of `jobs` may depend on this package.
+`sql` defines the statements that both databases share, and `ground/storing` the connections and tables. Among the
+packages of `jobs`, only `moving` may depend on this package.
 """

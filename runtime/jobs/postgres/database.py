@@ -1,8 +1,9 @@
 """Runs reads and writes of jobs on PostgreSQL.
 
-One gateway writes at a time: a group of writes begins with a lock of the database. So transitions need no locks of rows, limits are
-exact, `jobs.number` increases in the order of the commits, and no two gateways can wait for each other. The groups of all gateways
-share the commits of their own callers, so the lock costs little. The server ends a session that stands still with the lock.
+One gateway writes at a time: a group of writes begins with a lock of the database. So transitions need no locks of
+rows, limits are exact, `jobs.number` increases in the order of the commits, and no two gateways can wait for each
+other. Each gateway commits the changes of many callers together, so the lock costs little. If a session has the lock
+and runs no statement for too long, the server ends the session.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ...ground.storing.postgres import BEGIN, PostgresConnection, migrate, usabl
 from ..sql.group_commit import GroupCommit
 
 READERS = 4
-"""The connections that read. A read takes a round trip, so one connection would do 1,000 reads a second at 1 ms."""
+"""The number of connections that read. A read takes a round trip, so one connection could do only 1,000 reads a second
+at 1 ms.
+"""
 LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()))"
 """Lets no other gateway write until the end of the transaction."""
 _BEGIN_WRITE = f"""{BEGIN}; {LOCK},
@@ -30,7 +33,7 @@ _BEGIN_READ = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ON
 
 
 class PostgresJobsConnection(PostgresConnection):
-    """A connection that tells the number of a new row of `jobs`."""
+    """A connection that returns the number of a new row of `jobs`."""
 
     def insert(self, sql: str, values: Sequence[Any], /) -> int | None:
         row = self.execute(f"{sql} RETURNING number", values).fetchone()
@@ -52,7 +55,7 @@ class PostgresDatabase(GroupCommit):
         self._ahead_s = 0.0
 
     def now_s(self) -> float:
-        """Return the database's time in Unix seconds, as of the last write."""
+        """Return the database's time in Unix seconds: this machine's time, plus the difference at the last write."""
         return time.time() + self._ahead_s
 
     def open(self) -> None:

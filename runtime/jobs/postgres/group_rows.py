@@ -39,7 +39,9 @@ _NO_COUNTS = dict.fromkeys((*COUNTERS.values(), "queued_bytes"), 0)
 def run_together(
     connection: PostgresJobsConnection, changes: Sequence[JobChange[Any]]
 ) -> list[tuple[Transaction, Any] | PilotflameError]:
-    """Run changes that have `job_ids`: a `RunTogether`. Raise an error if they must be run one by one."""
+    """Run changes that have `job_ids`. This function is a `RunTogether`. Raise an error if the changes must be run one
+    by one.
+    """
     rows = GroupRows(connection, changes)
     results = [rows.run(change) for change in changes]
     rows.write()
@@ -50,10 +52,10 @@ class GroupRows:
     """The rows that a group of changes reads and changes."""
 
     def __init__(self, connection: PostgresJobsConnection, changes: Sequence[JobChange[Any]]) -> None:
-        """Read the rows."""
+        """Read the rows that `changes` need."""
         self.connection = connection
         self.changed = 0
-        """How many changes of rows there were."""
+        """The number of changes of rows so far."""
         self.jobs: dict[str, dict[str, Any]] = {}
         self.keys: set[bytes] = set()
         """The digests of the known idempotency keys that jobs have."""
@@ -64,7 +66,9 @@ class GroupRows:
         self._clear()
 
     def run(self, change: JobChange[Any]) -> tuple[Transaction, Any] | PilotflameError:
-        """Run a change, and return its result or the error that it raised."""
+        """Run a change, and return its result or the error that it raised. If it has changed rows before the error,
+        raise the error, because these changes cannot be undone alone.
+        """
         if self._size > MOST_BYTES:
             self.write()
         before = self.changed
@@ -96,7 +100,7 @@ class GroupRows:
         return number
 
     def update(self, row: SqlRow, fields: dict[str, Any]) -> None:
-        """Change columns of a job. The given row stays as it is."""
+        """Change columns of a job. `row` itself is not changed."""
         self.changed += 1
         if "progress" in fields:
             fields = {**fields, "progress": _bytea(fields["progress"])}
@@ -158,7 +162,7 @@ class GroupRows:
         self._size = 0
 
     def _part(self, body: bytes | None) -> tuple[int | None, int | None]:
-        """Add a body to those that are written, and return its start, from 1, and its size."""
+        """Add a body to the bodies that `write` sends. Return the body's first position, counted from 1, and its size."""
         if body is None:
             return None, None
         start = self._size + 1
@@ -167,7 +171,7 @@ class GroupRows:
         return start, len(body)
 
     def _read(self, new: Sequence[NewJob]) -> Iterator[int]:
-        """Read the rows, and return numbers for new jobs."""
+        """Read the rows, and return an iterator of numbers for new jobs."""
         pairs = {(one.function, owner) for one in new for owner in (ALL, one.owner)}
         keys = [digest.hex() for one in new if (digest := _key(one)) is not None]
         asked = [{"function": function, "owner": owner} for function, owner in sorted(pairs)]

@@ -1,6 +1,7 @@
 """Adds all rows of another store of jobs, in one transaction.
 
-Other gateways go on meanwhile. Only the reservation of numbers and the last statements, which change counters, hold the lock of writes.
+Other gateways can write meanwhile. Only the reservation of numbers and the last statements, which change counters, have
+the lock for writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .database import LOCK, PostgresDatabase
 
 STEP = 1000
 """How often `copied` is called, in rows."""
-# The pauses in it are reads of the other store. The commit is durable, whatever the default of the database.
+# The session may be idle for up to 60 s, while rows of the other store are read. The commit is durable, whatever the
+# default of the database is.
 _BEGIN = """BEGIN; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0;
 SET LOCAL idle_in_transaction_session_timeout = '60s'; SET LOCAL synchronous_commit = on"""
 _RESERVE, _ADD_COUNTERS, _ADD_STORED = (
@@ -24,7 +26,7 @@ _RESERVE, _ADD_COUNTERS, _ADD_STORED = (
     for name in ("reserve_numbers", "add_counters", "add_stored")
 )
 _ADDED = {"counters": _ADD_COUNTERS, "stored": _ADD_STORED}
-"""Tables whose rows are added to those that are there."""
+"""For tables whose values are added to existing rows: the statements that add them."""
 _NUMBERED = ("jobs", "inputs", "results", "pieces")
 """Tables whose first column is the number of a job."""
 
@@ -33,10 +35,12 @@ def copy_rows(
     database: PostgresDatabase, tables: Iterable[Table], bodies: Iterable[tuple[str, bytes]], last: int,
     at_end: Callable[[PostgresConnection], object], copied: Callable[[int], object],
 ) -> None:  # fmt: skip
-    """Add rows and large bodies. Blocks. Raises psycopg.Error, also if there is a job with the same id. Then nothing is added.
+    """Add rows and large bodies. Blocks. Raises psycopg.Error, also if there is a job with the same id. Then nothing is
+    added.
 
-    The jobs keep their order. `last` is the largest of their numbers, which become larger than all that are there. `at_end` is called
-    before the commit, and may write more. `copied` is called with the number of rows since its last call.
+    The jobs keep their order, and get numbers that are larger than all numbers in the database. `last` is the largest
+    of their old numbers. `at_end` is called before the commit, and may write more. `copied` is called with the number
+    of rows since its last call.
     """
     with closing(database.connect(reading=False)) as connection:
         database.begin(connection, reading=False)

@@ -55,7 +55,7 @@ def _requeue_dead(transaction: Transaction, *, expired: bool = True) -> tuple[in
         RETURNING function"""  # noqa: S608
     transaction.changes.queued.update(function for (function,) in execute(free, alive))
     requeued = transitions.requeue_dead(transaction, alive)
-    # Only now: a gateway that is in this table may have jobs.
+    # Delete dead gateways only after their jobs were queued again, because a gateway in this table may have jobs.
     if expired:
         execute("DELETE FROM nodes WHERE until <= now()")
     return requeued
@@ -80,9 +80,9 @@ class PostgresJobStore(SqlJobStore):
     _next_expiry = query(transitions.next_expiry)
 
     async def free_bytes(self) -> int:
-        """Return the largest number: PostgreSQL does not tell how much room it has."""
+        """Return the largest number, because PostgreSQL does not tell how much disk space is free."""
         return sys.maxsize
 
     async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
-        """Change no stored time: the database sets the times."""
+        """Call `follow`. Do not change the stored times, because they come from the database's clock."""
         follow()

@@ -1,4 +1,4 @@
-"""Defines `SqlConnection`: the methods of a connection to a database that this room calls, named as in sqlite3."""
+"""Defines `SqlConnection`: the methods of a connection to a database that this package calls, named as in sqlite3."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class GroupCommit(ABC):
     """A database and its threads. Subclasses know how to connect."""
 
     errors: ClassVar[tuple[type[Exception], ...]]
-    """What a connection raises."""
+    """The errors that a connection raises."""
     in_doubt: ClassVar[bool] = False
     """True if the connection may fail after a commit, before its answer. Then a group is run twice if its connection fails, so changes must
     be repeatable.
@@ -90,7 +90,9 @@ class GroupCommit(ABC):
 
     @abstractmethod
     def begin(self, connection: Any, *, reading: bool) -> None:
-        """Begin a transaction. If it is `reading`, it sees one state of the database; else, no other such transaction runs."""
+        """Begin a transaction. If it is `reading`, it sees one state of the database. Otherwise, no other transaction
+        writes until it ends.
+        """
 
     @abstractmethod
     def in_transaction(self, connection: Any) -> bool:
@@ -116,7 +118,7 @@ class GroupCommit(ABC):
         """Finish all queued calls and close the connections. Blocks. Later calls raise JobStoreFailed."""
         with self._lock:
             threads, self._threads = self._threads, []
-        # The writer's connection is closed last. With SQLite, it copies the write-ahead log into the file.
+        # Close the writer's connection last. With SQLite, this copies the write-ahead log into the file.
         for calls, ended in ((self._reads, threads[:-1]), (self._writes, threads[-1:])):
             for _ in ended:
                 calls.put(None)
@@ -134,10 +136,11 @@ class GroupCommit(ABC):
         calls `committed` with the result, even if the caller was cancelled. Raises JobStoreFailed if the database
         cannot be written.
 
-        The writer thread calls `at_commit` right after the commit. No other change runs between `change` and `at_commit`.
+        The writer thread calls `at_commit` right after the commit. Between `change` and `at_commit`, only changes run
+        that have `at_commit`, too.
 
-        Changes of a group that follow each other and have the same `together` are run by it. If it raises, the group is undone, and
-        each of its changes is run by itself.
+        `together` runs all changes of a group that follow each other and have the same `together`. If it raises an
+        error, the group is undone, and each of its changes is run by itself.
         """
         return await self._call(self._writes, change, committed, at_commit, together)
 
@@ -150,7 +153,7 @@ class GroupCommit(ABC):
         at_commit: Callable[[], object] | None = None, together: RunTogether | None = None,
     ) -> T:  # fmt: skip
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        # `close` queues None to end a thread. A call that is queued after it would never be run.
+        # Refuse calls after `close`. It queues None to end a thread, and a call behind None would never be run.
         with self._lock:
             if not self._threads:
                 raise JobStoreFailed("The store of jobs is closed.")
@@ -160,20 +163,23 @@ class GroupCommit(ABC):
     def _serve(self, connection: SqlConnection, calls: _Calls, reading: bool) -> None:
         """Run queued calls in groups until None is taken from the queue, then close the connection."""
         while group := _next_group(calls):
-            # The group that None ends is the last one.
+            # End the thread after a group that ends with None.
             ended = group[-1] is None
             run = [call for call in group if call is not None]
             if run:
                 connection = self._run_group(connection, run, reading)
                 _deliver(run)
-            # While the thread waits, it keeps no call, whose change may hold the input of a job.
+            # Forget the calls before the thread waits for the next group, because a change may refer to the input of a
+            # job.
             group, run = [], []
             if ended:
                 break
         connection.close()
 
     def _run_group(self, connection: SqlConnection, group: list[QueuedCall], reading: bool) -> SqlConnection:
-        """Run the calls of a group. A connection that fails, for example to roll back, is replaced. Return the one to use next."""
+        """Run the calls of a group. If the connection fails, for example during a rollback, replace it. Return the
+        connection to use next.
+        """
         left, tries = group, 1 + self.in_doubt
         for number in range(1, tries + 1):
             try:
@@ -301,7 +307,9 @@ class GroupCommit(ABC):
 
 
 def _next_group(calls: _Calls) -> list[QueuedCall | None]:
-    """Wait for a queued call, and return it with those that are queued behind it. If the last one is None, the thread is to end."""
+    """Wait for a queued call, and return it with the calls that are queued behind it. If the last element is None, the
+    thread must end.
+    """
     group = [calls.get()]
     with suppress(queue.Empty):
         while len(group) < MAX_GROUP and group[-1] is not None:

@@ -43,9 +43,13 @@ MAX_PIECES = 1000
 MAX_HOSTS = 256
 """The number of hosts of an owner that `due` examines. It takes the hosts whose deliveries are due earliest."""
 MAX_KNOWN_HOSTS = 4096
-"""`due` looks for these hosts among the owner's first hosts by name, at most this number, so that the time has a limit."""
+"""`due` looks for these hosts only among the first MAX_KNOWN_HOSTS hosts of the owner, in the order of their names.
+This limits its time.
+"""
 MAX_OWNERS = 64
-"""The number of owners that `due` examines. It also examines the owners of so many deliveries that are due earliest."""
+"""`due` examines the first MAX_OWNERS owners, in the order of their names. It also examines the owners of the
+MAX_OWNERS deliveries that are due earliest.
+"""
 
 
 _COLUMNS = ", ".join(
@@ -82,9 +86,10 @@ DELETE FROM deliveries WHERE rowid IN (
 def add(
     connection: SqlConnection, job: Job, event: str, now_s: float, bodies: WebhookBodies = MappingProxyType({})
 ) -> None:  # fmt: skip
-    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if there is a form.
+    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if the webhook has a form.
 
-    If the body needs a large body of the job, it is made when it is sent, from the job's state at that time.
+    If the delivery's body needs a large body of the job, it is made when the delivery is sent, from the job's state at
+    that time.
     """
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
@@ -144,15 +149,17 @@ def due(
     most_per_host: int,
     sending: Collection[Delivery] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return deliveries that may be sent now, beside those in `sending`, and the time at which the next is due, if there is one.
+    """Return deliveries that may be sent now, in addition to those in `sending`, and the time at which the next
+    delivery is due, or None.
 
-    At most `most` are sent at a time, `most_per_host` to a host, and one of a subject. Owners share them fairly
-    (`fair_queue.py`), and the longest due of an owner come first. An owner begins another one only while it has fewer than are
-    free, in all and at the host. So whatever the receivers of an owner do, those of another owner need not wait for them.
+    At most `most` deliveries are sent at a time, at most `most_per_host` of them to a host, and one of a subject.
+    Owners share these limits fairly (`fair_queue.py`). Among an owner's deliveries, those that have been due longest
+    come first. An owner may begin another delivery only while the number of its running deliveries is smaller than the
+    free part of each limit. So slow receivers of one owner do not delay the deliveries of another owner.
     """
     subjects = {one.subject for one in sending}
     shares = DeliveryShares(most, most_per_host, sending)
-    # A busy host may be listed with nothing to send now.
+    # List more hosts while deliveries are being sent: a busy host is listed, too, but may have nothing to send now.
     most_hosts = MAX_HOSTS + len(sending)
     found = [
         candidate
@@ -272,7 +279,7 @@ def _take_superseded(connection: SqlConnection, subject: str, event: str) -> Sql
 
 def _owners(connection: SqlConnection, now_s: float) -> set[str]:
     """Return the owners that `due` examines. Each step finds the next owner in the index."""
-    # The longest due delivery is among theirs, so no owner waits for ever.
+    # One of these owners has the delivery that has been due longest, so no owner waits for ever.
     owners = {owner for (owner,) in connection.execute(_OLDEST, (now_s, MAX_OWNERS))}
     owner = ""
     for _ in range(MAX_OWNERS):

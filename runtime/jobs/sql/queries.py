@@ -1,4 +1,4 @@
-"""Queries on jobs, which `SqlJobStore` runs in the reader thread. `job_store.py` says what they return.
+"""Queries on jobs, which `SqlJobStore` runs in a reader thread. `job_store.py` says what they return.
 
 Each query uses an index, and sees one state of the database.
 """
@@ -127,7 +127,7 @@ def _newest(
 
 
 def pieces(connection: SqlConnection, job_id: str, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-    """The list ends at `limit` pieces, or with the piece that makes it reach PIECES_BYTES."""
+    """Return up to `limit` pieces, and none after the piece with which the list reaches PIECES_BYTES."""
     cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "
         "WHERE id = ? AND pieces.number > ? ORDER BY pieces.number LIMIT ?",

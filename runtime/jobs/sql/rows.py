@@ -52,7 +52,9 @@ _PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "w
 
 
 def columns_of(new: NewJob, job: Job, **more: Any) -> dict[str, Any]:
-    """Return the columns of a new job, but its number and those that have their default. `more` sets and overrides columns."""
+    """Return the columns of a new job, except its number and the columns that have their default. `more` sets and
+    overrides columns.
+    """
     columns: dict[str, Any] = {name: getattr(new, name) for name in _PLAIN_FIELDS}
     stale_s = job.created_s + new.ttl_s
     return columns | {
@@ -88,7 +90,7 @@ def insert_job(connection: SqlConnection, new: NewJob, job: Job, **more: Any) ->
 
 
 def error_text(outcome: JobOutcome) -> str | None:
-    """Return the column `error`."""
+    """Return the value of the column `error`."""
     return orjson.dumps(outcome.error).decode() if outcome.error is not None else None
 
 

@@ -1,6 +1,7 @@
 """A store of jobs on SQL. Transitions run in the database's writer thread, queries in its reader threads.
 
-Large inputs and outputs are files. They are written before the transition that refers to them, and read after the query.
+`LargeBodies` stores large inputs and outputs outside of the rows. They are written before the transition that refers to
+them, and read after the query.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class JobChange(Generic[T]):
     files: Collection[str] = ()
     """The large bodies to which the change may make a row refer."""
     job_ids: Collection[str] = ()
-    """If not empty, the change reads no rows of jobs but those with these ids, and the one with the idempotency key of `new`, and
-    returns no job to the queue. A store may run it together with others.
+    """If not empty, the change reads only the rows of the jobs with these ids, and the row with the idempotency key of
+    `new`. It returns no job to the queue. A store may run it together with other such changes.
     """
     new: NewJob | None = None
     """The job that may be inserted."""
@@ -51,7 +52,7 @@ class JobChange(Generic[T]):
     def __call__(
         self, connection: SqlConnection, make: Callable[..., Transaction] = Transaction
     ) -> tuple[Transaction, T]:
-        # If the group commit failed, this is called again: it starts with a new, empty Transaction.
+        # Begin with a new, empty Transaction at each call: this is called again if the commit of its group has failed.
         store = self.store
         transaction = make(
             connection,
@@ -70,7 +71,8 @@ def transition(
 ) -> Callable[Concatenate[SqlJobStore, P], Coroutine[Any, Any, T]]:
     """Return a method of SqlJobStore that runs `change` and returns its result after the commit.
 
-    `of_job` says that the first argument is the one of `JobChange.job_ids`.
+    If `of_job` is True, the first argument of the method is a job's id, and becomes the only one in
+    `JobChange.job_ids`.
     """
 
     @wraps(change)
@@ -103,14 +105,16 @@ def _whole(
         try:
             return await self._large.read_bodies(await method(self, *args, **kwargs))
         except JobBodyMissing:
-            # The job may have been deleted since. Then `method` raises the error for that.
+            # Call `method` again. If the job has been deleted since, `method` raises the error for a deleted job.
             return await self._large.read_bodies(await method(self, *args, **kwargs))
 
     return whole
 
 
 class SqlJobStore(ABC):
-    """A `JobStore`, apart from what stores do in different ways. Most methods run a function of `transitions`, `queries` or `outbox`, and take its arguments but the first."""
+    """What all stores on SQL have in common. Most methods run a function of `transitions`, `queries` or `outbox`, and
+    take the arguments of this function except the first.
+    """
 
     def __init__(
         self,
@@ -124,8 +128,8 @@ class SqlJobStore(ABC):
         incarnation: str = "",
     ) -> None:
         """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
-        pilotflame's own. `together` runs several JobChanges that have `job_ids`. `incarnation` is the name of this gateway
-        for the other ones, until it ends.
+        pilotflame's own. `together` runs several JobChanges that have `job_ids`. `incarnation` names this run of the
+        gateway for other gateways.
         """
         self._database = database
         self._large = large
@@ -173,19 +177,20 @@ class SqlJobStore(ABC):
     stored_bytes = query(rows.stored_bytes)
 
     async def open(self) -> None:
-        """Also delete the large bodies that a crash has left."""
+        """Open the database, and delete the large bodies that a crash has left."""
         await asyncio.to_thread(self._database.open)
         names = await self._database.read(rows.large_bodies)
         await asyncio.to_thread(self._large.keep, names)
 
     async def close(self) -> None:
-        """Also wait until large bodies are written and deleted."""
+        """Close the database, and wait until large bodies are written and deleted."""
         await asyncio.to_thread(self._database.close)
         await asyncio.to_thread(self._large.close)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
-        """Use several transactions, so that other writers can run between them."""
-        # A deletion includes the jobs whose commit waits.
+        """Cancel the jobs in several transactions, so that other writers can run between them."""
+        # With `running`, read the last number in the writer thread, so that jobs whose commit still waits are
+        # cancelled, too.
         find = self._database.write if running else self._database.read
         last, cancelled = await find(queries.last_number), 0
         while count := await self._purge_slice(function, last, owner=owner, running=running):
@@ -196,7 +201,7 @@ class SqlJobStore(ABC):
 
     async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
         new = await self._large.store_input(new)
-        # Made here, so that a change that is run again makes no second job.
+        # Make the id outside of the change. The change may be run again, and must then make no second job.
         job_id = job_id or new_job_id(self.clock())
         job, earlier = await self.commit(
             lambda transaction: transitions.submit(transaction, new, job_id),
@@ -287,7 +292,7 @@ class SqlJobStore(ABC):
         self, change: Callable[[Transaction], T], files: Collection[str] = (), job_ids: Collection[str] = (),
         new: NewJob | None = None,
     ) -> T:  # fmt: skip
-        """Run a `JobChange` in a transaction. Delete those of these files to which no row refers after it."""
+        """Run a `JobChange` in a transaction. Then delete the large bodies in `files` to which no row refers."""
         names = set(files) - {""}
 
         def committed(done: tuple[Transaction, T]) -> None:
@@ -299,8 +304,8 @@ class SqlJobStore(ABC):
             together = self._together if job_ids else None
             _, result = await self._database.write(asked, committed, together=together)
         except Exception as error:
-            # Not for a cancelled caller: its change may still be committed. Nor if the answer to the commit may be lost: what no row
-            # names is deleted later.
+            # Delete nothing if the change may still be committed: for a cancelled caller, or if the answer to the
+            # commit may be lost. Bodies to which no row refers are deleted later.
             if not (self._database.in_doubt and isinstance(error, JobStoreFailed)):
                 self._large.delete(names)
             raise

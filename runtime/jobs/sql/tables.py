@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from .connection import SqlConnection
 
-# A store without a column numbers the rows in this order. The number of a job is the first column of the four tables that have it.
+# If the other store has no column for the number of a row, it numbers the rows in this order. In the four tables with
+# the number of a job, this number must be the first column.
 _QUERIES = {
     "jobs": "SELECT * FROM jobs ORDER BY number",
     "inputs": "SELECT * FROM inputs ORDER BY number",

@@ -2,13 +2,13 @@
 
 Three mechanisms make a stored job safe:
 
-Group commit: the writer thread takes all queued changes as one group, runs each in its own savepoint of one
-transaction, and commits once, durably. A caller gets its result after that commit. So
-every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
+Group commit: the writer thread takes all queued changes as one group, runs them in one transaction, and commits once,
+durably. A change that fails is undone alone. A caller gets its result after the commit. So every id and state that a
+caller sees is durably on disk, and all callers of the group share one fsync.
 
 Fence (see job_store.py): `running_row` returns None if the fence of an attempt is out of date.
 
-Counters: a function's rows of `counters` hold the number of jobs in each state, over all owners and for each owner.
+Counters: a function's rows of `counters` contain the number of jobs in each state, over all owners and for each owner.
 They are updated in the transaction that changes the state, so they are exact even after a crash.
 """
 
@@ -75,7 +75,7 @@ class Transaction:
     most_stored_bytes: int = sys.maxsize
     changes: JobChanges = field(default_factory=JobChanges)
     unused_bodies: set[str] = field(default_factory=set)
-    """The names of large bodies to which no row refers after this transaction: their files are deleted."""
+    """The names of large bodies to which no row refers after this transaction. They are deleted after the commit."""
 
     def row(self, job_id: str, select: str = SELECT_WITHOUT_BODIES) -> SqlRow | None:
         """Return what `find_row` returns."""
@@ -102,7 +102,9 @@ class Transaction:
         return row
 
     def add(self, new: NewJob, job_id: str = "") -> Job | None:
-        """Insert a new job into its function's queue and return it, or None if there is a job with its id."""
+        """Insert a new job into its function's queue and return it, or None if there is a job with its id or its
+        idempotency key.
+        """
         job = new.queued(new.wanted_id or job_id or new_job_id(self.now_s), self.now_s)
         if self._insert(new, job) is None:
             return None
@@ -113,7 +115,9 @@ class Transaction:
         return job
 
     def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job | None:
-        """Insert a job whose first attempt has ended, or return None as `add`. The rows are the same as after `add`, `move` and `end`."""
+        """Insert a job whose first attempt has ended, and return it, or None if `add` would return None. The rows are
+        the same as after `add`, `move` and `end`.
+        """
         expires_s = self.now_s + self.keep_s
         ended = replace(
             job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=outcome.error,
@@ -268,7 +272,7 @@ def row_of(
     owner: str,
     select: str = SELECT_WITHOUT_BODIES,
 ) -> SqlRow:
-    """Return the row of an owner's job, read with a query of schema.py. Raise what `missing` returns."""
+    """Return the row of an owner's job, read with a query of `rows.py`. Raise what `missing` returns."""
     row = find_row(connection, job_id, select)
     if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
         raise missing(connection, function, job_id, owner)

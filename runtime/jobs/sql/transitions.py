@@ -67,7 +67,9 @@ def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job:
 
 
 def _kept(transaction: Transaction, row: SqlRow) -> Job:
-    """Return the job of a row, and keep its large bodies: if the answer to a commit was lost, the same change has stored them."""
+    """Return the job of a row, and do not delete its large bodies. If the answer to an earlier commit was lost, that
+    commit has stored the same bodies.
+    """
     job = job_of(row)
     transaction.unused_bodies -= {job.large_input, job.large_output}
     return job
@@ -137,7 +139,9 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
 
 
 def _given_up(transaction: Transaction, job_id: str, fence: int) -> SqlRow | None:
-    """If the job waits because `requeue_dead` took its gateway for dead, let the attempt `fence` go on, and return the job's row."""
+    """If `requeue_dead` has queued the job because its gateway seemed to be dead, continue the attempt `fence`, and
+    return the job's row. Otherwise, return None.
+    """
     row = transaction.row(job_id)
     if row is None or (row["state"], row["attempts"]) != (JobState.IN_QUEUE, fence) or not row["worker"]:
         return None
@@ -174,12 +178,15 @@ def requeue(
 
 
 def requeue_dead(transaction: Transaction, alive: Collection[str]) -> tuple[int, int]:
-    """`alive` has the incarnations of all gateways that may run jobs."""
+    """Queue or end the running jobs of all gateways that are not in `alive`. Return how many were queued, and how many
+    ended. `alive` contains the incarnations of all gateways that may run jobs.
+    """
     dead = f"incarnation NOT IN ({', '.join('?' * len(alive))})"
     running, again = find_rows(transaction.connection, f"WHERE state = 'IN_PROGRESS' AND {dead}", *alive), 0
     for row in running:
         if row["attempts"] < row["max_attempts"]:
-            # Pieces that are stored are lost. Without them, the attempt may still `finish`; the worker says so.
+            # The move deletes the stored pieces. Only if there were none, the interrupted attempt may still `finish`.
+            # `_given_up` reads this from the column `worker`.
             transaction.move(row, JobState.IN_QUEUE, worker="" if row["pieces"] else row["worker"])
             again += 1
             continue
@@ -192,7 +199,7 @@ def requeue_dead(transaction: Transaction, alive: Collection[str]) -> tuple[int,
 
 
 def give_up(transaction: Transaction, job_id: str, outcome: JobOutcome) -> None:
-    """End a queued job, which cannot be run."""
+    """End a queued job that cannot be run."""
     row = transaction.row(job_id)
     if row is not None and row["state"] == JobState.IN_QUEUE:
         transaction.end(row, outcome)
@@ -256,8 +263,9 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
 def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
     """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
-    If `running` is True, this includes running jobs. If there are none left, forbid the retry of up to PURGE_SLICE ended
-    jobs, and return how many: another owner may deploy the next function of this name.
+    If `running` is True, this includes running jobs. If there are none left, forbid the retry of up to PURGE_SLICE
+    ended jobs, and return how many. Otherwise, the next function of this name would run them, and it may have another
+    owner.
     """
     owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
     where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
@@ -295,7 +303,7 @@ def drop_alerts(transaction: Transaction, function: str, conditions: Collection[
 
 
 def expire(transaction: Transaction, limit: int = 200) -> int:
-    """Also delete old tombstones and deliveries of deleted jobs.
+    """End queued jobs after their ttl, and delete old jobs, tombstones, and deliveries of deleted jobs.
 
     One call handles at most `limit` jobs and `limit` tombstones.
     """
@@ -327,7 +335,7 @@ def next_expiry(connection: SqlConnection) -> float:
 def _delete(transaction: Transaction, row: SqlRow) -> None:
     """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept.
 
-    A job stays for UNSENT_S more if a delivery needs its large bodies, which are not in the delivery.
+    If a pending delivery needs the job's large bodies, which are not in the delivery, keep the job for UNSENT_S more.
     """
     execute, number = transaction.connection.execute, (row["number"],)
     if row["webhook"] is not None and outbox.needs_job(transaction.connection, row["id"]):

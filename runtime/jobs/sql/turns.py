@@ -14,8 +14,8 @@ from ..stored.job import Job
 from .connection import SqlConnection
 from .rows import read_jobs
 
-# The conditions of the index `jobs_ready`. A list of all owners would need a read of all jobs, so `_owners` asks for one
-# owner after the other.
+# The conditions of the index `jobs_ready`. `_owners` asks for one owner after the other, because a list of all owners
+# would need a read of all jobs.
 _READY = "FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0"
 _PRIORITY = f"SELECT priority {_READY} AND priority > ? ORDER BY priority LIMIT 1"
 _FIRST_OWNER = f"SELECT owner {_READY} AND priority = ? ORDER BY owner LIMIT 1"
@@ -49,14 +49,17 @@ def due(
 
 
 class _Turns:
-    """One choice of at most `limit` jobs of a function. At most one owner for each of them, and for each known job, is looked up."""
+    """One choice of at most `limit` jobs of a function. It looks up at most one owner for each of these jobs and for
+    each known job.
+    """
 
     def __init__(
         self, connection: SqlConnection, function: str, now_s: float, known: frozenset[str], limit: int, gateway: str
     ) -> None:  # fmt: skip
         self._connection, self._function, self._now_s, self._known = connection, function, now_s, known
         self._limit, self._gateway = limit, gateway
-        # All jobs of an owner, and all its delayed jobs, may be known.
+        # Read at most this many jobs of an owner: `limit`, and the number of known jobs, because all known jobs may be
+        # among them.
         self._most = limit + len(known)
 
     def ready(self, after: str) -> Generator[_Sized, None, None]:

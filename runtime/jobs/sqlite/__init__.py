@@ -1,4 +1,5 @@
 """This package stores jobs and webhook deliveries in one SQLite file, for one gateway.
 
-The room `sql` has the statements. No other room of `jobs` may depend on this package, and none but it on sqlite3.
+`sql` defines the statements. Among the packages of `jobs`, only `moving` may depend on this package, and only this
+package on sqlite3.
 """

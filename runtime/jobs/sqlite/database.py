@@ -29,7 +29,7 @@ _SETTINGS = (
 
 
 class SqliteConnection(sqlite3.Connection):
-    """A connection that tells the number of a new row of `jobs`."""
+    """A connection that returns the number of a new row of `jobs`."""
 
     def insert(self, sql: str, values: Sequence[Any], /) -> int | None:
         added = self.execute(sql, values)
@@ -61,7 +61,7 @@ class Database(GroupCommit):
                 raise JobStoreFailed(
                     f"The store of jobs, {self.path}, cannot be used: {fault}.", remedy=remedy
                 ) from error
-            # From here on, each thread closes its own connection, so the ExitStack must not.
+            # From here on, each thread closes its own connection, so the ExitStack must not close it.
             opened.pop_all()
         self._begin(writer, [reader])
 
@@ -89,12 +89,12 @@ class Database(GroupCommit):
         return connection.in_transaction
 
     def broken(self, connection: sqlite3.Connection) -> bool:
-        """Return False: there is no server that could be gone."""
+        """Return False, because there is no server whose connection could break."""
         return False
 
     def _upgrade(self, connection: sqlite3.Connection) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        # The versions that no release has written have no script.
+        # Versions that no release has written have an empty script. Files of these versions cannot be upgraded.
         first = 1 + sum(not script for script in self._scripts)
         if 0 < version < first:
             fault = f"{self.path} has version {version}; this pilotflame reads versions from {first} on."

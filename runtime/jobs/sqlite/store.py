@@ -1,4 +1,6 @@
-"""The store of one gateway: SQLite. It adds to the common SQL what only a file has: its clock may be set, and it shrinks."""
+"""The store of one gateway: SQLite. It adds to `sql` what only a file needs: it shifts the stored times when the clock
+is set, and gives free pages back.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ class SqliteJobStore(SqlJobStore):
         return (await asyncio.to_thread(shutil.disk_usage, self._folder)).free
 
     async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
-        """Move all stored times. No other write runs between this and `follow`."""
+        """Add `by_s` to the stored times, and then call `follow`. No other write runs between the two."""
         await self._database.write(lambda connection: _shift(connection, by_s), at_commit=follow)
 
 

@@ -56,7 +56,7 @@ STORE_RETRY_S = 5.0
 class JobReports:
     """The reports of a running attempt: its progress, its metrics and the lines that it prints.
 
-    A report of progress or lines may be lost. If the store is broken, this is reported when the result is stored.
+    A report of progress or lines may be lost. If the store fails, the error is reported only when the result is stored.
     """
 
     def __init__(self, job: Job, invocation: Invocation, store: JobStore, tasks: asyncio.TaskGroup) -> None:
@@ -83,9 +83,10 @@ class JobReports:
         self._tell_lines()
 
     def release(self) -> None:
-        """Forget the callbacks, through which the invocation refers to this object, at the attempt's end.
+        """Remove the callbacks at the attempt's end, because the invocation refers to this object through them.
 
-        Otherwise the input and the output would stay in memory until the garbage collector runs, which may be long.
+        Otherwise this reference cycle would keep the input and the output in memory until the garbage collector runs,
+        perhaps for long.
         """
         self._invocation.on_progress = self._invocation.on_metrics = self._invocation.capture = None
 
@@ -150,7 +151,7 @@ class JobAttempt:
         """Set when the invocation was sent to a worker, or ended before that."""
         self._stored_bytes = 0
         self.fence = 0
-        """0 while the start is not stored."""
+        """The fence of the attempt; 0 while the start is not stored."""
         now_s, waited_s = time.monotonic(), max(0.0, store.clock() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
@@ -186,14 +187,15 @@ class JobAttempt:
             internal = GatewayError(f"The job's result could not be stored: {type(error).__name__}.")
             await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
         finally:
-            # If this task is cancelled or the code above has a bug, `stored` is still pending and a caller waits for it.
+            # If this task was cancelled or the code above has a bug, end the wait of the caller with an error.
             if self._unstored is not None and not self.stored.done():
                 self._refuse(GatewayError("The job was not run to its end.", remedy="Submit it again."))
 
     async def _run_unstored(self, new: NewJob) -> bool:
         """Wait for the end of an unstored job, and store it. Return False if the job was stored before its end.
 
-        Until `stored` is resolved, no caller has been promised that the job exists. So the caller gets the error.
+        Until `stored` is resolved, no caller knows the job's id. So if the job cannot be stored, the caller gets the
+        error.
         """
         output = self.invocation.output
         try:
@@ -233,14 +235,14 @@ class JobAttempt:
         return replace(self.job, worker=self.invocation.worker, started_s=started_s)
 
     async def _store_early(self, new: NewJob) -> None:
-        """Store an unstored job before its end, as IN_PROGRESS if a worker has it."""
+        """Store an unstored job before its end, as IN_PROGRESS if it was sent to a worker."""
         if self.invocation.worker:
             self.fence = await self._store.start(new, self.job.id, self.invocation.worker) or 0
             self.reports.begin(self.fence)
         else:
             await self._store.admit(new, self.job.id)
         if self._log_channel.ended:
-            # The function was deleted, and `Jobs.forget` may have run before.
+            # Cancel the job of a deleted function: `Jobs.forget` may have run before the job was stored.
             await self._finish(JobOutcome(JobState.CANCELLED))
         self.stored.set_result(self.job)
 
@@ -258,7 +260,7 @@ class JobAttempt:
                 JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self.reports.lines)
             )
             return
-        # `wait` is used because, unlike `await output`, it does not raise the exception of the future.
+        # Use `wait` because, unlike `await output`, it does not raise the exception of the future.
         await asyncio.wait([output])
         if output.cancelled():
             return
@@ -340,8 +342,8 @@ class JobAttempt:
         return JobOutcome(JobState.FAILED, error=wire, logs=self.reports.lines)
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
-        # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
-        # attempt that does not count. An attempt that counts is started first, which increments `attempts`.
+        # Without a fence, no start was stored and the job is still queued. If the attempt does not count, only end the
+        # claim. If it counts, store its start first, which increments `attempts`.
         if not self.fence and not counted:
             await self._retried(self._store.unclaim, (self.job.id,))
         elif await self._take():

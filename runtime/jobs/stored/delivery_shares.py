@@ -12,7 +12,7 @@ from ..webhooks.delivery import Delivery
 
 @dataclass(eq=False, slots=True)
 class DueDelivery:
-    """A delivery that may be sent, as the fair queue wants it."""
+    """A delivery that may be sent, with the attributes that the fair queue needs."""
 
     tenant: str
     deadline_s: float
@@ -22,7 +22,9 @@ class DueDelivery:
 
 
 class DeliveryShares:
-    """The requests that may run at a time: in all, which the host "" stands for, and at each host."""
+    """Counts the requests that run at a time, in all (under the host "") and at each host, and compares the counts with
+    the limits.
+    """
 
     def __init__(self, most: int, most_per_host: int, sending: Collection[Delivery]) -> None:
         self._most, self._most_per_host = most, most_per_host
@@ -32,7 +34,7 @@ class DeliveryShares:
             self.take(one.owner, one.host)
 
     def takes(self, owner: str, host: str) -> bool:
-        """Return True if the owner has fewer requests than are free."""
+        """Return True if the owner has fewer requests than are free, in all and at the host."""
         free = self._most - self._used[""], self._most_per_host - self._used[host]
         return self._of_owner[owner, ""] < free[0] and self._of_owner[owner, host] < free[1]
 
@@ -42,7 +44,7 @@ class DeliveryShares:
 
 
 def shared(found: list[DueDelivery], shares: DeliveryShares, sending: Collection[Delivery]) -> Iterator[int]:
-    """Yield the row numbers of the deliveries that get a place, in the order in which they are to be sent."""
+    """Yield the row numbers of the deliveries that may be sent now, in the order in which they are to be sent."""
     queue: FairQueue[DueDelivery] = FairQueue()
     for candidate in sorted(found, key=lambda one: (one.deadline_s, one.number)):
         queue.add(candidate)

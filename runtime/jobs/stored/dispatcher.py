@@ -88,8 +88,8 @@ class JobDispatcher:
         return None
 
     def _jobs_of(self, function: str) -> _FunctionJobs:
-        """Return the function's entry, or a new entry. Without an entry, the store had no jobs of the function that
-        could run.
+        """Return the function's entry, or a new entry. A function has no entry while the store has no jobs of it that
+        can run.
         """
         if function not in self._functions:
             jobs = self._functions[function] = _FunctionJobs()
@@ -134,7 +134,7 @@ class JobDispatcher:
                     await jobs.news.wait()
 
     async def _submit_next(self, function: str, jobs: _FunctionJobs) -> float | None:
-        """Submit as many jobs as there is room for.
+        """Submit as many jobs as `_room` allows.
 
         Return the seconds after which to call this again, or None to wait only for `news`.
         """
@@ -187,7 +187,7 @@ class JobDispatcher:
             # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
             next_s = await self._store.next_due(function, now_s)
-            # The later time, since the clock may have been set back during the read.
+            # Use the later time, because the clock may have been set back during the read.
             wait_s = math.inf if next_s is None else next_s - max(now_s, self._store.clock())
             jobs.due_s = time.monotonic() + (min(wait_s, FULL_RETRY_S) if held else wait_s)
             left = len(due) == room or sum(len(job.input) for job in due) >= left_bytes
@@ -201,8 +201,8 @@ class JobDispatcher:
         if not capacity and scale.elsewhere == 1:
             # Another gateway has the only worker, and runs the jobs.
             return 0
-        # An attempt whose invocation has ended waits only for the store and uses no worker.
-        # Attempts for waiting callers are not counted. Otherwise a steady flow of such callers would keep out stored jobs.
+        # Do not count attempts for waiting callers. Otherwise a steady flow of such callers would keep out stored jobs.
+        # Do not count an attempt whose invocation has ended: it waits only for the store and uses no worker.
         queued = [attempt for attempt in jobs.attempts.values() if not attempt.awaited]
         outstanding = sum(not attempt.invocation.ended for attempt in queued)
         room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
@@ -253,6 +253,6 @@ class _FunctionJobs:
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     """By job id, the attempts whose end is not yet stored."""
     last_owner: str = ""
-    """The owner of the last job that was submitted. The next owner has the next turn."""
+    """The owner of the last job that was submitted. The next turn belongs to the next owner, by id."""
     ended: set[str] = field(default_factory=set)
     """The ids of the jobs that ended or were cancelled since the latest read of the store began."""

@@ -103,7 +103,7 @@ class NewJob:
     max_queued_bytes: int | None = None
     """The job is refused if the inputs in the function's queue would exceed this size. None: no limit."""
     large_input: str = ""
-    """The name of the file that has the input, which the store sets for a large input; see large_bodies.py."""
+    """The name of the blob with the input. The store sets it if the input is large; see large_bodies.py."""
 
     @classmethod
     def for_function(cls, settings: FunctionSettings, body: bytes, **fields: Any) -> NewJob:
@@ -165,7 +165,7 @@ class Job:
     """When the job and its result are deleted; 0 until the job is final."""
     large_input: str = ""
     large_output: str = ""
-    """The names of the files that have a large input and output, until the store has read them; see large_bodies.py."""
+    """The names of the blobs with a large input and output, until the store has read them; see large_bodies.py."""
 
     def bare(self) -> Job:
         """Return the job without its input and output, to keep it for long."""
@@ -218,7 +218,7 @@ class JobOutcome:
     logs: str = ""
     metrics: bytes | None = None
     large_output: str = ""
-    """The name of the file that has the output, which the store sets for a large output; see large_bodies.py."""
+    """The name of the blob with the output. The store sets it if the output is large; see large_bodies.py."""
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Defines the changes of a commit of the store, which the parts of the gateway follow."""
+"""Defines the changes of a commit of the store. Parts of the gateway react to them."""
 
 from __future__ import annotations
 

@@ -1,19 +1,23 @@
-"""Defines `JobStore`: what any store of jobs does. The room `sqlite` has the store of one gateway.
+"""Defines `JobStore`: what any store of jobs does. `sqlite` has the store of one gateway, and `postgres` the store of
+several.
 
-Its methods are grouped by their users. An id or a state that a method returns is durably stored. With an `owner`, a method
-treats jobs of other owners as if they did not exist. All methods raise JobStoreFailed if the store cannot be read or written.
+The methods of `JobStore` are grouped by their users. An id or a state that a method returns is durably stored. With an
+`owner`, a method treats jobs of other owners as if they did not exist. All methods raise JobStoreFailed if the store
+cannot be read or written.
 
-Claim: `claim` keeps queued jobs for this gateway, so that no other gateway runs them too. `take` starts an attempt of a claimed
-job. A job is free again after `unclaim`, after the end of an attempt that queues it again, or when its gateway is dead.
+Claim: `claim` keeps queued jobs for this gateway, so that no other gateway runs them too. `take` starts an attempt of a
+claimed job. A job is free again after `unclaim`, after the end of an attempt that queues it again, or when its gateway
+is dead.
 
-Repeats: if the answer to `submit`, `start`, `record`, `claim`, `take` or `finish` was lost, the caller may repeat the call. It gets
-what the lost answer said, and nothing is done twice. So the caller makes the id of a new job, with `new_job_id`.
+Repeats: if the answer to `submit`, `start`, `record`, `claim`, `take` or `finish` was lost, the caller may repeat the
+call. The repeated call returns what the lost answer said, and nothing is done twice. So the caller makes the id of a
+new job, with `new_job_id`.
 
-Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence. The attempt
-passes the fence with every change that it requests. So an attempt that reports after its job was requeued changes nothing.
+Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence. The attempt passes
+the fence with every change that it requests. So an attempt that reports after its job was requeued changes nothing.
 
-The start of an attempt is stored when the attempt has been sent to a worker, so that no start waits for the store. If the gateway
-dies in the milliseconds between, the job runs again, and the first run does not count as an attempt.
+The start of an attempt is stored when the attempt has been sent to a worker, so that no start waits for the store. If
+the gateway dies in the milliseconds between, the job runs again, and the first run does not count as an attempt.
 """
 
 from __future__ import annotations
@@ -71,7 +75,9 @@ class JobQueries(Protocol):
     async def latest(
         self, functions: Collection[str], limit: int, before_id: str = "", owner: str = ALL
     ) -> list[Job]:
-        """Return up to `limit` of the owner's jobs of these functions, the newest first. Raise UnknownJob for `before_id`."""
+        """Return up to `limit` of the owner's jobs of these functions, the newest first. Raise UnknownJob if
+        `before_id` is not the id of such a job.
+        """
 
     async def newer_ids(
         self, functions: Collection[str], limit: int, than_id: str, owner: str = ALL
@@ -115,7 +121,7 @@ class JobQueries(Protocol):
 
 
 class JobRequests(Protocol):
-    """What callers change."""
+    """The changes that callers request."""
 
     async def submit(self, new: NewJob, job_id: str = "") -> tuple[Job, bool]:
         """Queue a new job and return (job, False).
@@ -199,8 +205,9 @@ class AttemptStore(Protocol):
         """
 
     async def finish(self, job_id: str, fence: int, outcome: JobOutcome) -> bool:
-        """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt, unless it has ended the
-        job with this outcome. An attempt whose job `requeue_dead` has queued again, without stored pieces, may still end it while it waits.
+        """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt, unless it
+        has ended the job with this outcome. If `requeue_dead` has queued the job again, and the attempt had stored
+        no pieces, the attempt may still end the job while it waits.
 
         Raises JobConflict if the state of the outcome is not final.
         """
@@ -233,24 +240,26 @@ class JobStore(JobQueries, JobRequests, AttemptStore, Outbox, Protocol):
     """The stored jobs of all functions, with their webhook deliveries."""
 
     on_commit: Callable[[JobChanges], object]
-    """The event loop calls it after each commit of a change, even if the caller of the change was cancelled."""
+    """The event loop calls this function after each commit of a change, even if the caller of the change was cancelled."""
     most_stored_bytes: int
-    """The limit of `StoredBytes`, which `submit` keeps."""
+    """The limit of `StoredBytes`. `submit` raises QueueFull above it."""
 
     async def open(self) -> None:
-        """Open the store, which no other method does. Create or upgrade its tables."""
+        """Open the store, and create or upgrade its tables. Call this before any other method."""
 
     async def close(self) -> None:
         """Finish all calls that have begun. Later calls raise JobStoreFailed."""
 
     async def requeue_dead(self, *, expired: bool = True) -> tuple[int, int]:
-        """Free what dead gateways have claimed, queue the jobs again that they ran, and end the jobs whose last attempt they ran.
+        """Free the jobs that dead gateways have claimed. Queue the jobs again that they ran, or end a job if that was
+        its last attempt.
 
-        Dead are the gateways that are no members any more and, if `expired`, the members whose lease has ended. Return how many are queued again, and how many have FAILED.
+        A gateway is dead if it is no longer a member or, with `expired`, if its lease has ended. Return how many jobs
+        are queued again, and how many have FAILED.
         """
 
     async def free_bytes(self) -> int:
-        """Return how many bytes there is room for where the jobs are stored."""
+        """Return how many bytes are free on the disk with the jobs."""
 
     async def next_expiry(self, now_s: float) -> float:
         """Return the time at which `expire` has something to do, or infinity if nothing will expire."""
@@ -263,14 +272,15 @@ class JobStore(JobQueries, JobRequests, AttemptStore, Outbox, Protocol):
         """
 
     async def shift(self, by_s: float, follow: Callable[[], object]) -> None:
-        """Move the ends of all waits by the seconds by which the clock was set, and the times from which unfinished jobs wait.
+        """Add `by_s`, the seconds by which the clock was set, to the times at which waits end and at which unfinished
+        jobs began to wait.
 
-        `follow`, which lets the clock follow, is called before any other change.
+        Then call `follow` before any other change, so that the clock of the store has the same shift.
         """
 
 
 def unknown_job(job_id: str) -> UnknownJob:
-    """Return the same error for unknown jobs and for jobs of other callers: it must not reveal which ids exist."""
+    """Return the same error for unknown jobs and for jobs of other callers, so that it does not reveal which ids exist."""
     return UnknownJob(
         f"There is no job {job_id[:128]!r}.", remedy="Check the id, and which functions the API key covers."
     )

@@ -30,7 +30,7 @@ from .stored_bytes import StoredBytes
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits until attempts are stored, and how long it then waits for webhook requests."""
 WEBHOOKS = "webhooks"
-"""The duty to send webhooks, which keeps them in their order."""
+"""The duty to send webhooks. Only one gateway has it, so that webhooks are sent in order."""
 EXPIRY_RETRY_S = 5.0
 """The pause after the store failed, before jobs are expired again."""
 
@@ -52,11 +52,11 @@ class Expiry:
         self._task.cancel()
 
     def expect(self, job: Job) -> None:
-        """Look when a job may expire that was stored."""
+        """Check the store when a job that was stored may expire."""
         self._expect(job.expires_s or job.created_s + min(job.ttl_s, self._keep_s))
 
     def expect_ended(self) -> None:
-        """Look when jobs expire that end now."""
+        """Check the store when jobs that end now may expire."""
         self._expect(self._store.clock() + self._keep_s)
 
     def _expect(self, at_s: float) -> None:
@@ -125,7 +125,8 @@ class Jobs:
         self._stored.most = self.store.most_stored_bytes = most_bytes
         self._sender.start(self._tasks)
         self._duties.keep(WEBHOOKS, lambda _mine: self._sender.wake())
-        # Other gateways may be alive whose lease has ended, because the database was away. Their next heartbeat says so.
+        # Do not treat a gateway as dead because its lease has ended: while the database was unreachable, it could not
+        # renew the lease. Its next heartbeat does.
         recovered = await self.store.requeue_dead(expired=False)
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
@@ -145,7 +146,9 @@ class Jobs:
         await self.store.close()
 
     def prepare_with(self, prepare: Callable[[Job], Awaitable[Job]]) -> None:
-        """Run what `prepare` returns for each stored job. It may raise JobStoreFailed: then the job runs later."""
+        """Run the job that `prepare` returns in place of each stored job. If `prepare` raises JobStoreFailed, the job
+        runs later.
+        """
         self._dispatcher.prepare = prepare
 
     def others(self) -> OtherGateways:
@@ -179,7 +182,7 @@ class Jobs:
                 if stored.state.final:
                     return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
-            # The job was not run. This raises if the gateway is shutting down.
+            # The job was not run, so submit it below. This line raises an error if the gateway is shutting down.
             self._live(new.function)
         job, replayed = await self.submit(new)
         return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
@@ -251,7 +254,8 @@ class Jobs:
             await self.store.purge(function, running=True)
 
     def _attempted(self, function: str, outcome: str) -> None:
-        # A deleted function's deliveries are still sent, but not counted: names come and go.
+        # Do not count the deliveries of a deleted function, which are still sent. Otherwise, counts of deleted
+        # functions would accumulate.
         with contextlib.suppress(UnknownFunction, GatewayError):
             self._live(function)
             self._webhook_attempts[function, outcome] += 1

@@ -26,7 +26,9 @@ from .job import Job, JobOutcome, NewJob
 MOST_INLINE_BYTES = 256 << 10
 """Larger bodies are blobs."""
 UNSENT_S = 60.0
-"""How much longer a job stays each time if a delivery still needs its large bodies."""
+"""If a delivery still needs the large bodies of a job at the end of its retention, keep the job for this much longer,
+and check again.
+"""
 THREADS = 2
 
 
@@ -40,7 +42,7 @@ def size_of(name: str) -> int:
 
 
 def same_body(one: str, other: str) -> bool:
-    """Return True if two blobs are equal."""
+    """Return True if the blobs with these names have equal bodies."""
     parts = one.split("-"), other.split("-")
     return (parts[0][0], parts[0][-1]) == (parts[1][0], parts[1][-1])
 
@@ -66,11 +68,13 @@ class LargeBodies:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._blobs.get, name)
 
     async def store_input(self, new: NewJob) -> NewJob:
-        """Return the new job with the blob of its input, if that is large. Raise JobStoreFailed."""
+        """If the input is large, store it in a blob, and return the new job with the blob's name. Raise JobStoreFailed."""
         return replace(new, large_input=await self.write(new.input)) if is_large(new.input) else new
 
     async def store_output(self, outcome: JobOutcome) -> JobOutcome:
-        """Return the outcome with the blob of its output, if that is large. Raise JobStoreFailed."""
+        """If the output is large, store it in a blob, and return the outcome with the blob's name. Raise
+        JobStoreFailed.
+        """
         if not is_large(outcome.output):
             return outcome
         return replace(outcome, large_output=await self.write(outcome.output))
@@ -94,7 +98,7 @@ class LargeBodies:
     def delete(self, names: Collection[str]) -> None:
         """Delete bodies in the background."""
         if names:
-            # RuntimeError: the store is closed. The next start deletes them.
+            # RuntimeError means that the store is closed. The next start deletes the bodies.
             with suppress(RuntimeError):
                 self._threads.submit(self._blobs.delete, tuple(names))
 
@@ -104,7 +108,7 @@ class LargeBodies:
             self._blobs.delete((written.result(),))
 
     def keep(self, names: Collection[str]) -> None:
-        """Delete the bodies that a crash has left: all but these. Blocks."""
+        """Delete all bodies except `names`, because a crash has left them. Blocks."""
         self._blobs.keep(names)
 
     def close(self) -> None:

@@ -14,16 +14,16 @@ from .job_store import JobStore
 from .stored_bytes import StoredBytes
 
 POLL_S = 0.25
-"""The pause between two looks at the jobs that run elsewhere and for which callers wait here."""
+"""The pause between two reads of the jobs that run at other gateways and for which callers wait at this one."""
 MOST_ASKED = 500
 RECOVER_EVERY = 30
-"""A gateway that stood still may have claimed jobs after the others had given it up, and then died. So every 30th call of `look` looks for
-its jobs.
+"""Every 30th call of `look` also queues the jobs of gateways that died long ago. A suspended gateway may have claimed
+jobs after the others took it for dead, and then died.
 """
 
 
 class OtherGateways:
-    """Brings the changes of other gateways to the parts that follow the commits of this one."""
+    """Passes the changes of other gateways to the parts that follow the commits of this one."""
 
     def __init__(
         self, store: JobStore, dispatcher: JobDispatcher, watchers: Mapping[str, set[asyncio.Event]],
@@ -43,9 +43,10 @@ class OtherGateways:
         self._watching.cancel()
 
     async def look(self, *, left: bool, dead: bool) -> None:
-        """Run jobs that wait, end attempts of jobs that others have ended or run, and count what is stored. Call it each second.
+        """Run waiting jobs. Cancel attempts of jobs that other gateways have ended or started. Load the counts of
+        stored bytes. Call this each second.
 
-        If a gateway has `left`, or is `dead`, its jobs are queued again.
+        If a gateway has `left`, or is `dead`, queue its jobs again.
         """
         with contextlib.suppress(JobStoreFailed):
             self._looks += 1
@@ -60,7 +61,7 @@ class OtherGateways:
     async def _end_attempts(self) -> None:
         attempts = [(one, one.fence) for one in self._dispatcher.attempts()]
         found = {job.id: job for job in await self._glances([one.job.id for one, _ in attempts])}
-        # The read job may belong to an earlier attempt: meanwhile, the job may have been started again.
+        # Ignore attempts that have changed since the read: meanwhile, the job may have been started again.
         present = set(self._dispatcher.attempts())
         for attempt, fence in attempts:
             job = found.get(attempt.job.id)

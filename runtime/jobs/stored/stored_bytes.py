@@ -1,7 +1,7 @@
-"""Limits the bytes of inputs and results that the store holds. The owners of jobs share the limit.
+"""Limits the bytes of inputs and results in the store. The owners of jobs share the limit.
 
-The table `stored` has the bytes of each owner, and of all jobs. Transactions change it together with the bodies. This object
-has a copy of the table, which follows each commit.
+The table `stored` has the bytes of each owner, and of all jobs. Transactions change the table together with the bodies.
+`StoredBytes` is a copy of the table, which is updated after each commit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class StoredBytes:
                 del self._of[owner]
 
     def refusal(self, owner: str, size: int) -> QueueFull | None:
-        """Return the error for an owner that may not store `size` more bytes, and then a result; else None."""
+        """Return an error if the owner may not store `size` more bytes, or could store no result after them. Otherwise,
+        return None.
+        """
         free = self.most - self.of_all - size
         if free < 0:
             return QueueFull(

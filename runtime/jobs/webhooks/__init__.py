@@ -1,4 +1,5 @@
-"""This package sends an event of a job or an alert to an URL: what a delivery is, its signature, its request and its retries.
+"""This package sends events of jobs and alerts to URLs. It defines a delivery, its signature, its request and its
+retries.
 
-The room `stored` stores deliveries and decides when they are sent.
+`sql` stores the deliveries and decides which are due. `stored` starts the sender and wakes it.
 """

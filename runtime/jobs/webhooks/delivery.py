@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 MAX_RETRY_AFTER_S = 86400.0
 """If a receiver asks to wait longer than this, the delivery waits only this long."""
 MAX_BODY_BYTES = 4 << 20
-"""A message has an input or an output of the job up to this size; else it has a link to the job."""
+"""A message contains an input or an output of the job up to this size. In place of a larger one, it has a link to the
+job.
+"""
 MAX_MESSAGE_BYTES = 2 * MAX_BODY_BYTES
-"""About the largest message: an event has the output twice, and a prediction input and output."""
+"""About the size of the largest message. An event contains the output twice, and a prediction contains the input and
+the output.
+"""
 JOB = "job:"
 """The prefix of the subject of a job's deliveries. The job's id follows the prefix."""
 GONE = 410
@@ -69,7 +73,7 @@ class Delivery:
     log: tuple[DeliveryAttempt, ...]
     """The latest attempts, oldest first."""
     owner: str = ""
-    """The owner of the job: the id of an API key."""
+    """The owner of the job, or of the function that an alert is about: the id of an API key."""
     body: bytes = b""
     """The message. It is empty in lists of deliveries, and if it is made when it is sent."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +81,7 @@ class Delivery:
 
     @property
     def job_id(self) -> str:
-        """The id of the job that it reports; "" if it reports no job."""
+        """The id of the job that the delivery reports; "" for an alert."""
         return self.subject.removeprefix(JOB) if self.subject.startswith(JOB) else ""
 
 

@@ -30,7 +30,9 @@ REDIRECTS = frozenset({301, 302, 307, 308})
 MAX_REDIRECTS = 3
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
-"""How long an unused connection is kept. Most servers keep idle connections longer, so they rarely close one first."""
+"""How long an unused connection is kept. Most servers keep idle connections longer, so a server rarely closes a
+connection that the next request uses.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class AddressPolicy(Addresses):
         if host == "localhost" or host.endswith(".localhost"):
             host = "127.0.0.1"
         try:
-            # `inet_aton` also understands 127.1, 0x7f000001 and 017700000001, which C libraries connect to.
+            # Use `inet_aton`, because it also reads 127.1, 0x7f000001 and 017700000001, which C libraries connect to.
             address = host if ":" in host else socket.inet_ntoa(socket.inet_aton(host))
         except OSError:
             return None

@@ -23,30 +23,34 @@ from .signing import SigningKey
 _log = logging.getLogger(__name__)
 
 MAX_SLEEP_S = 300.0
-"""The longest sleep before the clock is read again, which may have been set."""
+"""The longest sleep. After it, the clock is read again, because the clock may have been set."""
 MAX_REQUESTS = 128
-"""An owner alone gets half of each limit, so that receivers that do not answer leave places to other owners."""
+"""The limits of requests at a time, in all and per host. An owner that is alone gets half of each limit, so that other
+owners need not wait for receivers that do not answer.
+"""
 MAX_REQUESTS_PER_HOST = 16
 MAX_SENDING_BYTES = 64 << 20
-"""The bytes of the messages made when they are sent, which owners share: at most 8 of them at a time."""
+"""Limit for the bytes of the messages that are made when they are sent: at most 8 of them at a time. Owners share it."""
 SIGNED_ON_LOOP_BYTES = 256 << 10
 TIMEOUT_S = 15.0
 PAUSE_S = 5.0
-"""The pause after the store failed. An attempt that cannot be stored would be sent again and again."""
+"""The pause after the store failed. Without the pause, an attempt that cannot be stored would be repeated at once."""
 
 
 class Outbox(Protocol):
     """The stored deliveries. Its methods raise JobStoreFailed if they cannot be read or written."""
 
     clock: Callable[[], float]
-    """Returns the present in the Unix seconds of deliveries."""
+    """Returns the present time in Unix seconds, on the clock that deliveries use."""
 
     async def due_deliveries(
         self, *, most: int, most_per_host: int, sending: Collection[Delivery]
     ) -> tuple[list[Delivery], float | None]:
-        """Return deliveries that may be sent now, and the time at which the next is due; None: never.
+        """Return deliveries that may be sent now, and the time at which the next delivery is due; None if there is
+        none.
 
-        With those that are being sent, they are at most `most`, and `most_per_host` to a host. Their owners share both limits.
+        Together with the deliveries in `sending`, return at most `most`, and at most `most_per_host` to a host. Owners
+        share both limits.
         """
 
     async def webhook_body(self, delivery: Delivery) -> bytes | None:
@@ -117,7 +121,7 @@ class WebhookSender:
         Return the seconds after which to call this again, unless the sender is woken before.
         """
         if len(self._requests) >= MAX_REQUESTS or not self._may_send():
-            # When a request ends, `_ended` wakes the loop. When this gateway may send, its duty does.
+            # `_ended` wakes the loop when a request ends. The duty wakes the loop when this gateway may send.
             return MAX_SLEEP_S
         try:
             deliveries, next_s = await self._outbox.due_deliveries(
@@ -165,7 +169,9 @@ class WebhookSender:
 
     @contextlib.asynccontextmanager
     async def _roomy(self, owner: str) -> AsyncIterator[None]:
-        """Hold room for the largest message. Other messages leave room after at most 15 s each."""
+        """Reserve the bytes of the largest message during the block. Wait until they are free: each other message frees
+        its bytes after at most 15 s.
+        """
         async with self._left_room:
             await self._left_room.wait_for(lambda: self._room.takes(owner, MAX_MESSAGE_BYTES))
             self._room.add(owner, MAX_MESSAGE_BYTES)

@@ -38,7 +38,7 @@ class SigningKey:
         return PREFIX + base64.b64encode(self._key).decode()
 
     def of(self, function: str) -> SigningKey:
-        """Return a function's key: the HMAC-SHA256 of its name under the gateway's key."""
+        """Return a function's key: the HMAC-SHA256 of the name that `signed_as` returns, under the gateway's key."""
         return self._derived(self._signed_as(function))
 
     def of_owner(self, owner: str) -> SigningKey:
@@ -54,7 +54,8 @@ class SigningKey:
         """Return a signature of `text` that only this gateway can make. Each purpose has its own key, which no receiver
         knows.
 
-        This key differs from the keys of functions and owners, because no function's name contains a colon.
+        This key differs from the keys of functions and owners, because the names from which those keys are made do not
+        begin with `seal:`.
         """
         key = hmac.digest(self._key, f"seal:{purpose}".encode(), hashlib.sha256)
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
@@ -62,7 +63,7 @@ class SigningKey:
     def sign(self, message_id: str, body: bytes, now_s: float) -> str:
         """Return the signature of a message that is sent at this time."""
         digest = hmac.new(self._key, f"{message_id}.{int(now_s)}.".encode(), hashlib.sha256)
-        # A large body is neither copied nor hashed with the interpreter's lock.
+        # `update` neither copies a large body, nor holds the interpreter's lock while it hashes the body.
         digest.update(body)
         return f"v1,{base64.b64encode(digest.digest()).decode()}"
 
