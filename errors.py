@@ -105,12 +105,12 @@ from typing import Any, ClassVar, TypeVar
 
 E = TypeVar("E", bound="PilotflameError")
 
-# Details that only those who may see a function's code get. They are kept in `private`.
+# Details for callers who may see a function's code. `PilotflameError` moves them from `details` to `private`.
 PRIVATE = ("traceback", "stackTrace", "printed", "fault")
-# The details of errors of weights that callers get, too.
+# The details of a SnapshotError that all callers get.
 NAMED = ("shard", "asset", "chunk", "tensors", "retry_after_s")
 MOST_COMPARED = 256
-"""How many names an unknown one is compared with, those with the same first letter first: the time of a comparison grows with them."""
+"""An unknown name is compared with at most this number of names, which limits the time. Names with the same first letter come first."""
 _BY_CODE: dict[str, type[PilotflameError]] = {}
 
 
@@ -331,8 +331,8 @@ class OutOfMemory(WorkerDied, code="out_of_memory"): ...
 
 
 class CallEnded(InvocationError, code="call_ended"):
-    """The gateway ended a call. If `details` have `retry_after_s`, the same request is harmless: nothing was started, or
-    the function is idempotent. Otherwise the call may have had effects, and the status is one that invites no retry.
+    """The gateway ended a call. If `details` have `retry_after_s`, it is safe to send the request again: nothing was started,
+    or the function is idempotent. Otherwise the call may have had effects, and the status tells clients not to retry.
     """
 
     @classmethod
@@ -364,11 +364,11 @@ class CrashLoop(ActivationFailed, code="crash_loop", status=503):
 
 
 class FunctionStopped(ActivationFailed, code="function_stopped", status=503):
-    """The function may run nothing now. If that ends by itself, it does after `details["retry_after_s"]` seconds."""
+    """The function may run nothing now. If this ends by itself, it ends after `details["retry_after_s"]` seconds."""
 
 
 class BudgetExhausted(FunctionStopped, code="budget_exhausted", status=503):
-    """The day's budget is used up. It is there again after `details["retry_after_s"]` seconds."""
+    """The day's budget is used up. The next day's budget is available after `details["retry_after_s"]` seconds."""
 
 
 class FunctionPaused(FunctionStopped, code="function_paused", status=503):
@@ -376,7 +376,9 @@ class FunctionPaused(FunctionStopped, code="function_paused", status=503):
 
 
 class FunctionBarred(FunctionStopped, code="function_barred", status=503):
-    """The policy of the gateway, or of the function's API key, no longer allows the function to run, or its files are damaged."""
+    """The policy of the gateway, or of the function's API key, no longer allows the function to run. Or the function's files are damaged, or
+    its weights are still compared.
+    """
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...
@@ -398,7 +400,7 @@ class DeadlineExceeded(InvocationError, code="deadline_exceeded", status=504): .
 class Cancelled(InvocationError, code="cancelled", status=499): ...
 
 
-# Faults of the handler or of its settings. Other errors of snapshots say that weights cannot be read, and where they are.
+# Faults of the handler or of its settings. All other SnapshotErrors may say where the weights are, so callers do not get their texts.
 OF_HANDLERS = (NoSuchSnapshot, PackageMissing, SnapshotMismatch)
 
 
@@ -422,9 +424,9 @@ def for_callers(error: PilotflameError) -> PilotflameError:
 def wrapped(
     kind: type[E], error: PilotflameError, text: Callable[[str], str], *, remedy: str | None = None, details: Mapping[str, Any]
 ) -> E:  # fmt: skip
-    """Return an error of class `kind` for callers, whose cause is `error`. `text` makes its message of that of `error`.
+    """Return an error of class `kind` for callers, whose cause is `error`. `text` returns its message for the message of `error`.
 
-    It has the remedy of `error` unless there is another `remedy`, and more `details`.
+    Its remedy is `remedy`, or the remedy of `error` if `remedy` is None. `details` are added to the details of `error`.
     """
     told = for_callers(error)
 

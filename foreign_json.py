@@ -1,4 +1,4 @@
-"""Bounds what JSON of others costs: callers, handlers, and servers from which weights are fetched.
+"""Limits the cost of JSON that others write: callers, handlers, and servers from which weights are fetched.
 
 A parser holds the interpreter until it has made all values, and a short text such as `[[],[],...]` can have millions of them. So
 the marks between values are counted before the text is parsed, which takes a small part of the parser's time. A text may have 2
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_MARKS = 2_000_000
 WEIGHTS = {",": 1, "[": 2, "{": 2, ":": 4}
-"""How much each mark counts: about the time to make what it stands for, in tenths of a microsecond."""
+"""How much each mark counts: about the time to make the value that the mark stands for, in tenths of a microsecond."""
 # A run of at least 19 digits may be an integer of more than 64 bits. A pattern over a whole body would hold the interpreter much longer
 # than `translate` and `find`.
 _ZEROS, _LONG, _RUN = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 19, re.compile(b"0+")
@@ -34,15 +34,15 @@ REMEDY = (
     "Send numbers as application/x-npy or safetensors, and long texts as text/plain, or send less at a time."
 )
 MOST_ERRORS = 1000
-"""An object of a model may still have any number of unknown fields. More errors than this are not described."""
+"""More errors than this are counted, but not described: an object for a model may have any number of unknown fields, each an error."""
 _CONTAINERS = frozenset(("list", "tuple", "set", "frozenset", "dict"))
-# These parts of a schema are values, and not schemas.
+# These members of a schema are values and not schemas, so `_failing_fast` does not change them.
 _VALUES = frozenset(("default", "expected", "metadata", "serialization", "ref", "schema_ref"))
 
 
 def excess(text: bytes | str) -> str:
     """Return what a JSON text has too much of; "" if nothing. The marks in its strings count, too."""
-    # Most texts are too short for that many marks.
+    # Do not count the marks of most texts, which are too short to exceed the limit.
     if len(text) <= _SHORT:
         return ""
     if isinstance(text, str):
@@ -76,7 +76,7 @@ def loads(text: bytes | str) -> Any:
 def _may_have_long_integer(text: bytes | str) -> bool:
     digits = (text.encode() if isinstance(text, str) else text).translate(_ZEROS)
     at = digits.find(_LONG)
-    # The fraction of a float may be such a run, too.
+    # Skip a run after a point, because it is the fraction of a float.
     while at > 0 and digits[at - 1 : at] == b"." and (run := _RUN.match(digits, at)):
         at = digits.find(_LONG, run.end())
     return at >= 0
@@ -97,10 +97,10 @@ def dumps(value: Any) -> bytes:
 
 def failing_fast(adapter: TypeAdapter[Any]) -> SchemaValidator:
     """Return a validator like the adapter's, whose containers fail at their first wrong item."""
-    # `import pilotflame` does not load pydantic.
+    # Imported here, because `import pilotflame` must not load pydantic.
     from pydantic_core import SchemaValidator  # noqa: PLC0415
 
-    # Otherwise, pydantic takes the validators of the models inside, which do not fail fast. pydantic 2.11 always does so.
+    # By default, pydantic uses the prebuilt validators of the models inside, which do not fail fast. pydantic 2.11 has no option to avoid this.
     known = "_use_prebuilt" in str(SchemaValidator.__text_signature__)
     anew: dict[str, Any] = {"_use_prebuilt": False} if known else {}
     return SchemaValidator(_failing_fast(adapter.core_schema), **anew)
@@ -112,14 +112,16 @@ def _failing_fast(part: Any) -> Any:
     if not isinstance(part, Mapping):
         return part
     if not isinstance(kind := part.get("type"), str):
-        # Schemas by their names, such as the fields of a model. A field may be called "type".
+        # `part` has schemas by name, such as those of the fields of a model. A field may be called "type".
         return {name: _failing_fast(one) for name, one in part.items()}
     found = {name: one if name in _VALUES else _failing_fast(one) for name, one in part.items()}
     return found | {"fail_fast": True} if kind in _CONTAINERS else found
 
 
 def first_errors(error: ValidationError, most: int, *, values: bool = False) -> list[ErrorDetails]:
-    """Return the first errors, with `values` also the values that they are about. Never return an empty list."""
+    """Return the first `most` errors, or one error with their number if there are more than MOST_ERRORS. With `values`, the errors contain the
+    wrong values. Never return an empty list.
+    """
     if (count := error.error_count()) > MOST_ERRORS:
         return [{"type": "too_many_errors", "loc": (), "msg": f"{count} fields are wrong", "input": None}]
     return error.errors(include_url=False, include_input=values, include_context=values)[:most]

@@ -1,4 +1,4 @@
-"""Tells how much a process may use: of the machine, or less in a container or a limited service."""
+"""Measures how much memory and how many processors a process may use: those of the machine, or less in a container or a limited service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CgroupLimit(NamedTuple):
 
     folder: Path
     numbers: tuple[int, ...]
-    """What its files hold. Version 1 has 2**63 or -1 where there is no limit."""
+    """The numbers in the files of the limit. Without a limit, version 1 has about 2**63, or -1 for processors."""
     unified: bool
     """True for version 2 of cgroups."""
 
@@ -26,14 +26,14 @@ class CgroupLimit(NamedTuple):
 def memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
     """Return the memory of this machine in bytes, or the smallest limit of the cgroups of this process.
 
-    `cgroups` is where they are mounted. `own` is the file in which the kernel names those of the process.
+    `cgroups` is the folder where cgroups are mounted. `own` is the file in which the kernel names the cgroups of the process.
     """
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total_bytes, *(limit.numbers[0] for limit in limits("memory", cgroups, own))])
 
 
 def physical_memory(proc: Path = PROC) -> tuple[int, int]:
-    """Return the memory of the machine and what of it is available, in bytes. Raise OSError or KeyError."""
+    """Return the memory of the machine, and how much of it is available, in bytes. Raise OSError or KeyError."""
     pairs = (line.split()[:2] for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
     amounts = {key: int(value) * 1024 for key, value in pairs}
     return amounts["MemTotal:"], amounts["MemAvailable:"]
@@ -65,7 +65,7 @@ _FILES = {
 
 
 def limits(controller: str, cgroups: Path = CGROUPS, own: Path = OWN) -> Iterator[CgroupLimit]:
-    """Yield each limit of a controller ("memory" or "cpu") that holds for this process."""
+    """Yield each limit of a controller ("memory" or "cpu") that applies to this process."""
     second, first = _FILES[controller]
     with suppress(OSError):
         for line in own.read_text(encoding="utf-8").splitlines():
@@ -80,7 +80,7 @@ def limits(controller: str, cgroups: Path = CGROUPS, own: Path = OWN) -> Iterato
 
 
 def _limits_above(root: Path, path: str, files: tuple[str, ...]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """Yield the folder and the limit of a cgroup and of those that contain it.
+    """Yield the folder and the limit of a cgroup, and of the cgroups that contain it.
 
     In a container, `root` may be the container's own cgroup, and `path` that cgroup as the host names it. Then
     nothing is found below `root`, and the limit is in `root` itself.

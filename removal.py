@@ -12,7 +12,7 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 # Removing this many blocks of 512 bytes takes about as long as removing an entry.
 _BLOCKS = 4096
-# Fewer names than these fit into the buffer with which a folder is read.
+# Fewer entries than this fit into one read of a folder. So no file system leaves some out while others are removed.
 _MANY = 50
 
 
@@ -22,9 +22,9 @@ def remove_tree(folder: str | Path, most: float = math.inf) -> bool:
     Unlike `shutil.rmtree`, this also removes trees of any depth, and folders that may not be read or written. It raises
     no OSError. `most` limits the work: the number of entries, where 2 MiB of a file count as one entry.
     """
-    # Without pathlib: each end of a worker comes here.
+    # Do not use pathlib, because this runs at each end of a worker, and pathlib is slower.
     parent, name = os.path.split(folder)
-    # Errors: a folder is gone or was moved by another process, or the limit is reached.
+    # OSError: another process has removed or moved a folder, or the limit is reached.
     with suppress(OSError):
         _Removal(parent or os.curdir, most).run(name)
     try:
@@ -73,7 +73,7 @@ class _Removal:
             self._levels.append((_identity(self._place), iter(self._remove_files())))
 
     def _leave(self) -> None:
-        """Remove the open folder, and open the folder above it. Raise OSError if it is no longer in that folder."""
+        """Open the folder above the open folder, and remove the folder that was open. Raise OSError if it was moved."""
         self._levels.pop()
         if self._levels:
             self._open(os.open("..", _FOLDER, dir_fd=self._place))
@@ -87,7 +87,7 @@ class _Removal:
         self._place = folder
 
     def _remove_files(self) -> list[str]:
-        """Remove all entries of the open folder except its folders, and return their names."""
+        """Remove all entries of the open folder except folders. Return the names of the folders."""
         removed = _MANY
         # Some file systems leave entries out while many others are removed, so look again.
         while removed >= _MANY:
@@ -105,7 +105,7 @@ class _Removal:
         return folders
 
     def _count(self, entry: os.DirEntry[str]) -> None:
-        """Count an entry. Raise OSError if it is more than the limit."""
+        """Count an entry. Raise OSError if the count exceeds the limit."""
         if self._left < math.inf:
             self._left -= 1 + entry.stat(follow_symlinks=False).st_blocks // _BLOCKS
             if self._left < 0:
@@ -123,7 +123,7 @@ def _open_writable(place: int, name: str) -> int:
             os.close(folder)
             raise
         return folder
-    # It may not be read.
+    # The folder may not be read. Open it with O_PATH, which needs no right to read it, and give its owner all rights first.
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
     try:
         # `fchmod` accepts no descriptor that was opened with O_PATH.

@@ -186,7 +186,7 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
 
 def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any) -> None:
     """Run the gateway with `main.run`, and announce its start to commands until it listens."""
-    # The parent process may have blocked or ignored signals, such as the SIGTERM that ends the gateway.
+    # The parent process may have blocked signals, such as the SIGTERM that ends the gateway, or ignored SIGCHLD. Undo both.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with announced_start(gateway.port) as started, _failing_in(gateway.log_format):
@@ -194,7 +194,7 @@ def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any)
         from .ground.telemetry.gateway_log import MessageFormatter  # noqa: PLC0415
         from .main import run  # noqa: PLC0415
 
-        # It prints what is logged before the log is open, and after its end.
+        # The handler of last resort prints messages that are logged before the gateway's log is open, and after its end.
         if logging.lastResort is not None:
             logging.lastResort.setFormatter(MessageFormatter(gateway.log_format))
 
@@ -235,7 +235,7 @@ def _open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    # The encoding of a terminal or of PYTHONIOENCODING may lack letters of an answer.
+    # Escape letters of an answer that the encoding of the terminal, or of PYTHONIOENCODING, lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -243,7 +243,7 @@ def _open_standard_streams() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
     _open_standard_streams()
-    # httpx imports its own command line with rich and pygments, which no command needs. None means that it is not installed.
+    # Keep httpx from importing its own command line, with rich and pygments, which no command needs. With None, this import fails, which httpx accepts.
     sys.modules.setdefault("httpx._main", cast("ModuleType", None))
     words = sys.argv[1:] if arguments is None else arguments
     return exit_codes.exit_code_of(

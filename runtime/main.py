@@ -56,7 +56,7 @@ class Stop(asyncio.Event):
         self.set()
 
     def by_hangup(self) -> None:
-        """The terminal has closed, or the owner wants the certificate to be read again."""
+        """Handle SIGHUP: end a process that ends with its terminal, which has closed. Otherwise, read the certificate again."""
         if self._of_terminal:
             self.by_signal(signal.SIGHUP)
         elif self.server is not None:
@@ -89,7 +89,7 @@ def run(
     if folder is not None and standalone:
         alone = read_settings(folder, overrides=overrides, standalone=True)
 
-    # Not every C library has it.
+    # Not every C library has `mallopt`.
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
 

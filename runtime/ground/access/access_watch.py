@@ -1,4 +1,4 @@
-"""Notices keys and secrets that another gateway with the same documents has changed."""
+"""Loads keys and secrets again after another gateway with the same documents has changed them."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ class AccessChanges(NamedTuple):
     """The changes since the last look."""
 
     revoked: frozenset[str] = frozenset()
-    """The ids of the keys that are gone. "" if callers without a key are no longer admitted."""
+    """The ids of the removed keys. It contains "" if callers without a key are no longer admitted."""
     functions: frozenset[str] = frozenset()
     """The functions whose secrets have changed."""
 
 
 class AccessWatch:
-    """Keeps the keys and secrets in memory as the documents have them. One thread at a time calls it."""
+    """Keeps the keys and secrets in memory equal to the documents. Call it from one thread at a time."""
 
     def __init__(self, documents: Documents, keyring: Keyring, secrets: Secrets, grace_s: float) -> None:
-        """The keys and secrets were loaded just now. While they cannot be read again, the keys in memory count for `grace_s`."""
+        """Call this just after the keys and secrets were loaded. If they cannot be read again, the keys in memory stay valid for `grace_s`."""
         self._documents, self._keyring, self._secrets, self._grace_s = documents, keyring, secrets, grace_s
         keyring.current_until_s = time.time() + grace_s
         self._admitted = self._admitted_now()
         self._seen: int | None = None
-        """The generation whose keys and secrets are all in memory. The documents may have changed since they were loaded, so the first
-        `look` loads them again.
+        """The generation whose keys and secrets are all in memory. It is None at first, so that the first `look` loads them again: they may
+        have changed since the caller loaded them.
         """
         self._warned: tuple[int | None] | None = None
-        """Holds the generation for which a warning was logged; None if the last `look` has succeeded."""
+        """A tuple of the generation for which errors were logged, where None means that it could not be read. None if the last `look` has
+        succeeded.
+        """
 
     def look(self) -> AccessChanges:
         """Load keys and secrets again if a document has changed, and return their changes. Blocks.
 
-        If a document is damaged or cannot be read, log one warning for each change, keep the keys or secrets in memory, and read it again in
-        the next call. It raises no GatewayError.
+        If a document is damaged or cannot be read, its keys or secrets in memory stay, and the next call loads all documents again. The
+        errors are logged once for each generation. They are not raised.
         """
         generation, until_s = None, time.time() + self._grace_s
         functions, errors = frozenset[str](), list[GatewayError]()
         try:
-            # Read the number first: a change that comes after it raises the number again.
+            # Read the generation before the documents. A later change raises it, so the next call loads the documents again.
             generation = self._documents.generation(ACCESS)
             if generation == self._seen:
                 self._note(generation, [], until_s)
@@ -77,5 +79,5 @@ class AccessWatch:
                 LOG.warning("Keys or secrets that another gateway has changed are not loaded: %s", error)
 
     def _admitted_now(self) -> frozenset[str]:
-        """Return the ids of all keys; "" if callers need no key."""
+        """Return the ids of all keys, or only "" if callers need no key."""
         return frozenset(key.id for key in self._keyring.all()) if self._keyring.exists else frozenset([""])

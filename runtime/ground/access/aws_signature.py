@@ -81,7 +81,7 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
         raise Unauthorized("The AWS signature is malformed.", remedy=_REMEDY)
     key_id, day, region, service, names, value = found.groups()
     signed = tuple(names.split(";"))
-    # Each mention of a name would join all lines of the header again.
+    # Refuse repeated names, because `_canonical` joins all lines of a header for each mention of its name.
     if len({*signed}) < len(signed):
         raise Unauthorized("The AWS signature names a header twice.", remedy="Name each header once.")
     missing = {"host", *(name.lower() for name in headers if name.lower().startswith("x-amz-"))} - {*signed}
@@ -101,7 +101,7 @@ def verify(digest: str | None, signature: Signature, request: SignedRequest) -> 
     """Raise Unauthorized unless the request was signed with the secret from which `digest` was computed.
 
     The duration of the comparison does not depend on how many characters of the signature are right. `digest` is None
-    for a key that was made by an older version of pilotflame.
+    for a key that was made without `aws`, or by an older version of pilotflame.
     """
     if digest is None:
         raise refused(signature, "an older version made the key, so it cannot sign")

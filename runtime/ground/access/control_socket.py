@@ -1,8 +1,8 @@
 """Opens and finds the control socket, a unix socket in the state folder on which a gateway serves HTTP.
 
-Requests on the control socket that hold the control key need no API key and may do everything. The key is a file beside
-the socket that only the user who runs the gateway can read. The permissions of the socket are not enough: Landlock,
-which hides the state folder from functions with private files, does not stop them from connecting to it.
+Requests on the control socket with the control key in a header need no API key and may do everything. The key is in a
+file beside the socket that only the user who runs the gateway can read. The permissions of the socket are not enough:
+Landlock hides the state folder from functions with private files, but lets these functions connect to the socket.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# The path of a unix socket has a limited length. The listener checks this only for `run/link.sock`, so this path must
-# not be longer.
+# The path of a unix socket has a limited length. The listener checks this only for `run/link.sock`, so `_PATH` must not
+# be longer than `run/link.sock`.
 _PATH, _KEY_PATH = "run/own.sock", "run/own.key"
 CONTROL_KEY = "X-Pilotflame-Control-Key"
 
 
 class ControlSocket(NamedTuple):
-    """The bound control socket of a gateway, and the key that requests on it must hold."""
+    """The bound control socket of a gateway, and the key that requests on the socket must send."""
 
     sock: socket.socket
     key: str
 
     def admits(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> bool:
-        """Return True if the request came over a unix socket and holds the control key."""
+        """Return True if the request came over a unix socket and its headers have the control key."""
         sock = transport.get_extra_info("socket") if transport is not None else None
         if sock is None or sock.family != socket.AF_UNIX:
             return False
@@ -38,7 +38,7 @@ class ControlSocket(NamedTuple):
 
 
 class ControlAddress(NamedTuple):
-    """The path of a running gateway's control socket, and the control key that requests on it must hold."""
+    """The path of a running gateway's control socket, and the header with the control key that requests must send."""
 
     path: Path
     headers: dict[str, str]
@@ -48,7 +48,7 @@ class ControlAddress(NamedTuple):
 def control_socket(state: Path) -> Iterator[ControlSocket]:
     """Yield the bound control socket with a new key, and remove their files when the block ends.
 
-    The caller must have locked the state folder: files that a killed gateway left there are replaced.
+    The caller must have locked the state folder, because this replaces the files of a gateway that was killed.
     """
     path, key_path = state / _PATH, state / _KEY_PATH
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

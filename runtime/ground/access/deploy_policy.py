@@ -26,7 +26,7 @@ Network = Literal["none", "bridge", "host"]
 Pattern = Annotated[str, Field(min_length=1, max_length=1024)]
 Patterns = Annotated[tuple[Pattern, ...], Strict(False), BeforeValidator(split_text), Field(max_length=100)]
 Networks = Annotated[tuple[Network, ...], Strict(False), BeforeValidator(split_text)]
-# The most that a function whose code is not trusted may set. The temporary files of a container are in its memory.
+# The largest `resources.tmp_mb` of a function whose code is not trusted. A container keeps its temporary files in memory.
 MAX_TMP_MB = 4096
 _STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\?#;]|$)")
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
@@ -75,7 +75,7 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
     def faults(self, settings: FunctionSettings, outside: Mapping[str, str]) -> Iterator[str]:
         """Yield a text for each setting of a function that the policy does not allow.
 
-        `outside` has the URLs and absolute paths of the function's snapshots outside its code, by name.
+        `outside` has the URL or absolute path of each snapshot outside the function's code, by the snapshot's name.
         """
         if self.kind == "container" and settings.image.name is None:
             yield "code must run in a container, but image.name is not set"
@@ -104,7 +104,7 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
         limits = {"gpus": self.gpus, "memory_mb": self.memory_mb, "cpus": self.cpus, **contained}
         for name, most in limits.items():
             used = getattr(resources, name)
-            # A container has a limit of `tmp_mb` also if it is not set.
+            # An unset `tmp_mb` does not mean all: a container always has a limit for its temporary files.
             unset = used is None and name not in contained
             if most is not None and (unset or (used or 0) > most):
                 shown = "not set, which means all" if unset else used
@@ -121,7 +121,7 @@ class StoredPolicy(DeployPolicy, extra="allow"):
 
 
 class Deployer(NamedTuple):
-    """An API key that has deployed something, or wants to; "" without a key."""
+    """An API key that has deployed something, or wants to. Without a key, both fields are ""."""
 
     key_id: str
     name: str
@@ -167,14 +167,15 @@ class DeployPolicies:
     def same_owner(self, one: Deployer, other: Deployer) -> bool:
         """Return True if the second key may change what was deployed with the first.
 
-        Keys with which only containers may be deployed have the same owner if they have the same name. Trusted keys change
-        everything of each other: their code runs as the same user.
+        Two keys with which only containers may be deployed have the same owner if they have the same name. Two other keys
+        always have the same owner, because their code runs as the same user. A key of the one kind and a key of the other
+        never have the same owner.
         """
         confined = self.confined(one.key_id), self.confined(other.key_id)
         return confined == (False, False) or (confined == (True, True) and one.name == other.name)
 
     def fault(self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str) -> str:
-        """Return which policy does not allow a function that was deployed with this key, and why; "" if they allow it."""
+        """Return a text that says which policy forbids a function that was deployed with this key, and why; "" if none does."""
         for whose, policy in self._both(key_id):
             if found := list(policy.faults(settings, outside)):
                 return f"The policy of {whose} does not allow {settings.name}: {'; '.join(found)}."
@@ -187,9 +188,10 @@ class DeployPolicies:
             raise PolicyViolation(fault, remedy=remedy)
 
     def check_place(self, setting: str, place: str, key_id: str) -> None:
-        """Raise PolicyViolation if a function that was deployed with this key may not use the place in a plugin's setting.
+        """Raise PolicyViolation if a function that was deployed with this key may not use `place`, a URL in a plugin's setting.
 
-        A deploy checks only settings that the core knows. The caller of a function does not learn what is allowed.
+        The plugin calls this itself, because a deploy checks only settings that the core knows. The message does not say
+        what is allowed, because callers of the function may see it.
         """
         if not all(_matches(place, policy.queues) for _whose, policy in self._both(key_id)):
             fault = f"The policy of the function does not allow the place in {setting}."
@@ -200,7 +202,7 @@ class DeployPolicies:
     def check_path(self, key_id: str) -> None:
         """Raise PolicyViolation if this key may not deploy a folder of the gateway's machine.
 
-        Call this before the folder is read: the errors of a deploy tell what is in it.
+        Call this before the folder is read, because the errors of a deploy tell what the folder contains.
         """
         for whose, policy in self._both(key_id):
             if policy.kind == "container":
@@ -218,15 +220,15 @@ ALL_ALLOWED = DeployPolicies()
 
 
 def unknown_members(stored: BaseModel) -> list[str]:
-    """Return the members that a newer pilotflame has stored, except those that are null: that is how a limit is stored that is not set."""
+    """Return the names of the members that a newer pilotflame has stored, without null members: null means that the limit is not set."""
     return [name for name, value in (stored.model_extra or {}).items() if value is not None]
 
 
 def _matches(text: str, patterns: tuple[str, ...]) -> bool:
     if "*" in patterns:
         return True
-    # A path that steps up could begin as an allowed one, and leave it. Programs disagree about control characters, and about
-    # what they decode, so none of them may be there.
+    # Refuse "..": a path could begin like an allowed path and leave its folder. Refuse control characters, because programs treat
+    # them differently. Decode twice, because some programs decode a decoded text again.
     plain = unquote(unquote(text))
     if _STEP_UP.search(plain) or _CONTROL.search(plain):
         return False
@@ -234,7 +236,7 @@ def _matches(text: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
-    """Return the expression of a pattern. In the host of a URL, * stands for no / and no @, so that it ends in the host."""
+    """Return the regular expression of a pattern. In the host of a URL, * matches none of / @ ? #, so that it matches only a part of the host."""
     scheme, mark, rest = pattern.partition("://")
     if not mark:
         scheme, rest = "", pattern

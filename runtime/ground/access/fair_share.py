@@ -1,4 +1,4 @@
-"""How much of a shared room one owner may use."""
+"""Limits how much of a shared resource one owner may use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from ....errors import Overloaded
 
 FREE_SHARE = 9
-"""An owner may use nine times as much as is free. So an owner that is alone may use nine tenths of the room. If there are more
-owners, each may use less, and some room stays free for a new owner. This is the dynamic threshold of Choudhury and Hahne, "Dynamic queue length thresholds for
-shared-memory packet switches" (1998)."""
+"""An owner may use nine times as much as is free. So a single owner may use nine tenths of the resource. If there are more
+owners, each may use less, and a part stays free for a new owner. This is the dynamic threshold of Choudhury and Hahne, "Dynamic
+queue length thresholds for shared-memory packet switches" (1998)."""
 
 
 def share_used(own: int, free: int) -> bool:
-    """Return True if an owner that uses `own` of a room has used its share, while `free` of the room is free."""
+    """Return True if an owner that uses `own` has reached its share. `free` is what no owner uses."""
     return own >= FREE_SHARE * free
 
 
 class SharedRoom:
-    """A room of `most` bytes, or of other units, and how much of it each owner uses. Callers without a key are one owner."""
+    """Counts how much each owner uses of `most` bytes, or of other units. Callers without a key are one owner."""
 
     def __init__(self, most: int) -> None:
         self._most, self._total = most, 0
@@ -42,7 +42,7 @@ class SharedRoom:
 
     @contextmanager
     def held(self, owner: str, size: int, what: str) -> Iterator[None]:
-        """Count `size` while the block runs. Raise Overloaded, which names `what` is held, if the owner may not use it."""
+        """Count `size` while the block runs. If the owner may not use `size` more, raise Overloaded with `what` in its message."""
         if not self.takes(owner, size):
             message = f"The gateway holds as many bytes of {what} as it may."
             raise Overloaded(message, remedy="Try again.", details={"retry_after_s": 1.0})
@@ -53,7 +53,7 @@ class SharedRoom:
             self.remove(owner, size)
 
     def remove(self, owner: str, size: int) -> None:
-        """Take back what `add` has counted."""
+        """Subtract what `add` has counted."""
         self._of[owner] -= size
         if not self._of[owner]:
             del self._of[owner]

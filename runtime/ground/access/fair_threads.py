@@ -1,6 +1,6 @@
-"""Threads for work of several owners, who take turns. The last free thread is for an owner that holds none.
+"""Runs blocking work of several owners in threads. Owners take turns. The last free thread is for an owner that uses no thread.
 
-The event loop's default threads stay free for work that callers wait for.
+So the event loop's default threads stay free for work that callers wait for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Work:
 
 
 class FairThreads:
-    """The threads, and the work that waits for one."""
+    """The threads, and the work that waits for a thread."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool, self._free = ThreadPoolExecutor(threads, name), threads
@@ -44,8 +44,8 @@ class FairThreads:
     async def run(
         self, work: Callable[[], T], *, owner: str = GATEWAY, undo: Callable[[T], object] | None = None
     ) -> T:
-        """Run `work` in a thread and return its result. If the caller is cancelled, call `undo` with the result of work
-        that has begun.
+        """Run `work` in a thread and return its result. If the caller is cancelled before `work` begins, `work` never runs.
+        If the caller is cancelled later, `work` goes on, and `undo` is called with its result.
         """
         own = _Work(owner, work, asyncio.get_running_loop().create_future())
         self._waiting.add(own)
@@ -58,18 +58,18 @@ class FairThreads:
                 own.running.add_done_callback(partial(self._undo, undo))
             raise
         finally:
-            # The traceback of an error holds this frame.
+            # The traceback of an error refers to this frame, and `own` refers to the error. Break this cycle.
             del own
         return result
 
     def start(self, work: Callable[[], object]) -> None:
-        """Run `work` in a thread, unless the gateway ends. Its result is dropped."""
-        # RuntimeError: the threads are closed. The next gateway empties the staging folder, so nothing is lost.
+        """Run `work` in a thread, and drop its result. If the threads are closed, do nothing."""
+        # RuntimeError: the threads are closed. Skip the work: the next gateway empties the staging folder.
         with contextlib.suppress(RuntimeError):
             self._pool.submit(work)
 
     def close(self) -> None:
-        """Start no more work. The process waits at its end for work that still runs."""
+        """Start no more work, and cancel work that waits. The process waits at its end for work that still runs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for one in [*self._waiting]:
             self._waiting.remove(one)
@@ -82,7 +82,7 @@ class FairThreads:
             try:
                 found.running = found.result.get_loop().run_in_executor(self._pool, found.work)
             except RuntimeError as error:
-                # The process may have no more threads. The work of another owner must not wait for ever.
+                # The process may have no more threads. Fail only this work, and go on with the work of other owners.
                 if not found.result.done():
                     found.result.set_exception(error)
                 continue
@@ -91,7 +91,7 @@ class FairThreads:
             found.running.add_done_callback(partial(self._ended, found))
 
     def _next(self) -> _Work | None:
-        """Return the work of the least served owner that may hold one thread more."""
+        """Return the next work of the least served owner that may use one more thread; None if there is none."""
         may = (one for one in self._waiting.heads() if self._free > 1 or not self._held[one.tenant])
         return min(may, key=lambda one: self._waiting.served(one.tenant, one.priority), default=None)
 
@@ -101,7 +101,7 @@ class FairThreads:
         if not self._held[own.tenant]:
             del self._held[own.tenant]
         if own.result.done():
-            # The caller has left. Mark the error as seen.
+            # The caller was cancelled. Retrieve the error, so that asyncio does not log it.
             _ = running.cancelled() or running.exception()
         elif running.cancelled():
             own.result.cancel()

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 PATIENCE_S = 10.0
-"""If a limit is smaller than the number of gateways that want something of it, a gateway keeps its part for this time. After that, gateways come
-before it that have waited for this time without a part.
+"""If more gateways want a part of a limit than it has units, a gateway keeps its unit for this time. After that, gateways that have waited
+this long without a unit come first.
 """
 
 
@@ -21,24 +21,27 @@ class GatewayUse(NamedTuple):
 
     have: int = 0
     busy: int = 0
-    """The part of `have` that has calls, or starts. It cannot be given up now."""
+    """The part of `have` that runs calls or is starting. The gateway cannot give up this part now."""
     want: int = 0
-    """How much its running and waiting calls need."""
+    """How much the running and waiting calls of the gateway need."""
     since_s: float = 0.0
-    """Seconds since it has had something. If it has nothing, seconds since it has wanted something."""
+    """The time for which the gateway has had something, or, if it has nothing, the time for which it has wanted something."""
 
 
 def by_name(reports: Mapping[str, Any], kind: str, make: Callable[..., Any], figures: int) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return the reports of one kind, by name and incarnation. `make` takes at most `figures` figures; newer gateways may report more."""
+    """Return the reports of one kind, by the name of the limit, then by incarnation. `make` gets the first `figures` figures of a report: newer
+    gateways may report more.
+    """
     told = {gateway: report.get(kind, {}) for gateway, report in reports.items()}
     names = {name: None for uses in told.values() for name in uses}
     return {name: {one: make(*uses.get(name, ())[:figures]) for one, uses in told.items()} for name in names}
 
 
 def share_of(gateway: str, name: str, limit: int, uses: Mapping[str, GatewayUse]) -> int:
-    """Return how much of the limit `name` one gateway may have now. It keeps what it has within its share.
+    """Return how much of the limit `name` one gateway may have now.
 
-    `uses` has all gateways, by incarnation. More than it has, a gateway gets only after others have given up what exceeds their shares.
+    The gateway may keep what it has, up to its share. It gets more, up to its share, only as other gateways whose busy parts exceed
+    their shares give up the excess. `uses` has the use of each gateway, by incarnation.
     """
     shares = divide(name, limit, uses)
     exceeding = sum(max(0, use.busy - shares[one]) for one, use in uses.items() if one != gateway)
@@ -48,12 +51,12 @@ def share_of(gateway: str, name: str, limit: int, uses: Mapping[str, GatewayUse]
 def divide(name: str, limit: int, uses: Mapping[str, GatewayUse]) -> dict[str, int]:
     """Return the share of each gateway: first what its calls need, then what it has, then an equal part of the rest.
 
-    If a part is not enough for all, each gets the same, at most what it asks for.
+    If there is not enough for all in one of these steps, each gateway gets the same, at most what it asks for.
     """
     return dict(_divide(name, limit, tuple(uses.items())))
 
 
-# Most reports do not change between two heartbeats.
+# Cached, because most reports do not change between two heartbeats.
 @lru_cache(4096)
 def _divide(name: str, limit: int, items: tuple[tuple[str, GatewayUse], ...]) -> dict[str, int]:
     uses, shares = dict(items), dict.fromkeys(dict(items), 0)
@@ -64,7 +67,7 @@ def _divide(name: str, limit: int, items: tuple[tuple[str, GatewayUse], ...]) ->
 
 
 def _add_evenly(shares: dict[str, int], left: int, asked: dict[str, int], name: str, uses: Mapping[str, GatewayUse]) -> None:  # fmt: skip
-    """Divide `left`: each gets the same, at most what it has asked for. The first in their turn get the remainder, one each."""
+    """Add `left` to the shares: each gateway gets the same, at most what it has asked for. The first in the order of `_turn` get one more each."""
     level = _level(left, sorted(asked.values()))
     lacking = [one for one, count in asked.items() if count > level]
     lacking.sort(key=lambda one: _turn(name, one, uses[one], takes_turns=not level))
@@ -74,7 +77,7 @@ def _add_evenly(shares: dict[str, int], left: int, asked: dict[str, int], name: 
 
 
 def _level(left: int, asked: list[int]) -> int:
-    """Return the largest number that all gateways can get, except gateways that ask for less. `asked` begins with the smallest."""
+    """Return the largest number that each gateway can get if gateways that ask for less get only what they ask for. `asked` is sorted."""
     for number, count in enumerate(asked):
         gateways = len(asked) - number
         if count * gateways > left:
@@ -84,14 +87,14 @@ def _level(left: int, asked: list[int]) -> int:
 
 
 def _turn(name: str, gateway: str, use: GatewayUse, *, takes_turns: bool) -> tuple[float, ...]:
-    """Return the place of a gateway among those that do not get what they ask for; the smallest is first."""
-    # The order of the gateways differs between limits: otherwise one gateway would get all remainders.
+    """Return the sort key of a gateway among the gateways that do not get what they ask for."""
+    # Include the limit's name, so that each limit has another order. Otherwise one gateway would get all remainders.
     rank = int.from_bytes(hashlib.blake2b(f"{name}\0{gateway}".encode(), digest_size=6).digest())
     held, patient = min(use.have, use.want), use.since_s < PATIENCE_S
     if held or not takes_turns:
         return 0 if patient or not takes_turns else 2, -held, rank
     if use.have:
-        # The ages of idle workers come from reports of different times. If they counted, two gateways could each find the other's worker
-        # the better one, and end both.
+        # Do not compare the ages of idle workers, because they come from reports of different times. Otherwise two gateways could each
+        # prefer the other's worker, and both would end their own.
         return 3, rank
     return 3 if patient else 1, -use.since_s, rank

@@ -1,4 +1,4 @@
-"""Knows which function has which host name, and which host names functions may have."""
+"""Maps host names to functions, and decides which host names functions may have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....errors import Forbidden, SettingsError
 from ..settings.function_settings import FunctionSettings, name_problem
 
 LOOPBACK = "*.localhost"
-"""A pattern that every gateway has: browsers resolve these names to the user's own machine."""
+"""A pattern that every gateway allows, because browsers resolve these names to the user's own machine."""
 NOBODY = "-"
 """A name that no function can have."""
 
@@ -26,19 +26,21 @@ class HostClaims:
         self._owners: Mapping[str, str] = {}
         # Cached because most requests have the same Host.
         self.find = functools.lru_cache(maxsize=256)(self._find)
-        """Returns the function that has the name in a Host header, or None if it is a name of the gateway."""
+        """Returns the function that has the name in a Host header, NOBODY if functions may have the name but none has it, or None if it is a name
+        of the gateway.
+        """
 
     def name_of(self, settings: FunctionSettings) -> str:
-        """Return a host name of a function."""
+        """Return a host name of a function: the first permitted name in its settings, or a name that begins with the function's own name."""
         parents = [pattern[1:] for pattern in self._allowed if pattern.startswith("*.")]
         return next(filter(self._permits, settings.hosts), settings.name + parents[0])
 
     def update(self, _name: str = "") -> None:
-        """Read the names again, because a function has changed."""
+        """Read the host names of all functions again, because a function has changed."""
         owners: dict[str, str] = {}
         for one in self._functions():
             for host in filter(self._permits, one.hosts):
-                # `check` refuses a second owner. The first owner keeps the name in any case.
+                # `check` refuses a second owner of a name. If there is one nevertheless, the first owner keeps the name.
                 owners.setdefault(host, one.name)
         self._owners = owners
         self.find.cache_clear()
@@ -69,7 +71,9 @@ class HostClaims:
         return self._owners.get(name) or self._default_owner(name) or NOBODY
 
     def _default_owner(self, host: str) -> str:
-        """Return the function that has a name by its own name, or "". An operator may list the name to give it away."""
+        """Return the function that has a host name because the host name begins with its own name, or "". An operator can list the host name to
+        let another function have it.
+        """
         name, _, parent = host.partition(".")
         owned = f"*.{parent}" in self._allowed and host not in self._allowed and not name_problem(name)
         return name if owned else ""

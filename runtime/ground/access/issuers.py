@@ -1,7 +1,7 @@
 """Verifies tokens of OpenID Connect issuers: JSON Web Tokens (RFC 7519) that act as an API key of this gateway.
 
 The issuer's document (OpenID Connect Discovery 1.0) names the address of its public keys (RFC 7517). Both are fetched when
-a token of the issuer first comes, and again if they are old, or if a token names a key that they do not have.
+the first token of the issuer arrives, and again if they are old, or if a token names a key that is not among the fetched keys.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Federated(NamedTuple):
 
     held: Held
     owner: str
-    """ "" if the key names no claim of owners."""
+    """ "" if the key has no `owner_claim`."""
     expires_s: float
 
 
@@ -53,7 +53,7 @@ class _Keys:
 
     keys: KeySet | None = None
     fetched_s: float = -FRESH_S
-    """When they were fetched, or could not be fetched, by the monotonic clock."""
+    """The monotonic time of the last fetch, even if it failed."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -70,13 +70,15 @@ class Issuers:
         self._fetched: dict[str, _Keys] = {}
 
     async def find(self, token: str, now_s: float) -> Federated:
-        """Return the API key as which a token acts. Raise Unauthorized if the token is not valid, or fits no key."""
+        """Return the API key as which a token acts. Raise Unauthorized if the token is not valid, or fits no key. Raise GatewayError if the
+        issuer's keys cannot be fetched.
+        """
         claims = _unverified(token)
         issuer = claims.get("iss")
         held = self._keys_of(issuer, now_s) if isinstance(issuer, str) else ()
         if not isinstance(issuer, str) or not held:
             raise _refused("no API key names its issuer")
-        # Keys are fetched only now, so only from issuers that API keys name.
+        # Fetch keys only after this check, so only from issuers that API keys name.
         found = await self._verified(issuer, token)
         _check_times(found, now_s)
         for one in held:
@@ -96,9 +98,10 @@ class Issuers:
             raise _refused("its issuer has no such key") from None
 
     async def _keys(self, issuer: str, *, new: bool = False) -> KeySet:
-        """Return the keys of an issuer. If they are old, or with `new`, fetch them again, but not too often.
+        """Return the keys of an issuer. If they are old, or with `new`, fetch them again, but not within LEAST_PAUSE_S of the last fetch.
 
-        While old keys are fetched again, other callers get the old ones.
+        During a fetch, other callers without `new` get the old keys. If the fetch fails, all get the old keys. Raise GatewayError if
+        there are none.
         """
         known = self._fetched.setdefault(issuer, _Keys())
         if known.keys is not None and not new and (known.age_s < FRESH_S or known.lock.locked()):
@@ -119,7 +122,7 @@ class Issuers:
 
 
 def _decoded(token: str, keys: KeySet) -> dict[str, Any]:
-    """Return the claims of a token. Raise InvalidKeyIdError if `keys` has no such key, or Unauthorized."""
+    """Return the claims of a token. Raise InvalidKeyIdError if `keys` lacks the token's key, Unauthorized if the signature is not valid."""
     try:
         return dict(jwt.decode(token, keys, registry=_REGISTRY).claims)
     except InvalidKeyIdError:
@@ -175,7 +178,7 @@ def _unverified(token: str) -> dict[str, Any]:
 
 
 def _check_times(claims: dict[str, Any], now_s: float) -> None:
-    """Raise Unauthorized unless the token has an end and is valid now."""
+    """Raise Unauthorized unless the token has a time of expiry and is valid now."""
     try:
         jwt.JWTClaimsRegistry(now=int(now_s), leeway=LEEWAY_S, exp={"essential": True}).validate(claims)
         if not float(claims["exp"]) < LATEST_S:
@@ -210,7 +213,7 @@ def _fits(pattern: str, text: str) -> bool:
         return False
     at, end = len(first), len(text) - len(last)
     for part in middle:
-        # The earliest place leaves the most room for the other parts.
+        # Take the earliest match, which leaves the most text for the other parts.
         if (found := text.find(part, at, end)) < 0:
             return False
         at = found + len(part)

@@ -3,8 +3,9 @@
 The document holds digests of the tokens, never a token. It must still stay private, because with a signing digest,
 requests to the routes of AWS Lambda can be signed (see `aws_signature.py`). A gateway that has this document requires an
 API key from every caller, even after the last key is revoked. The empty document `access/closed` beside it says that there
-were keys, so that the loss of keys.json opens no gateway: the gateway then does not start. To admit callers without a key
-again, stop the gateway and remove the files of both. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
+were keys. If keys.json is lost, a gateway that finds `access/closed` does not start, so that it does not admit callers without a
+key. To admit them again, stop the gateway and remove both documents. The used part of a quota is only in memory. After a start of
+the gateway, each quota is unused.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ USE_GRAIN_S = 3600.0
 # A bucket admits a request if it holds at least 1 - _TOLERANCE tokens. With a limit of exactly 1, rounding could make
 # `enter` refuse a caller who has waited exactly the time that `enter` returned.
 _TOLERANCE = 1e-9
-# The most time from a request at another gateway to its debit: two heartbeats, and their delays.
+# The longest time from a request at another gateway until this gateway debits it: two heartbeats, and their delays.
 LATE_S = 2.2
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
 MOST_CALL_MIN = 10
 
-# ACCESS begins the names of all documents with keys or secrets.
+# The names of all documents with keys or secrets begin with ACCESS.
 ACCESS = "access/"
 KEYS, CLOSED = f"{ACCESS}keys.json", f"{ACCESS}closed"
 # The document keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
@@ -77,14 +78,15 @@ def stored_keys(documents: Documents) -> KeysFile | None:
 
 
 class Bucket:
-    """Holds at most `most`, and gains `per_s` a second. It may be overdrawn."""
+    """A token bucket. It holds at most `most` tokens, and gains `per_s` tokens a second. `level` may be negative."""
 
     __slots__ = ("_at_s", "_begun_s", "_gone", "_lost", "_per_s", "level", "most")
 
     def __init__(self, most: float, per_s: float, now_s: float) -> None:
         self.most, self._per_s = most, per_s
         self.level, self._at_s = most, now_s
-        # The losses of the full bucket that a debit may give back, and all else that callers have not taken.
+        # `_lost` counts tokens that the full bucket did not gain, and that a debit may give back. `_gone` counts all other tokens that left the
+        # bucket, but that no caller of this gateway has taken.
         self._begun_s, self._lost, self._gone = now_s, 0.0, 0.0
 
     def wait_s(self, now_s: float, count: float) -> float:
@@ -99,14 +101,14 @@ class Bucket:
         return lacking / self._per_s if lacking > _TOLERANCE else 0.0
 
     def taken(self, now_s: float) -> float:
-        """Return how much callers have taken so far."""
+        """Return how much the callers of this gateway have taken so far."""
         self.wait_s(now_s, 0.0)
         gained = (self._at_s - self._begun_s) * self._per_s
         return round(self.most + gained - self._lost - self._gone - self.level, 3)
 
     def debit(self, now_s: float, count: float) -> None:
-        """Subtract what was taken of the same quota elsewhere, in the last LATE_S. If the bucket was full meanwhile, it gets back what it has
-        lost: at that time it would have gained it.
+        """Subtract what callers of another gateway have taken of the same quota, in the last LATE_S. If the bucket was full in this time, it
+        gets back the tokens that it did not gain then: it would have gained them if the debit had come at once.
         """
         self.wait_s(now_s, 0.0)
         lately = LATE_S * self._per_s
@@ -140,7 +142,7 @@ class Meter:
         self.elsewhere = 0
         """The part of `running` that runs at other gateways."""
         self.limit = ""
-        """The name of the limit that has refused the latest refused request."""
+        """After a refusal, the name of the limit that refused the request. An admitted request may change it, too."""
 
     @property
     def limited(self) -> bool:
@@ -160,10 +162,10 @@ class Meter:
     def wait_s(self, now_s: float, more: int = 1, entered: int = 0, model_tokens: int = 0) -> float:
         """Return the seconds after which `more` requests, which take `model_tokens`, may be admitted; 0.0 if they may be now.
 
-        `entered` requests are admitted already, and are parts of the same request.
+        `entered` is how many parts of the same request are admitted already.
         """
         whole, most = more + entered, self._concurrency
-        # Parts of a request that was admitted although it is larger than the limit must not be refused.
+        # A request larger than the limit is admitted alone. So count at most `most` of its parts: otherwise the later parts would be refused.
         if more and self.running - entered + min(whole, most) > most:
             self.limit = "concurrency"
             return CONCURRENCY_WAIT_S
@@ -177,19 +179,19 @@ class Meter:
         return bucket.wait_s(now_s, min(whole, bucket.most) - entered)
 
     def widen(self, now_s: float, more: int, entered: int, model_tokens: int = 0) -> float:
-        """Let a request that counts as `entered` requests count as `more` further ones, and take tokens. Return 0.0, or the seconds after
-        which the caller may send the request again.
+        """Count `more` further requests for a request that counts as `entered` requests, and take tokens of language models. Return 0.0, or the
+        seconds after which the caller may send the request again.
         """
         if wait_s := self.wait_s(now_s, more, entered, model_tokens):
             if self._requests is not None:
-                # The refused request did not use its place.
+                # Give back the token that the refused request took in `enter`.
                 self._requests.level += 1
             return wait_s
         self.take(more, model_tokens)
         return 0.0
 
     def take(self, requests: int, model_tokens: int = 0) -> None:
-        """Count requests, and tokens of language models."""
+        """Take requests, and tokens of language models, out of the buckets, and count the requests as running."""
         if self._requests is not None:
             self._requests.level -= requests
         if self._model_tokens is not None:
@@ -202,11 +204,12 @@ class Meter:
     def reserve(
         self, now_s: float, answers: int, model_tokens: int, *, asked: int = 0, patient: bool = False
     ) -> tuple[float, Reservation | None]:
-        """Reserve what a call takes beside its request: its further answers and its tokens. Return the seconds after which to retry, or
-        the reservation.
+        """Reserve the further answers and the tokens of a call, whose request already counts. Return 0.0 and the reservation, or the seconds
+        after which to retry and None.
 
-        `asked` is the most tokens that the caller has allowed by a limit. Another tenant's handler says how many tokens there were, so a call takes
-        at most these, or what the bucket gains in MOST_CALL_MIN. A `patient` call is never refused, because it was admitted earlier.
+        `asked` is the most tokens that the caller has asked for. The handler reports the used tokens, and may belong to another tenant. So
+        a call takes at most `asked`, or what the bucket gains in MOST_CALL_MIN if that is more. A `patient` call is never refused, because
+        it was admitted earlier.
         """
         most = max(asked, MOST_CALL_MIN * (self._model_tokens.most if self._model_tokens is not None else 0))
         more, model_tokens = answers - 1, min(model_tokens, int(most))
@@ -217,7 +220,7 @@ class Meter:
         return 0.0, Reservation(self, more, model_tokens, int(most))
 
     def settle(self, requests: int, reserved: int, used: int) -> None:
-        """End what `reserve` has begun."""
+        """End a reservation: the call has taken `used` tokens in place of the `reserved` ones."""
         self.leave(requests)
         if (bucket := self._model_tokens) is not None:
             bucket.level += reserved - used
@@ -238,7 +241,7 @@ class Reservation:
 
 
 def check_quota(meter: Meter, wait_s: float) -> None:
-    """Raise QuotaExceeded, which names the limit, if a key may send its next request only after `wait_s`."""
+    """Raise QuotaExceeded, which names the limit, unless `wait_s`, the time until the key may send its next request, is 0."""
     if wait_s:
         message = f"This API key's quota is used up: its limit {meter.limit}."
         remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
@@ -266,7 +269,7 @@ class Held:
         return self.last_used_s > before_s
 
     def acting(self, owner: str, expires_s: float) -> Held:
-        """Return this key for the caller whose token acts as it until `expires_s`. The meter is the same."""
+        """Return a copy of this key for a caller whose token acts as the key until `expires_s`. Both have the same meter."""
         found = copy.copy(self)
         ends_s = expires_s if self.caller.expires_s is None else min(expires_s, self.caller.expires_s)
         name = f"{self.key.id}:{owner}" if owner else self.key.id
@@ -274,7 +277,7 @@ class Held:
         return found
 
     def is_of(self, key: ApiKey) -> bool:
-        """Return True if `key` is the held one, perhaps with another time of last use."""
+        """Return True if `key` equals this key, apart from the time of last use."""
         return self.key == key.model_copy(update={"last_used_s": self.key.last_used_s})
 
     def to_store(self) -> ApiKey:
@@ -296,7 +299,7 @@ class Keyring:
         without a key.
         """
         self.current_until_s = math.inf
-        """The Unix time until which the keys in memory count. Other gateways may have revoked some of them later."""
+        """The Unix time until which the keys in memory are valid. Later, no key is accepted, because other gateways may have revoked it."""
         self._held: dict[str, Held] = {}
         self._others = KeysFile()
         """All that is stored beside the keys."""
@@ -367,7 +370,9 @@ class Keyring:
         return {name: held.meter for name, held in list(self._held.items()) if held.meter.limited}
 
     def of_issuer(self, url: str, now_s: float) -> list[Held]:
-        """Return the keys as which tokens of this issuer can act. Keys that have expired are left out."""
+        """Return the keys as which tokens of this issuer can act, without expired keys, and without keys whose issuer has conditions that this
+        version does not know.
+        """
         return [
             held
             for held in list(self._held.values())
@@ -437,14 +442,14 @@ class Keyring:
         self._change(lambda file: file)
 
     def _change(self, change: Callable[[KeysFile], KeysFile]) -> None:
-        """Store what `change` makes of the keys, then hold it in memory."""
+        """Store the content that `change` makes of the keys, then keep it in memory."""
         file = KeysFile()
 
         def changed(stored: bytes | None) -> bytes:
             nonlocal file
-            # A document that was removed by hand is made again from memory.
+            # If the document was removed by hand, write it again from memory.
             if stored is not None and stored != self._stored:
-                # Another gateway has written this document, or it was only read.
+                # This gateway has not written the stored document, so its keys may differ from the keys in memory.
                 self._hold(parse(stored, KeysFile, self._documents.place(KEYS)))
             keys = tuple(held.to_store() for held in self._held.values())
             file = change(self._others.model_copy(update={"keys": keys}))
@@ -458,12 +463,12 @@ class Keyring:
     def _hold(self, file: KeysFile) -> None:
         held = dict[str, Held]()
         for key in file.keys:
-            # The meter of a known key goes on.
+            # Keep the meter of an unchanged key, with the used part of its quota.
             known = self._held.get(key.id)
             one = held[key.id] = known if known is not None and known.is_of(key) else Held(key, self._meter)
             if (used_s := key.last_used_s or 0.0) > one.last_used_s:
                 one.last_used_s = used_s
-        # Other threads read these without the lock, so the limits of a key that was revoked come before the key goes.
+        # Set `_revoked` before `_held`: other threads read both without the lock, and must always find the limits of a revoked key.
         self._revoked, self._others = (
             {key.id: key for key in file.revoked},
             file.model_copy(update={"keys": ()}),

@@ -72,7 +72,7 @@ class Caller:
     expires_s: float | None = None
     """When the API key expires, in Unix seconds."""
     confined: bool = False
-    """True if only code in containers may be deployed with the API key. Then it changes only its owner's functions."""
+    """True if only code in containers may be deployed with the API key. Then the caller may change only functions of the same owner."""
 
     @property
     def administers(self) -> bool:
@@ -237,7 +237,7 @@ class ApiKey(KeyFields, extra="allow"):
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     # A digest with which the gateway verifies AWS signatures that were made with the token's secret part. The digest
     # does not reveal the secret, but with it, requests to the routes of AWS Lambda can be signed. None for keys that
-    # were made before this field existed.
+    # were made without `aws`, or before this field existed.
     signing_digest: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     created_s: float
     expires_s: float | None = None
@@ -288,7 +288,7 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     digests = {"digest": _digest(token), "signing_digest": signing_digest(secret) if new.aws else None}
     policy = None if new.granted is None else new.granted.model_dump()
     fields = new.model_dump(exclude={"expires_in_s", "policy", "aws"}) | {"policy": policy} | digests
-    # The random token of a key of an issuer is forgotten here.
+    # Do not return the random token of a key of an issuer, so that no request can have it.
     return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), "" if new.issuer else token
 
 

@@ -38,8 +38,8 @@ class SecretsFile(BaseModel, frozen=True, extra="allow", strict=True):
 class Secrets:
     """The secrets of all functions. All methods are safe to call from several threads.
 
-    `set`, `unset` and `forget` block until the change is durably stored, or raise GatewayError. They keep what another
-    gateway with the same documents has changed meanwhile.
+    `set`, `unset` and `forget` block until the change is durably stored, or raise GatewayError. `set` and `unset` keep
+    the other secrets that another gateway with the same documents has changed meanwhile.
     """
 
     def __init__(self, documents: Documents) -> None:
@@ -116,7 +116,7 @@ class Secrets:
             self._secrets.pop(function, None)
 
     def _change(self, function: str, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
-        """Store what `change` makes of a function's secrets, then hold it in memory."""
+        """Store the secrets that `change` makes of a function's stored secrets, then keep them in memory."""
         name, secrets = _document(function), dict[str, str]()
 
         def changed(stored: bytes | None) -> bytes | None:

@@ -1,10 +1,11 @@
-"""Lets the quotas of API keys hold over all gateways that share a database.
+"""Applies the quota of an API key to its requests at all gateways that share a database.
 
 Each gateway has the whole quota of a key, and subtracts what the others have taken of it (`Bucket.debit`). It learns their use up to two heartbeats later,
 so a key may exceed its quota for two seconds. A caller who keeps within the quota is never refused, whichever gateways the requests reach.
 
-So requests that run at other gateways count only if it is certain that the key exceeds its `concurrency`: the least numbers of requests that have run
-at each gateway in the last seconds have a larger sum. Then each gateway admits its share for a time.
+For this reason, requests that run at other gateways count only if the key certainly exceeds its `concurrency`. This is certain if the following
+sum is larger than `concurrency`: for each gateway, the least number of requests that ran at the same time in the last seconds. Then each gateway
+admits only its share for EXCEEDED_S.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from .keyring import Keyring, Meter
 
 KEYS = "keys"
 WINDOW_S, WINDOWS = 1.0, 2
-"""A gateway reports the least number of running requests in the present window and the last `WINDOWS`, so that the times of all gateways overlap."""
+"""A gateway reports the least number of running requests in the present window and the last `WINDOWS`, so that the periods of all reports overlap."""
 UNUSED_S = 10.0
-"""A gateway reports no key that was not used for this time."""
+"""A gateway leaves a key out of its reports if the key was not used for this time."""
 EXCEEDED_S = 10.0
 """Gateways admit only their shares of `concurrency` for this time after the key has exceeded it."""
 _SESSIONS = itertools.count(1)
 
 
 class KeyUse(NamedTuple):
-    """The use of a key at one gateway, as it reports it."""
+    """The use of a key at one gateway, as this gateway reports it to the others."""
 
     session: int = 0
-    """Counts the times at which the key was used again after a pause. The next figures count from there."""
+    """A new number each time the key is used again after a pause. `requests` and `model_tokens` count from that time."""
     requests: float = 0.0
     model_tokens: float = 0.0
     running: int = 0
@@ -86,7 +87,7 @@ class SharedMeter(Meter):
             self._model_tokens.debit(now_s, use.model_tokens - base.model_tokens)
 
     def limit_running(self, now_s: float, gateway: str, uses: Mapping[str, KeyUse]) -> None:
-        """Count requests of other gateways as running if the key exceeds its concurrency. `uses` has all gateways, by incarnation."""
+        """Count requests of other gateways as running if the key exceeds its concurrency. `uses` has the use at each gateway, by incarnation."""
         if self._concurrency == math.inf:
             return
         most, elsewhere = int(self._concurrency), 0
@@ -98,7 +99,7 @@ class SharedMeter(Meter):
         self._count_elsewhere(elsewhere)
 
     def cut_off(self) -> None:
-        """Admit at least one request at a time while no reports come: the other gateways may have ended."""
+        """Admit at least one request at a time while no reports arrive, because the other gateways may have ended."""
         if self.elsewhere:
             self._count_elsewhere(min(self.elsewhere, int(self._concurrency) - 1))
 
@@ -111,7 +112,7 @@ class SharedQuotas:
     """The quotas of all keys of a gateway."""
 
     def __init__(self, keyring: Keyring) -> None:
-        """The keyring has SharedMeters."""
+        """The meters of the keyring must be SharedMeters."""
         self._meters = cast("Callable[[], dict[str, SharedMeter]]", keyring.meters)
         self._told: dict[str, dict[str, KeyUse]] | None = None
 
@@ -126,9 +127,9 @@ class SharedQuotas:
             meter.cut_off()
 
     def take(self, gateway: str, reports: Mapping[str, Any], now_s: float) -> None:
-        """Follow what the living gateways have told, by incarnation. `gateway` is this one."""
+        """Apply the reports of the living gateways, by incarnation. `gateway` is the incarnation of this gateway."""
         told, meters = by_name(reports, KEYS, KeyUse, len(NO_USE)), self._meters()
-        # Earlier requests, before this gateway came, do not count.
+        # The first reports debit nothing: their requests were sent before this gateway began.
         before, self._told = told if self._told is None else self._told, told
         for name in before.keys() | told.keys():
             if (meter := meters.get(name)) is not None:

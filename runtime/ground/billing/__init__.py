@@ -1,4 +1,4 @@
 """Adds up the usage of functions and its cost: accounts, daily budgets, and stored usage.
 
-Enter at `account.py`. It knows a revision only as a `Spender`.
+Start reading at `account.py`, which knows a revision only as a `Spender`.
 """

@@ -13,7 +13,8 @@ from ....errors import BudgetExhausted
 from .budget import LEAST_WAIT_S, BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
 from .usage import HOUR_S, Footprint, Prices, Usage, priced
 
-# The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
+# The longest time between two checks of the budget. A timer for the end of the day could fire late, because the wall clock may be set, and
+# the machine may sleep.
 LONGEST_TIMER_S = 3600.0
 
 
@@ -57,7 +58,7 @@ class UnwrittenUsage:
         return bool(self._owed)
 
     def add(self, owner: str | None, used: Usage) -> None:
-        """Add usage. It may be negative, or could not be stored."""
+        """Add usage that is not stored. It may be negative."""
         owed = self._owed.pop(owner, Usage()) + used
         if owed != Usage():
             self._owed[owner] = owed
@@ -120,7 +121,7 @@ class Account:
             self._spenders.remove(spender)
             self._ended_on = day_of(time.time())
         if not self._spenders and self.owner is None:
-            # The first deploy of the function has failed. So there is no function to which this usage belongs.
+            # The first deploy of the function has failed, so this usage belongs to no function. Drop it.
             self.settle()
             self.unwritten.take_unowned()
 
@@ -149,15 +150,15 @@ class Account:
             self._unmeasured += news
         self._add(priced(news, self.footprint, self._prices) + self._counted())
         if (day := day_of(time.time())) < self.day - 1:
-            # Before, the clock was days ahead. The next midnight renews the budget.
+            # The clock was days ahead, and was set back. Use the present day, so that the next midnight renews the budget.
             self.day = day
-        # If the clock is set back over midnight, this does not renew the budget, neither now nor when the clock reaches
-        # midnight again.
+        # If the clock was set back over one midnight, keep the later day. Then the budget is renewed neither now nor when
+        # the clock reaches this midnight again.
         elif day > self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
             self._elsewhere = self._reserved = Spending()
-            # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
-            # the wall clock can be set.
+            # Check the budget soon, because yesterday's exhausted budget refuses calls until `check`. The timer for the end of
+            # the day may be late, because the wall clock can be set.
             asyncio.get_running_loop().call_soon(self.check)
 
     def note_tokens(self, *, prompt: int, cached: int = 0, generated: int = 0) -> None:
@@ -169,7 +170,7 @@ class Account:
         self.unwritten.add(self.owner, used)
 
     def measured(self, footprint: Footprint) -> None:
-        """Use `footprint`, which was measured now, as what the function holds.
+        """Use `footprint`, which was measured now, for the usage from now on.
 
         The worker time of today that came before the first measurement of a worker gets a new price, from the measured
         figures.
@@ -207,7 +208,7 @@ class Account:
 
     @property
     def spent(self) -> Spending:
-        """The usage that counts against today's budget, of all gateways."""
+        """The usage of all gateways that counts against today's budget."""
         money, seconds = self._used()
         return Spending(money - self.forgiven.money, seconds - self.forgiven.seconds)
 
@@ -284,7 +285,7 @@ class Account:
 
     def refusal(self) -> BudgetExhausted:
         """Return the error of an invocation for which no worker may be started today. The error shows no amounts."""
-        # In the first moment of a new day, the budget may not be checked yet.
+        # In the first moment of a new day, `self.day` may still be yesterday. Then `day_left_s` is negative.
         retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
         if any(self._reserved):
             message = f"{self._function} has used this gateway's part of its budget, and the database of the gateways cannot be reached."

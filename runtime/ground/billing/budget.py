@@ -15,7 +15,7 @@ from .usage import DAY_S
 
 # A limit counts as reached if less than this share of the limit is left, because sums of fractions are rounded.
 TOLERANCE = 1e-9
-# At this share of a limit, the log warns. Metrics have the share itself, for a warning at another share.
+# The gateway logs a warning at this share of a limit. For warnings at another share, the metrics have the used share.
 WARN_AT = 0.8
 # A timer may fire a little early. Then it is set again, for at least this time.
 LEAST_WAIT_S = 0.005

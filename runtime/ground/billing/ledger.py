@@ -23,7 +23,7 @@ NODE = "(node)"
 
 
 class Ledger:
-    """The accounts of the functions of one gateway. A deleted function keeps its account until its usage is stored."""
+    """The accounts of the functions of one gateway. A deleted function keeps its account until the next day, and until its usage is stored."""
 
     def __init__(
         self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD", *, fresh: bool = False
@@ -100,7 +100,7 @@ class Ledger:
                 LOG.warning("%s", error)
 
     async def close(self) -> None:
-        """Write the usage that is not written yet. Close the functions first."""
+        """Write the usage that is not written yet. The functions must be closed."""
         try:
             await self.write()
         except GatewayError as error:
@@ -119,7 +119,7 @@ class Ledger:
                 self._accounts[record.function].unwritten.written(record.owner, record.usage)
             loop = asyncio.get_running_loop()
             adding = loop.run_in_executor(None, self._store.add, at, records)
-            # A callback, because a caller that is cancelled does not learn how the thread ends.
+            # Use a callback, because a cancelled caller does not learn whether the thread could store the usage.
             adding.add_done_callback(functools.partial(self._note_added, at, records))
             await asyncio.shield(adding)
             self._forget_ended()
@@ -228,7 +228,7 @@ def _standing(account: Account) -> Standing:
 class SharedBudgets:
     """The budgets of one of several gateways. Each gateway reports its use of today to the others.
 
-    Without the reports of the others, it uses at most an equal part of each rest.
+    Without reports of the others, a gateway uses at most an equal part of what is left of each budget.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -241,7 +241,7 @@ class SharedBudgets:
         return {name: now for name, now in news.items() if now != self._told.get(name, DaySpending(now.day))}
 
     def take(self, told: Mapping[str, DaySpending], elsewhere: Mapping[str, DaySpending]) -> None:
-        """Follow a heartbeat, which has told the figures `told` to the others. `elsewhere` has what the others have used."""
+        """Apply the result of a heartbeat, which has sent the figures `told` to the others. `elsewhere` has what the others have used."""
         self._told.update(told)
         for function, account in self._ledger.limited():
             found = elsewhere.get(function)
@@ -249,7 +249,7 @@ class SharedBudgets:
             account.note_elsewhere(Spending(*figures[:2]), Spending(*figures[2:]))
 
     def cut_off(self, gateways: int) -> None:
-        """Leave to the other gateways, whose reports do not come, their parts of the rest of each budget."""
+        """Leave an equal part of what is left of each budget to each of the `gateways`, because the reports of the others do not arrive."""
         for _, account in self._ledger.limited():
             account.reserve(1.0 - 1.0 / gateways)
 

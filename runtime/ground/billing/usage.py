@@ -88,8 +88,8 @@ figures = operator.attrgetter(*FIGURES)
 """Returns the figures of a Usage, in the order of FIGURES."""
 
 DISK_SHARE = 0.01
-"""The price of a gigabyte of disk, as a share of the price of memory. It is about the share at which clouds rent both. Only usage shows
-it: no decision weighs the disk.
+"""The price of a gigabyte of disk, as a share of the price of memory. Clouds rent disk at about this share. The price counts in
+usage and budgets only: decisions about rungs do not consider the disk.
 """
 
 
@@ -104,7 +104,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """How much a function holds on this node, at the last measurement."""
+    """The memory, disk and devices of a function on this node, as they were measured last."""
 
     worker_gb: float = 0.0
     """Memory (PSS) of one worker. A page that several processes share counts in part."""
@@ -150,7 +150,7 @@ class RungClock:
         self._past: dict[RungName, float] = {}
 
     def move(self, rung: RungName, now_s: float) -> None:
-        """Record that the revision stands on `rung` from now on."""
+        """Record that the revision is on `rung` from now on."""
         if rung is not self.rung:
             self._past[self.rung] = self.seconds(self.rung, now_s)
             self.rung, self._since_s = rung, now_s

@@ -1,6 +1,6 @@
-"""Stores the usage of functions in an SQLite file: sums for each hour and each day, and how much each function holds.
+"""Stores the usage of functions in an SQLite file: sums for each hour and each day, and the footprint of each function.
 
-The sums of an hour are kept for 14 days, and the sums of a day for 400 days, also after the function was deleted. All
+The sums of an hour are kept for 14 days, and the sums of a day for 400 days, even if the function was deleted. All
 methods block, and may be called in several threads.
 """
 
@@ -40,7 +40,7 @@ class UsageKey(enum.StrEnum):
     HOUR = "hour"
 
     def of(self, function: str, owner: str, at: float) -> str | int:
-        """Return the key of the usage of this function at this Unix time."""
+        """Return the key of the usage of this function and owner at this Unix time."""
         spans = {UsageKey.DAY: DAY_S, UsageKey.HOUR: HOUR_S}
         if (span_s := spans.get(self)) is not None:
             return math.floor(at / span_s) * span_s
@@ -57,7 +57,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Further stored figures of a function: how much it holds, and the part of a day's usage that its budget forgives."""
+    """Further stored figures of a function: its footprint, and the part of a day's usage that its budget forgives."""
 
     day: int = 0
     money: float = 0.0

@@ -1,4 +1,4 @@
-"""The room of what gateways store, and of PostgreSQL: documents, connections and migrations.
+"""Stores documents, blobs and the index of revisions, in files or in PostgreSQL. Also has the membership of gateways that share a database.
 
-Start reading at `documents.py`: small named bytes, such as API keys. This package must not know what a document holds.
+Start reading at `documents.py`: small named bytes, such as API keys. This package must not know what a document contains.
 """

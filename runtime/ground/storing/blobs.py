@@ -1,4 +1,4 @@
-"""Defines `Blobs`, which stores bytes that are too large for rows, and its store of one gateway: files in a folder."""
+"""Defines `Blobs`, a store of bytes that are too large for rows, and `FileBlobs`, the store of a single gateway: files in a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ....snapshot.publish import publish
 
 LOG = logging.getLogger(__name__)
 WRITE_BYTES = 4 << 20
-"""Each part of a file of this size is written to the disk before the next one, so that commits need not wait for all of it."""
+"""`put` writes a file in parts of this size, and waits for the disk after each part. So a commit of a database on this disk does not wait for
+the whole file.
+"""
 
 
 class Blobs(Protocol):
@@ -32,10 +34,10 @@ class Blobs(Protocol):
         """Delete the blobs that exist."""
 
     def keep(self, names: Collection[str]) -> None:
-        """Delete what a crash has left: all blobs but these, except new ones of other gateways that may not be named yet."""
+        """Delete the blobs that a crash has left: all but `names`, and but new blobs of other gateways, whose rows may not be stored yet."""
 
     def close(self) -> None:
-        """Close connections. No other call may run, or follow."""
+        """Close connections. No other call may run at the same time, or later."""
 
 
 class FileBlobs:

@@ -1,12 +1,12 @@
 """Defines `Documents`: what any store of documents does. `FileDocuments` is for one gateway, `PostgresDocuments` for several.
 
-A document is small bytes with a name, for example `access/keys.json`. Several gateways may have the same documents. All methods
+A document is small bytes with a name, for example `access/keys.json`. Several gateways may share the documents. All methods
 block, and are safe to call from several threads. A change is durably stored when its method returns. All methods raise
 GatewayError if a name is not valid, or if the store cannot be read or written. The message says where the document is.
 
 Lost updates: two gateways may change the same document at the same time, each on the basis of what it has read. So a change that
-depends on the present content is a call of `update`, which is atomic over all gateways. `put` and `remove` are for changes that
-do not depend on it: the last writer wins.
+depends on the present content must use `update`, which is atomic over all gateways. `put` and `remove` are for changes that do
+not depend on the content: the last writer wins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ....errors import GatewayError
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 """What a document's name looks like: ASCII letters, digits, `.`, `_` and `-`, in parts with slashes between them. No part begins
-with a dot, so a name is no path out of a folder, and no hidden file. A name `a/b` and a document named `a` exclude each other.
+with a dot, so a name cannot lead out of the folder or to a hidden file. If there is a document `a`, there must be no document `a/b`.
 """
 
 
@@ -39,21 +39,21 @@ class Documents(Protocol):
         """Remove a document if it exists."""
 
     def update(self, name: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
-        """Replace a document by what `change` makes of it, and return the new document. None is a document that does not exist.
+        """Replace a document by what `change` makes of it, and return the new document. None stands for a document that does not exist.
 
         No other change of the document happens between the call of `change` and the write. A store may call `change` again with a newer
-        document, so it must have no other effect, and must not read or change documents. If `change` raises an error, the document stays as it is. If the answer to the write is lost,
-        the store finds out whether the document was written before it calls `change` again.
+        document, so `change` must have no other effect, and must not read or change documents. If `change` raises an error, the document stays
+        as it is. If the answer to the write is lost, the store finds out whether the document was written before it calls `change` again.
         """
 
     def generation(self, prefix: str) -> int:
         """Return a number that grows with each change, by any gateway, of a document whose name begins with `prefix`.
 
-        So a gateway can look for the changes of other gateways without reading documents. Compare it with a number from this object only.
+        So a gateway can look for the changes of other gateways without reading documents. Compare the number only with numbers from the same object.
         """
 
     def close(self) -> None:
-        """Close connections, if there are any. No other call may run, or follow."""
+        """Close connections, if there are any. No other call may run at the same time, or later."""
 
     def place(self, name: str) -> str:
         """Return where a document is, for messages to operators."""

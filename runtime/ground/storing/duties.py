@@ -1,4 +1,4 @@
-"""Says which work a gateway does that only one gateway at a time may do, such as sending webhooks in their order."""
+"""Decides which duties a gateway has. A duty is work that only one gateway at a time may do, such as sending webhooks in their order."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Collection
 
 
 class Duties:
-    """The duties of a gateway that is alone: all of them. Its methods must be called on the event loop."""
+    """The duties of a single gateway, which has all duties. Call the methods on the event loop."""
 
     shared = False
-    """True if other gateways may have some of them."""
+    """True if other gateways may have some of the duties."""
 
     def keep(self, name: str, changed: Callable[[bool], object]) -> None:
-        """Say that this gateway can do a duty. `changed` is called with True when it begins to have it, and with False when it
-        has it no more; at once if it has it. If the duty was kept before, the new `changed` replaces the earlier one.
+        """Offer to do the duty `name`. `changed` is called with True when this gateway gets the duty, at once if it has the duty
+        already, and with False when it loses the duty. A second call for the duty replaces its `changed`.
         """
         changed(True)
 
     def drop(self, name: str) -> None:
-        """Say that this gateway can no longer do a duty. Its `changed` is not called."""
+        """End the offer to do a duty. Its `changed` is not called."""
 
     def has(self, _name: str) -> bool:
         """Return True while this gateway may do a duty."""
@@ -29,7 +29,7 @@ class Duties:
 
 
 class SharedDuties(Duties):
-    """The duties of one of several gateways. `may_act` returns True while its lease lasts."""
+    """The duties of one of several gateways. `may_act` returns True while the lease of this gateway lasts."""
 
     shared = True
 
@@ -38,7 +38,7 @@ class SharedDuties(Duties):
         self._kept: dict[str, Callable[[bool], object]] = {}
         self._mine = frozenset[str]()
         self.names: tuple[str, ...] = ()
-        """The duties that this gateway can do. Any thread may read it."""
+        """The duties that this gateway can do. Any thread may read this attribute."""
 
     def keep(self, name: str, changed: Callable[[bool], object]) -> None:
         self._kept[name] = changed
@@ -54,7 +54,7 @@ class SharedDuties(Duties):
         return name in self._mine and self._may_act()
 
     def note(self, mine: Collection[str]) -> None:
-        """Follow which duties this gateway has now."""
+        """Set the duties that this gateway has now. Call `changed` of each duty that it has got or lost."""
         before, self._mine = self._mine, frozenset(mine).intersection(self._kept)
         for name in sorted(before ^ self._mine):
             if (changed := self._kept.get(name)) is not None:

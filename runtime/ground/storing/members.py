@@ -14,7 +14,7 @@ class GatewayMember(NamedTuple):
     name: str
     version: str
     generation: int
-    """The newest change of functions that it has followed."""
+    """The newest change of functions that this gateway has applied."""
     alive: bool
     duties: Sequence[str] = ()
 
@@ -33,6 +33,6 @@ class GatewayReport(NamedTuple):
     """What a gateway tells the others with a heartbeat."""
 
     uses: Mapping[str, Any] = {}
-    """JSON: what it has and wants of limits that hold over all gateways."""
+    """JSON: what the gateway has and wants of limits that apply to all gateways together."""
     spent: Mapping[str, DaySpending] = {}
     """By function, the figures of this run of the gateway that have changed."""

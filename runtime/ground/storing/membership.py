@@ -1,11 +1,11 @@
-"""Keeps a gateway among those that share a database. Each second, a heartbeat renews its lease and learns what the others do.
+"""Makes a gateway a member of the gateways that share a database. Each second, a heartbeat renews its lease and gets reports of the others.
 
-If another gateway has changed functions, or has followed a change, PostgreSQL notifies this one, and the next heartbeat comes at once. A
-PgBouncer that shares sessions passes no notifications on; then changes are followed a second later.
+If another gateway has changed functions or documents, or has applied a change of functions, PostgreSQL notifies this gateway, which makes
+the next heartbeat at once. A PgBouncer that shares sessions does not pass notifications on. Then changes are seen up to a second later.
 
-If the lease ends because the database cannot be reached, or the gateway stood still, the other gateways may run its jobs again
-and take its duties. The gateway goes on with its calls, and with jobs, whose results count only while no other gateway runs
-them. With the next heartbeat it is a member again.
+The lease ends if the database cannot be reached, or if the gateway stood still. Then other gateways may run the gateway's jobs again
+and take its duties. The gateway goes on with its calls and jobs, but the result of a job counts only if no other gateway has taken
+the job. With the next heartbeat, the gateway is a member again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from .postgres import BEGIN, PostgresConnection, migrate, usable
 LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
 LISTEN_S = 0.25
-"""How long the end of a gateway waits for the thread that waits for notifications."""
+"""The thread that waits for notifications checks this often whether the gateway ends."""
 LEASE_S = 10.0
-"""Longer than a restart of PostgreSQL, or a stop of the whole machine for a snapshot. After a gateway's death, its jobs wait for this time."""
+"""A lease lasts longer than a restart of PostgreSQL, or a stop of the whole machine for a snapshot. After a gateway's death, its jobs wait until
+its lease ends.
+"""
 CLOSE_TIMEOUT_S = 5.0
 _BEGIN = f"{BEGIN}; SET LOCAL statement_timeout = '{int(LEASE_S / 2)}s'"
 REPORT_WAIT_S = 0.1
-"""A heartbeat waits this long for a report. If the event loop is busy for longer, the heartbeat repeats the last one."""
+"""A heartbeat waits this long for a report. If the event loop is busy for longer, the heartbeat sends the last report again."""
 _BEAT = "SELECT heartbeat(?, ?, ?, ?, ?, ?, ?, ?, ?)::text"
 _LEAVE = (
     "WITH left_duties AS (DELETE FROM duties WHERE incarnation = ?1) DELETE FROM nodes WHERE incarnation = ?1"
@@ -60,14 +62,14 @@ class Membership:
         self.url, self.incarnation = url, incarnation
         self._told = (incarnation, name, version)
         self.first = False
-        """True if the state folder belongs to no earlier member."""
+        """True if no earlier run on the state folder was a member."""
         self.generation = 0
-        """Told to the other gateways with each heartbeat."""
+        """The newest change of functions that this gateway has applied. Each heartbeat sends it to the other gateways."""
         self.members: tuple[GatewayMember, ...] = ()
         self.reporter: Callable[[], GatewayReport] = GatewayReport
         """Called on the event loop before each heartbeat."""
         self.told = GatewayReport()
-        """What the latest heartbeat has told the other gateways."""
+        """The report that the latest heartbeat has sent to the other gateways."""
         self.reports: Mapping[str, Any] = {}
         """The latest `GatewayReport.uses` of each living gateway, by incarnation. Gateways of older versions have none."""
         self.spent: Mapping[str, DaySpending] = {}
@@ -76,7 +78,7 @@ class Membership:
         """Called on the event loop after each heartbeat, and when the lease has ended."""
         self.duties = SharedDuties(lambda: self.alive)
         self._until_s = self._since_s = 0.0
-        # The number of the newest spending that is in `spent`, and what to tell next.
+        # The number of the newest figures in `spent`, and the report for the next heartbeat.
         self._known, self._report = 0, self.told
         self._lapse: asyncio.TimerHandle | None = None
         self._news, self._ended = threading.Event(), threading.Event()
@@ -85,19 +87,22 @@ class Membership:
 
     @property
     def alive(self) -> bool:
-        """True while the other gateways count on this one."""
+        """True while the lease of this gateway lasts."""
         return time.monotonic() < self._until_s
 
     @property
     def dead(self) -> bool:
-        """True if the lease of another gateway has ended although the database was there for the time of a lease."""
+        """True if the lease of another gateway has ended. This gateway must have had its own lease for LEASE_S: if the database was away, the
+        others could not renew their leases either.
+        """
         judges = self.alive and time.monotonic() - self._since_s > LEASE_S
         return judges and not all(one.alive for one in self.members)
 
     def open(self, previous: str) -> None:
         """Upgrade the tables, and become a member. `previous` is the incarnation of the last run on this state folder.
 
-        That run has ended, or the state folder is a copy. So its lease is ended only if no heartbeat renews it. Blocks. Raise GatewayError if the database cannot be used.
+        If that run has ended, end its lease, so that its jobs need not wait. It may still run if this state folder is a copy, so first wait
+        to see whether a heartbeat renews the lease. Blocks. Raise GatewayError if the database cannot be used.
         """
         with usable():
             self._connection = PostgresConnection(self.url)
@@ -108,7 +113,7 @@ class Membership:
             self._note(self._beat([], self._report))
 
     def start(self) -> None:
-        """Begin with heartbeats. Call it on the event loop, after `open`."""
+        """Begin the heartbeats. Call this on the event loop, after `open`."""
         loop = asyncio.get_running_loop()
         beating = threading.Thread(target=self._run, args=(loop,), name="members", daemon=True)
         listening = threading.Thread(target=self._listen, name="members-news", daemon=True)
@@ -165,7 +170,7 @@ class Membership:
             self._ended.wait(BEAT_S)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> GatewayReport:
-        """Return what the event loop reports now. The next heartbeat sends a report that comes later."""
+        """Return the report that the event loop makes now, or the last report if that takes too long. The next heartbeat then sends the new one."""
         made = threading.Event()
 
         def report() -> None:
@@ -179,7 +184,7 @@ class Membership:
         return self._report
 
     def _beat(self, duties: list[str], report: GatewayReport) -> _Beat:
-        """Renew the lease, and tell `report`."""
+        """Renew the lease, and send `report` to the other gateways."""
         begun_s = time.monotonic()
         spent = [{"function": name, **row._asdict()} for name, row in report.spent.items()]
         # orjson refuses named tuples.
@@ -191,7 +196,7 @@ class Membership:
         ((text,),) = connection.execute(_BEAT, values).fetchall()
         connection.run("COMMIT")
         found = orjson.loads(text)
-        # A newer gateway may have made a heartbeat that tells more.
+        # Take only known fields: a newer gateway may have replaced the database's function `heartbeat` by one that returns more.
         members = [{name: one[name] for name in GatewayMember._fields} for one in found["members"]]
         spending = {one.pop("function"): DaySpending(**one) for one in found["spent"]}
         return _Beat(
@@ -209,7 +214,7 @@ class Membership:
         self._note(beat)
         if self._lapse is not None:
             self._lapse.cancel()
-        # A heartbeat may hang for longer than the lease.
+        # End the duties when the lease ends, even if the next heartbeat hangs. The next heartbeat that succeeds replaces this timer.
         loop = asyncio.get_running_loop()
         self._lapse = loop.call_later(max(0.0, self._until_s - time.monotonic()) + 0.01, self._end_duties)
         self._tell()

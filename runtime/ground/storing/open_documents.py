@@ -12,11 +12,11 @@ from .file_documents import FileDocuments
 
 
 def open_documents(state: Path, database: SecretStr | None) -> Documents:
-    """Return the documents. `database` is the setting. Blocks. Raise PackageMissing, or GatewayError if the database cannot be used."""
+    """Return the documents. `database` is the setting of this name. Blocks. Raise PackageMissing, or GatewayError if the database cannot be used."""
     if database is None:
         return FileDocuments(state)
     with needs("The setting database", "psycopg"):
-        # Most gateways have no database.
+        # Imported only here, because most gateways have no database.
         from .postgres import prepare_database  # noqa: PLC0415
         from .postgres_documents import PostgresDocuments  # noqa: PLC0415
     url = database.get_secret_value()

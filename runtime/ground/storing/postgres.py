@@ -3,9 +3,9 @@
 Statements have SQLite's placeholders: each `?` stands for the next value, and `?2` for the second one. They have no other `?`. Rows are read by name and by
 position.
 
-Numbered files have the tables: `0001_pre_jobs.sql`. A *pre* migration only adds, so gateways of the version before go on beside it: any
-gateway that starts applies it. A *post* migration removes what only that version needs, so an operator applies it when no gateway
-of that version is left.
+Numbered files, such as `0001_pre_jobs.sql`, create and change the tables. A *pre* migration only adds, so gateways of the previous version
+can go on: any gateway that starts applies it. A *post* migration removes what only the previous version needs, so an operator applies
+it when no gateway of that version is left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ for longer.
 """
 BEGIN = f"""BEGIN; SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_S}s';
 SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S}s'"""
-"""Begins a transaction with limits. They belong to the transaction, because a PgBouncer may share sessions."""
+"""Begins a transaction with limits. They apply to the transaction and not to the session, because a PgBouncer may share the session with other gateways."""
 _KEEPALIVE = {
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -88,7 +88,7 @@ class PostgresCursor:
 
 
 class PostgresConnection:
-    """A connection with the methods of sqlite3's that stores call. It begins no transaction by itself."""
+    """A connection with the methods of `sqlite3.Connection` that stores call. It begins no transaction by itself."""
 
     def __init__(self, url: str) -> None:
         """Connect. Blocks, for at most CONNECT_TIMEOUT_S. Raises psycopg.Error."""
@@ -96,7 +96,7 @@ class PostgresConnection:
         try:
             given = conninfo_to_dict(url)
         except psycopg.ProgrammingError:
-            # Its text would quote the password.
+            # Do not show the error, because its text quotes the password.
             raise psycopg.ProgrammingError(NO_ADDRESS) from None
         info = make_conninfo(**limits | given)
         self.session: psycopg.Connection[PostgresRow] = psycopg.connect(
@@ -142,8 +142,8 @@ class PostgresPool:
     def run(self, work: Callable[[PostgresConnection], T], begin: str = BEGIN) -> T:
         """Run `work` in a transaction, and return its result. Blocks. Raise psycopg.Error if PostgreSQL fails.
 
-        If the connection breaks, for example because the server has restarted, run `work` again with a new one. The first transaction
-        may have been committed.
+        If the connection breaks, for example because the server has restarted, run `work` once more with a new connection. The first
+        transaction may have been committed nevertheless.
         """
         try:
             connection = self._free.get_nowait()
@@ -172,7 +172,7 @@ class PostgresPool:
             return self.run(lambda connection: connection.execute(statement, values).fetchall())
 
     def close(self) -> None:
-        """Close the connections. A call that still runs closes its own at its end."""
+        """Close the connections. A call that still runs closes its own connection at its end."""
         self._closed = True
         with suppress(queue.Empty):
             while True:
@@ -202,7 +202,7 @@ def _row_class(*names: str) -> type[PostgresRow]:
 
 
 def _rows(cursor: Any) -> type[PostgresRow]:
-    """Make rows: a psycopg row factory."""
+    """Return the class for the rows of a cursor. This is a row factory of psycopg."""
     return _row_class(*(column.name for column in cursor.description or ()))
 
 

@@ -11,9 +11,9 @@ from .postgres import PostgresConnection, PostgresPool, reported
 
 LOG = logging.getLogger(__name__)
 PART_BYTES = 1 << 20
-"""The bytes of a row. PostgreSQL's server holds whole rows in memory, several times."""
+"""The most bytes of a row. A row is small because the server of PostgreSQL keeps several copies of a whole row in memory."""
 NEW = "interval '1 hour'"
-"""A blob is stored before the row that names it, so `keep` leaves blobs of this age."""
+"""`keep` does not delete blobs that are younger than this, because a blob is stored before the row that names it."""
 T = TypeVar("T")
 
 
@@ -27,7 +27,7 @@ class PostgresBlobs:
 
     def put(self, name: str, data: bytes) -> None:
         parts = [(name, at, data[at : at + PART_BYTES]) for at in range(0, len(data), PART_BYTES)]
-        # The answer of an earlier try may have been lost after its commit. A blob that is stored again is new again.
+        # An earlier try may have stored the blob if its answer was lost. Then count the blob as new again, so that `keep` does not delete it.
         insert = f"""INSERT INTO {self._table} (name, part, bytes) VALUES (?, ?, ?)
         ON CONFLICT (name, part) DO UPDATE SET created = now()"""  # noqa: S608
         self._run(lambda connection: connection.executemany(insert, parts))

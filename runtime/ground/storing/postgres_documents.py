@@ -16,7 +16,7 @@ from .postgres import BEGIN, PostgresConnection, PostgresPool, reported
 T = TypeVar("T")
 _LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame documents ' || current_schema()))"
 _BEGIN_CHANGE = f"{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {_LOCK}"
-"""Begins a transaction whose statements see what was committed before it got the lock, whatever the default of the database."""
+"""Begins a transaction whose statements see all that was committed before it got the lock, whatever the database's default isolation level."""
 _PUT = (
     "INSERT INTO documents (name, data) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET data = excluded.data"
 )
@@ -67,12 +67,12 @@ class PostgresDocuments:
         self, name: str, change: Callable[[bytes | None], bytes | None], *, durable: bool = True
     ) -> bytes | None:
         place = self.place(name)
-        # The new document by the transaction that has written it, if there was one.
+        # The id of the last try's transaction and the document that it has written; empty if it has written nothing.
         written = dict[str, bytes | None]()
 
         def run(connection: PostgresConnection) -> bytes | None:
             for transaction, after in written.items():
-                # The connection broke. This transaction has ended, since it had the lock.
+                # The connection broke in this transaction. It has ended, because the present transaction could get its lock.
                 status = connection.execute("SELECT pg_xact_status(?::text::xid8)", (transaction,)).fetchone()
                 if status is not None and status[0] == "committed":
                     return after
@@ -97,7 +97,7 @@ class PostgresDocuments:
 
 
 def add_documents(connection: PostgresConnection, documents: Mapping[str, bytes]) -> list[str]:
-    """Add documents in the open transaction of another part. Return the names of the documents that exist with another content, which stays."""
+    """Add documents in the caller's open transaction. Existing documents stay as they are. Return the names of existing documents with another content."""
     connection.run(_LOCK)
     query = "SELECT name, data FROM documents WHERE name = ANY(?)"
     present: dict[str, bytes] = dict(connection.execute(query, (list(documents),)).fetchall())
@@ -114,5 +114,5 @@ def _write(connection: PostgresConnection, name: str, data: bytes | None) -> Non
         connection.execute(_PUT, (name, data))
     folders = list(accumulate(f"{part}/" for part in name.split("/")[:-1]))
     connection.execute(_COUNT_CHANGE, (folders,))
-    # The other gateways look for changes at once.
+    # Make the other gateways look for changes at once.
     connection.run("NOTIFY pilotflame")

@@ -18,7 +18,7 @@ from .revision_index import FunctionEntry, IndexedRevision, TrafficShare
 T = TypeVar("T")
 _BEGIN_CHANGE = f"""{BEGIN}; SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SELECT pg_advisory_xact_lock(hashtext('pilotflame functions ' || current_schema()))"""
-"""Begins a transaction whose statements see what was committed before it got the lock, whatever the default of the database."""
+"""Begins a transaction whose statements see all that was committed before it got the lock, whatever the database's default isolation level."""
 _ENTRIES = """SELECT name, traffic::text, paused, deleted, generation, revision, number, record, files FROM functions
 LEFT JOIN revisions ON function = name AND revision = traffic -> 0 ->> 'revision'"""
 _REVISIONS = (
@@ -97,7 +97,7 @@ def _read(connection: PostgresConnection, name: str) -> Iterator[FunctionEntry]:
 
 def _entry(row: PostgresRow) -> FunctionEntry:
     name, traffic, paused, deleted, generation, *revision = row
-    # A newer gateway may have stored more about a share.
+    # Take only known members: a newer gateway may have stored more about a share.
     shares = tuple(TrafficShare(one["revision"], one["weight"], one["tag"]) for one in orjson.loads(traffic))
     live = None if revision[0] is None else IndexedRevision(name, *revision)
     return FunctionEntry(name, shares, paused, deleted, generation, live)

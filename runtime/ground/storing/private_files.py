@@ -17,8 +17,8 @@ _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Create or replace the file, and make its folder. When this returns, the file is durably on disk, except without
-    `durable`. Raise GatewayError if it cannot be written.
+    """Create or replace the file, and make its folder. With `durable`, the file is durably on disk when this returns.
+    Raise GatewayError if it cannot be written.
     """
     with _reported("written", path):
         _make_folder(path.parent)
@@ -85,14 +85,14 @@ def let_owner_write(folder: Path) -> None:
     """Give the owner of a folder all rights on it, and others none. Raise OSError if it is no folder, or a symbolic link."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        # A descriptor of O_PATH needs no rights on the folder, and fchmod does not take it.
+        # Opening with O_PATH needs no rights on the folder. `fchmod` does not accept such a descriptor, so use its path in /proc.
         Path(f"/proc/self/fd/{descriptor}").chmod(0o700)
     finally:
         os.close(descriptor)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder, and the folders in which it is, durably and for their owner only. `Path.mkdir` gives others rights on the outer ones."""
+    """Make a folder and its missing parents, durably and for their owner only. `Path.mkdir(parents=True)` would give others rights on the parents."""
     if not folder.exists():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Defines `RevisionIndex`, which says what several gateways serve: the functions, their revisions, and where their files are."""
+"""Defines `RevisionIndex`, which stores what several gateways serve together: the functions, their revisions, and the names of the revisions' files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TrafficShare:
-    """A revision that a function's calls go to. `weight` is its part of them. A function has one share today."""
+    """A revision that gets calls of a function. `weight` is its part of the calls. Today, a function has one share."""
 
     revision: str
     weight: int = 1
@@ -29,7 +29,7 @@ class IndexedRevision:
 
 @dataclass(frozen=True, slots=True)
 class FunctionEntry:
-    """What all gateways shall serve as a function."""
+    """What all gateways must serve as a function."""
 
     name: str
     traffic: tuple[TrafficShare, ...] = ()
@@ -37,16 +37,16 @@ class FunctionEntry:
     deleted: bool = False
     """True if the function does not exist any more. Then it has no traffic and no revisions."""
     generation: int = 0
-    """The number of the function's latest change. The store gives it. Later changes of any function have larger numbers."""
+    """The number of the function's latest change. The store assigns it. Later changes of any function have larger numbers."""
     live: IndexedRevision | None = None
-    """The revision of the first share. The store reads it."""
+    """The revision of the first share. The store sets it when it reads the entry."""
 
 
 class RevisionIndex(Protocol):
     """All functions, by name. All methods block, are safe to call from several threads, and raise GatewayError if the store fails."""
 
     def changes(self, since: int) -> list[FunctionEntry]:
-        """Return the functions whose generation is larger than `since`, sorted by generation. No earlier generation can appear later."""
+        """Return the functions whose generation is larger than `since`, sorted by generation. Changes that are committed later have larger generations."""
 
     def entry(self, name: str) -> FunctionEntry | None:
         """Return a function; None if there never was one of this name."""
@@ -56,9 +56,9 @@ class RevisionIndex(Protocol):
     ) -> FunctionEntry:  # fmt: skip
         """Replace a function by what `decide` makes of its present entry, with the next generation, and return the new entry.
 
-        A `new` revision is stored with it. Revisions that are neither live nor among the newest go, and with a deleted function all
-        of them. No other change happens meanwhile. If `decide` raises an error, nothing changes. If the answer of the store is lost,
-        the change may be made twice.
+        A `new` revision is stored with the entry. Revisions that are neither live nor among the newest are removed, and all revisions
+        of a deleted function. No other change happens meanwhile. If `decide` raises an error, nothing changes. If the answer of the
+        store is lost, the change may be made twice.
         """
 
     def revisions(self, function: str) -> list[IndexedRevision]:
@@ -71,4 +71,4 @@ class RevisionIndex(Protocol):
         """Return the names of the files of all revisions."""
 
     def close(self) -> None:
-        """Close connections. No other call may run, or follow."""
+        """Close connections. No other call may run at the same time, or later."""

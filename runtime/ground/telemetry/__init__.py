@@ -1,4 +1,4 @@
-"""Holds what is measured, logged and told: metrics, timelines of invocations, logs of functions, what the system refuses.
+"""Measures, logs and explains: metrics, timelines of invocations, logs of functions, errors of the operating system.
 
 Start reading at the module that you need. This package must not import the code that measures or logs.
 """

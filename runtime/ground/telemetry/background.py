@@ -43,7 +43,7 @@ class BackgroundTasks(asyncio.TaskGroup):
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[T]:
         """Run a coroutine once."""
-        # The overridden method prescribes the type. A failed task has no result, as the class docstring says.
+        # Typed as Any, because a failed task has the result None, while the overridden method prescribes Task[T].
         run: Coroutine[Any, Any, Any] = self._guard(name, coro)
         task = super().create_task(run, name=name, context=context)
         self._running.add(task)
@@ -53,7 +53,7 @@ class BackgroundTasks(asyncio.TaskGroup):
     def _note_done(self, coro: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if task.cancelled():
-            # A task that is cancelled before its first step never runs its coroutine.
+            # Close the coroutine: it has never run if the task was cancelled before its first step, and Python would warn of it.
             coro.close()
 
     async def __aexit__(
@@ -69,7 +69,7 @@ class BackgroundTasks(asyncio.TaskGroup):
     async def _end(self) -> None:
         """Wait for the end of all tasks. Cancel the tasks that have not ended after END_S."""
         until_s = time.monotonic() + END_S
-        # A task may start another task.
+        # Look again after each wait, because a task may start another task.
         while self._running and (left_s := until_s - time.monotonic()) > 0:
             await asyncio.wait(self._running, timeout=left_s)
         for task in self._running:

@@ -24,8 +24,8 @@ class DecisionRecord(NamedTuple):
     at: float
     """When it was made, in Unix seconds."""
     action: str
-    """The action: "start", "stop", "park", "wake", "expect", "prewarm", "step_down", "step_up", "evict", "refuse",
-    "budget", "fail", "lose", "pause" or "resume".
+    """The action: "start", "stop", "end", "park", "wake", "expect", "prewarm", "step_down", "step_up", "evict",
+    "refuse", "budget", "fail", "lose", "pause" or "resume".
     """
     cause: str
     """The signal or the rule that caused the decision, such as "load", "idle", "warmup" or "schedule"."""
@@ -40,7 +40,7 @@ class Decisions:
         self._kept: deque[DecisionRecord] = deque(maxlen=MAX_DECISIONS)
         self._noted = 0
         self.cooled: DecisionRecord | None = None
-        """The latest decision after which the function held less than before; None if there is none since the gateway's start."""
+        """The latest decision after which the function used less memory than before; None if there is none since the gateway's start."""
 
     def note(self, action: str, cause: str, **figures: float) -> DecisionRecord:
         """Keep and return a decision that is made now."""

@@ -1,7 +1,7 @@
 """Writes metrics in the text format of Prometheus, in slices.
 
-A gateway with many functions has tens of thousands of samples, whose text takes longer than the event loop may stand
-still. So other callbacks of the loop run between two slices.
+A gateway with many functions has tens of thousands of samples. To write all of them at once would block the event loop
+for too long. So other callbacks of the loop run between two slices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Distribution(Protocol):
 
 
 class Family(NamedTuple):
-    """A metric of this kind: "counter", "gauge", "histogram" or "summary". Its numbers are by the values of the labels."""
+    """A metric. `kind` is "counter", "gauge", "histogram" or "summary". Each row has the values of the labels, and a number or distribution."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class Family(NamedTuple):
     def limited(self, left_out: Counter[str]) -> Family:
         """Return the metric with at most MOST_SERIES series of a function. Count the others in `left_out`, by function.
 
-        Whatever chooses the values of labels, the text grows only with the number of functions.
+        So the length of the text depends only on the number of functions, even if callers choose the values of other labels.
         """
         if self.labels[:1] != ("function",):
             return self
@@ -56,7 +56,7 @@ class Family(NamedTuple):
         return self._replace(rows=rows)
 
     def slices(self) -> Iterator[bytes]:
-        """Yield the text. A slice is made when it is taken."""
+        """Yield the text in slices. Each slice is made only when the caller asks for it."""
         metric = Metric(f"pilotflame_{self.name}", self.text, self.kind)
         name = f"{metric.name}_total" if self.kind == "counter" else metric.name
         samples, heads = list[Sample](), 0

@@ -25,7 +25,7 @@ from .logs import OWN_SOURCES, LogChannel, Logs
 LOG = logging.getLogger(__name__)
 Format = Literal["text", "json", "collector"]
 Level = Literal["debug", "info", "warning", "error"]
-# asyncio logs exceptions of callbacks, and aiohttp logs exceptions of its own handlers.
+# The loggers with the gateway's level. asyncio logs exceptions of callbacks, and aiohttp exceptions of its own handlers.
 _OWN = __name__.partition(".")[0]
 LOGGERS = (_OWN, "asyncio", "aiohttp.server", "aiohttp.web")
 MAX_WAITING = 10_000
@@ -33,10 +33,11 @@ STOP_TIMEOUT_S = 2.0
 
 
 class MessageFormatter(logging.Formatter):
-    """Formats a message as `time LEVEL pilotflame: text`, in UTC, or as a line of JSON as in the files.
+    """Formats a message as `time LEVEL pilotflame: text`, in UTC. With a format other than "text", formats it as a line of
+    JSON, like the lines of the log files.
 
-    A message may be logged with `extra={"request_id": ID}`. Then JSON has the id in its own field, and text begins with
-    `[ID]`.
+    A message may be logged with `extra={"request_id": ID}`. Then JSON has the id in its own field, and in the text form,
+    `text` begins with `[ID]`.
     """
 
     def __init__(self, form: Format) -> None:
@@ -111,10 +112,10 @@ class _LossyHandler(QueueHandler):
 
 
 class _Printer(QueueListener):
-    """The thread that writes messages to standard error."""
+    """The thread that writes messages to the output."""
 
     def stop(self) -> None:
-        """Write the waiting messages, unless the reader of standard error is too slow."""
+        """Write the waiting messages, unless the reader of the output is too slow."""
         self.enqueue_sentinel()
         if (thread := self._thread) is not None:
             thread.join(STOP_TIMEOUT_S)
@@ -125,7 +126,8 @@ class _Printer(QueueListener):
 def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
     """Inside the block, messages of `level` and above go to standard error, and to the gateway's log.
 
-    Libraries have no other way to standard error: the root logger has the handlers. Their messages below WARNING are dropped.
+    The root logger has the handlers, so messages of libraries also go there. Messages below WARNING of loggers that are not in LOGGERS are
+    dropped.
     """
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level) for logger in (root, *loggers)]
@@ -197,7 +199,7 @@ def _print_line(printer: logging.Handler, line: LogLine, form: Format) -> None:
 def _printing(stream: TextIO, formatter: logging.Formatter) -> Iterator[logging.Handler]:
     """Yield a handler whose records a thread prints on `stream`."""
     output = _LossyOutput(stream, formatter)
-    # A finaliser that runs inside `put` may log. `queue.Queue` would wait for its own lock then.
+    # Not `queue.Queue`: a finaliser that runs inside its `put` may log, and would wait for ever for the lock of the queue.
     waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     listener = _Printer(waiting, output)
     listener.start()
@@ -217,7 +219,7 @@ def line_of(record: logging.LogRecord) -> LogLine:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return the text of a message. A library's begins with the name of its logger."""
+    """Return the text of a message. The text of a library's message begins with the name of its logger."""
     own = record.name.partition(".")[0] in (_OWN, "root")
     return record.getMessage() if own else f"{record.name}: {record.getMessage()}"
 

@@ -23,7 +23,7 @@ class EndedCall(Protocol):
 
 
 class TraceContext(NamedTuple):
-    """The place of an invocation in a trace, as W3C Trace Context defines the headers."""
+    """The place of an invocation in a trace. The values are headers of W3C Trace Context."""
 
     parent: str
     """The `traceparent` of the caller; "" for none."""
@@ -60,15 +60,15 @@ class InvocationEnd(NamedTuple):
 
 
 class GenerationEnd(NamedTuple):
-    """An answer of a language model that has ended. Times are in monotonic seconds; 0 if there was no such token."""
+    """An answer of a language model that has ended. Times are in monotonic seconds; 0 if there was no such piece of the answer."""
 
     function: str
     trace: TraceContext | None
     received_s: float
     first_s: float
-    """When the first piece of the answer came to the gateway."""
+    """When the first piece of the answer arrived in the gateway."""
     last_s: float
-    """When the last piece came."""
+    """When the last piece arrived."""
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int

@@ -109,7 +109,7 @@ class LoadSeries:
             return
         if self._ends_s and self._dirty:
             self._add(self._begun_s, self._most, self._cold, self._slowest_s)
-            # The last numbers differ from the largest, so add a sample with the last numbers at the end of the second.
+            # If the last numbers differ from the largest ones, add a sample with the last numbers at the end of the second.
             if self._most[:4] != self._last[:4]:
                 self._add(self._ends_s, self._last)
             self._dirty = False

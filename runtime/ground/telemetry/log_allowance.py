@@ -1,4 +1,4 @@
-"""Limits how many lines the processes of one function may print, so that other functions get their turns of the loop."""
+"""Limits how many lines the processes of one function may print, so that the event loop has time for other functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LogAllowance:
         self._at_s = time.monotonic()
 
     def take(self, lines: int, size: int, now_s: float) -> int:
-        """Take the allowance for lines that may be printed now, at most `lines`. Return their number. `size` is the bytes of all lines."""
+        """Return how many of `lines` lines may be printed now, and take their cost. `size` is the number of bytes of all `lines`."""
         self._units = min(BURST, self._units + max(0.0, now_s - self._at_s) * PER_S)
         self._at_s = now_s
         each = 1.0 + size / max(1, lines) / KILOBYTE

@@ -36,7 +36,7 @@ GATEWAY, AUDIT, ACCESS = "gateway", "audit", "access"
 SUFFIX = ".jsonl"
 BACKUPS = 3
 MAX_BYTES = 32 << 20
-"""The size of one log, a function's or the gateway's, with its older files."""
+"""The most bytes of one log, a function's or the gateway's, with its older files."""
 # The most memory of lines that wait for the disk. A line counts as LINE_BYTES plus the length of its text.
 MAX_WAITING_BYTES = 16 << 20
 LINE_BYTES = 400
@@ -44,7 +44,7 @@ MAX_TEXT_CHARS = 16 << 10
 """The most characters of a line's text."""
 MAX_OPEN_FILES = 8
 MAX_FOUND_BYTES = 16 << 20
-"""The most bytes of the lines that a search returns: with more, it returns fewer lines."""
+"""The most bytes of the lines that a search returns. If more lines fit the query, it returns only the newest ones."""
 # The gateway's last line about a function that was deleted, or whose first deploy has failed, with the function's name.
 DELETED, NOT_DEPLOYED = "{} was deleted", "{} was not deployed"
 PRUNE_EVERY_S = 3600.0
@@ -57,9 +57,9 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Return a text of one or more lines whose other control characters are escaped, as in `\\x1b`.
+    """Return the text with its control characters escaped, as in `\\x1b`, except tabs and line feeds.
 
-    Functions print, and callers send, sequences that set a terminal's title or clipboard, or erase lines.
+    Otherwise, texts of functions and callers could set a terminal's title or clipboard, or erase its lines.
     """
     return text if text.isprintable() else CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
@@ -248,7 +248,7 @@ class LogFiles:
         return [LogFacts(name, sizes[name], written[name]) for name in sorted(sizes)]
 
     def _newest_first(self, name: str, query: LogQuery) -> Iterator[LogLine]:
-        """Yield the lines that fit."""
+        """Yield the lines that fit, the newest first."""
         marks, ends = query.marks(), _end_marks(function_of(name)) if query.since_deletion else []
         for data in self._contents(name) if query.most > 0 else ():
             for raw in reversed(data.splitlines()):
@@ -290,7 +290,7 @@ class LogFiles:
         pruned_s = -math.inf
         while not self._closing or not self._waiting.empty():
             if time.monotonic() - pruned_s > PRUNE_EVERY_S:
-                # A folder that cannot be read now may be readable later.
+                # Go on, because a folder that cannot be read now may be readable later.
                 with contextlib.suppress(OSError):
                     self._prune()
                 pruned_s = time.monotonic()
@@ -360,7 +360,7 @@ class _LogFile:
     """One log's file. It is renamed when it is full, or when its first line is older than half of `keep_s`."""
 
     def __init__(self, paths: list[Path], max_bytes: int, keep_s: float) -> None:
-        """`paths` has the path of the file, and then those of older files, the newest first."""
+        """`paths` has the path of the file, and then the paths of older files, the newest first."""
         self._paths, self._max_bytes, self._keep_s = paths, max_bytes, keep_s
         self._begun_s = _first_s(paths[0])
         self._file: int | None = None
@@ -414,7 +414,9 @@ def function_of(file: str) -> str:
 
 
 def _end_marks(function: str) -> list[bytes]:
-    """Return a part of the gateway's lines DELETED and NOT_DEPLOYED which no other line has: quotation marks in a text are escaped."""
+    """Return byte strings that only the gateway's lines DELETED and NOT_DEPLOYED contain. Other lines cannot contain them, because JSON escapes the
+    quotation marks of a text.
+    """
     texts = [text.format(function) for text in (DELETED, NOT_DEPLOYED)]
     return [f'"source":"gateway","text":"{text}"'.encode() for text in texts]
 

@@ -22,7 +22,7 @@ RECEIVE_BYTES = 64 << 10
 # `drain` reads at most this many times, because the process may print without end.
 MAX_READS = 32
 MAX_UNFINISHED = 256
-# Other functions wait while lines are written.
+# The most lines that are written in one turn of the event loop, because other functions wait meanwhile.
 TURN_LINES = 200
 MARK_START = b"\x1e"
 NOBODY = "-"
@@ -65,7 +65,7 @@ class LogStream:
             self._rest = b""
         for channel in list(self._unfinished):
             self._finish(channel, "", "info", "")
-        # The captures hold their invocations, whose bodies are not needed any more.
+        # Drop the captures, because they keep invocations and their bodies in memory.
         self._recorded.clear()
 
     # -- which lines belong to which invocation
@@ -96,7 +96,7 @@ class LogStream:
             self._alone = 0
 
     def drain(self) -> None:
-        """Read the output that has arrived."""
+        """Read the output that has arrived, and write its lines."""
         self._write_lines(len(self._lines))
         for _ in range(MAX_READS):
             if not self.alive or not self._receive():
@@ -140,7 +140,7 @@ class LogStream:
             *kept, rest = data.split(b"\n", allowed)
             data = b"".join(line + b"\n" for line in kept) + rest.rpartition(b"\n")[2]
         if lines and not allowed:
-            # The line that it begins has been dropped.
+            # Drop the beginning of a line, because the rest of this line was dropped.
             self._rest = b""
         *news, self._rest = (self._rest + data).split(b"\n")
         self._lines.extend(news)

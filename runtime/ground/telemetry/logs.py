@@ -1,4 +1,4 @@
-"""Holds the logs of functions: passes each new line to the log's file and to followers."""
+"""Passes each new line of a log to the log's file and to followers, and keeps the last lines in memory."""
 
 from __future__ import annotations
 
@@ -261,6 +261,6 @@ class Logs:
                 last_s = line.at
                 yield line
             while (new := await news.get()) is not None:
-                # A line that was written before the files were read is in `history`.
+                # Skip lines that were written before the files were read, because `history` has returned them.
                 if new.at > last_s and query.fits(new):
                     yield new

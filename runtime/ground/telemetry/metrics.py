@@ -25,7 +25,7 @@ from .invocation_end import InvocationEnd, Source
 from .timeline import COLD_START_PHASES, WARM_PHASES, Timeline
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# The bounds of phases. A function has five phases, so each bound is five series.
+# The bounds of phases are fewer: a function has five phases, so each bound makes five series.
 PHASE_SECONDS = SECONDS[1::2]
 _PHASES_HELP = (
     "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the"
@@ -77,7 +77,7 @@ class _Histogram:
         self.sum += value
 
     def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
-        """Return the samples of the metric `name`. A bucket of it counts all values that are not above its bound."""
+        """Return the samples of the metric `name`. There, a bucket counts all values up to its bound, also those of lower buckets."""
         counts = list(itertools.accumulate(self._counts))
         bounds = (*map(str, self._bounds), "+Inf") if self._bounds else ()
         buckets = [
@@ -186,7 +186,7 @@ class Metrics:
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._others = list(others)
         self.readers: list[Callable[[], Awaitable[Iterable[Reading]]]] = []
-        """The functions that are called when metrics are read. If a function fails, its metrics are left out."""
+        """The functions that are called when metrics are read. If one raises PilotflameError, its metrics are left out."""
         self._writing, self._callers = asyncio.Lock(), 0
         self._text, self._text_s = b"", 0.0
 
@@ -229,13 +229,13 @@ class Metrics:
         return list(self._functions)
 
     def forget(self, function: str) -> None:
-        """Drop the counts of a deleted function, because names come and go and each name has many time series."""
+        """Drop the counts of a deleted function. Otherwise, the many time series of each deleted function would accumulate."""
         self._functions.pop(function, None)
 
     async def read(self) -> bytes:
         """Return the body of the response to GET /metrics, with the readings of `readers`.
 
-        Callers at the same time share a text.
+        Callers that wait at the same time get the same text.
         """
         asked_s = time.monotonic()
         self._callers += 1

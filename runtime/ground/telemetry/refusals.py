@@ -1,4 +1,4 @@
-"""Names what the operating system refuses, by operation and errno, and what to do about it."""
+"""Explains errors of the operating system, by operation and errno, and says what to do about them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _ELSE = {
 def refusal(operation: Operation, number: int | None, remedy: str = "") -> SystemRefusal:
     """Return the row of the table, or the text of the operating system with this `remedy`.
 
-    A full disk, too many open files or too little memory mean the same for each operation.
+    The errnos in _ANYWHERE, such as that of a full disk, mean the same for each operation.
     """
     known = TABLE.get((operation, number or 0))
     if known is None and number in _ANYWHERE:
@@ -115,10 +115,10 @@ def refusal(operation: Operation, number: int | None, remedy: str = "") -> Syste
 
 
 def explained(error: BaseException, *, named: bool = True) -> PilotflameError | None:
-    """Return an error with a remedy for one that no code has expected; None if it did not come from the operating system.
-    A PilotflameError has one already.
+    """Return an error with a remedy for an unexpected error of the operating system; None for any other error. Return a
+    PilotflameError unchanged.
 
-    The message has the path of the file if it is to be `named`.
+    With `named`, the message has the path of the file.
     """
     number: int | None
     if isinstance(error, PilotflameError):
@@ -149,9 +149,9 @@ def explained(error: BaseException, *, named: bool = True) -> PilotflameError | 
 
 @contextlib.contextmanager
 def explaining(*, named: bool = True, begun: bool = False) -> Iterator[None]:
-    """Log what the operating system refuses inside the block, and raise it as an error with a remedy.
+    """Log an error of the operating system that the block raises, and raise it as an error with a remedy.
 
-    If a call may have `begun` in the block, the error invites no retry.
+    If a call may have `begun` in the block, the error suggests no retry. ConnectionError and TimeoutError are raised unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Counts what the node's fetcher does, and has the counts and the state of its cache as metrics.
+"""Counts the fetches of the node's fetcher, and returns the counts and the state of its cache as metrics.
 
 The fetcher is a process of its own. It reports the totals of its cache whenever a fetch or a hold ends. So these
 metrics change at the end of a fetch, not while it runs. If the fetcher is started again, its totals begin at
