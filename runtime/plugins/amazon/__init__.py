@@ -1,1 +1,1 @@
-"""This package holds what the plugins for the APIs of AWS share."""
+"""Contains the code that the plugins for the APIs of AWS share."""

@@ -22,7 +22,9 @@ from ...front.http.responses import made
 
 EVENT_STREAM_TYPE = "application/vnd.amazon.eventstream"
 MAX_PAYLOAD_BYTES = 1 << 20
-"""Clients refuse larger messages: botocore allows 16 MiB, and AWS's own service sends at most 1 MiB."""
+"""A longer payload is split into several messages, because clients refuse large messages. botocore accepts 16 MiB, and
+AWS's own service sends at most 1 MiB.
+"""
 # In a header of a message, this number says that the value is text.
 _TEXT = 7
 
@@ -31,7 +33,7 @@ class MessageStream(EventStream):
     """The response to an invocation as an event stream of AWS. The HTTP headers are sent before the first message."""
 
     part: ClassVar[str]
-    """The type of the events that carry bytes of the output."""
+    """The event type of the messages that carry bytes of the output."""
 
     def __init__(self, request: web.Request, invocation: Invocation, headers: Mapping[str, str]) -> None:
         super().__init__(
@@ -63,7 +65,7 @@ def payload_of(piece: bytes) -> bytes:
 def message(named: Mapping[str, str], payload: bytes) -> bytes:
     """Return a message with these headers."""
     headers = b"".join(_header(name, value) for name, value in named.items())
-    # The two lengths and the two checksums have 16 bytes.
+    # The two lengths and the two checksums have 16 bytes together.
     prelude = struct.pack(">II", 16 + len(headers) + len(payload), len(headers))
     found = prelude + struct.pack(">I", zlib.crc32(prelude)) + headers + payload
     return found + struct.pack(">I", zlib.crc32(found))

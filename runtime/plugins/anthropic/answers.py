@@ -18,12 +18,17 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageBlocks:
-    """The answer to one request, in blocks. It grows with each delta. A streamed answer keeps no texts."""
+    """The answer to one request, in blocks.
+
+    `add` collects the blocks for `whole`. For a stream, `piece` returns events instead, and collects no blocks.
+    """
 
     def __init__(self, request_id: str, asked: MessagesRequest) -> None:
         self._request_id, self._asked = request_id, asked
         self._blocks: list[tuple[str, list[Any]]] = []
-        """The kind of each block, and its pieces: texts, or a call and more of its arguments."""
+        """The kind of each block, and its pieces. The pieces are texts. The first piece of a call is the call itself, and the
+        others continue its arguments.
+        """
         self._begun = self._called = False
         self._index, self._open, self._sent, self._blanks = -1, "", "", list[str]()
         self._made, self._usage = 0, TokenUsage(prompt_tokens=0)
@@ -65,7 +70,7 @@ class MessageBlocks:
         return _event(body.pop("type"), **body)
 
     def _pieces(self, delta: Delta) -> Iterator[tuple[str, Any]]:
-        """Count a delta, and yield the kind and the content of what it adds to the answer."""
+        """Count the tokens of a delta, and yield (kind, content) for each piece that the delta adds to the answer."""
         self._made += len(delta.tokens)
         if delta.usage is not None:
             self._usage = delta.usage
@@ -85,7 +90,11 @@ class MessageBlocks:
             yield "text", "".join(self._blanks)
 
     def _said(self, kind: str, piece: Any) -> Iterator[tuple[str, Any]]:
-        """Yield a piece. A text block has more than blanks, because Anthropic's API takes no other back: blanks wait for more."""
+        """Yield a piece. Keep blanks at the beginning of a text block until other text follows.
+
+        Clients send the blocks of an answer back in their next request, and Anthropic's API refuses text blocks that have
+        only blanks.
+        """
         if kind == "text" and self._open != "text":
             self._blanks.append(piece)
             if not piece.strip():
@@ -131,7 +140,7 @@ class MessageBlocks:
         return _REASONS.get(self._reason or "", "end_turn")
 
     def _counts(self) -> dict[str, int]:
-        """Return the tokens as Anthropic counts them: `input_tokens` without the cached ones."""
+        """Return the numbers of tokens in Anthropic's form. `input_tokens` does not count cached tokens."""
         usage = self._usage
         return {
             "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens), "cache_creation_input_tokens": 0,
@@ -151,7 +160,7 @@ def input_tokens(asked: CountRequest) -> PromptAnswer:
 
 
 def _block(kind: str, pieces: list[Any], *, cut: bool = False) -> dict[str, Any]:
-    """Return a block. `cut`: the answer has ended in the middle of it."""
+    """Return a block. `cut` is True if the answer has ended in the middle of the block."""
     if kind == "tool_use":
         call, *more = pieces
         return _call_block(call, _input(call.name, "".join([call.arguments, *more]), cut=cut))
@@ -164,8 +173,10 @@ def _call_block(call: ToolCall, given: Any) -> dict[str, Any]:
 
 
 def _input(name: str, arguments: str, *, cut: bool) -> orjson.Fragment:
-    """Return the arguments of a call, with its numbers as the model wrote them; an empty object if they are cut. Raise OutputInvalid if
-    they are no object.
+    """Return the arguments of a call as the model wrote them, so that numbers keep all digits.
+
+    If the answer was cut and the arguments are not complete, return an empty object. Raise OutputInvalid if the arguments
+    are not a JSON object.
     """
     try:
         found = load_json(arguments or "{}")

@@ -21,7 +21,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _OVERLOADED = 529
-"""Anthropic's status in the place of 503."""
+"""The status that Anthropic sends instead of 503."""
 
 
 class MessageErrorFields(ErrorFields):
@@ -57,4 +57,4 @@ def anthropic_error_reply(error: PilotflameError, request_id: str) -> Response:
 
 
 ERRORS: dict[str, Any] = {"error_format": anthropic_error_reply, "error_type": MessageError}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors in Anthropic's form."""

@@ -1,6 +1,7 @@
 """The requests of Anthropic's API, and the event that each becomes.
 
-A member that is null is as absent. A field that would change the answer and is not supported is refused by name.
+A member that is null counts as absent. An unsupported field that would change the answer is refused, and the error
+names it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "container": (), "mcp_servers": ([],), "output_format": (), "thread": (),
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }  # fmt: skip
-"""The fields that would change the answer, and are not supported; with the values that ask for nothing."""
+"""The unsupported fields that would change the answer. The values after a field ask for nothing, so they are accepted."""
 T = TypeVar("T")
 
 
@@ -31,7 +32,7 @@ def _as_blocks(given: Any) -> Any:
 
 
 OrText = Annotated[list[T], BeforeValidator(_as_blocks, json_schema_input_type=str | list[T])]
-"""A list of blocks, or a text, which is one block."""
+"""A list of blocks. A client may send a text in place of a list with one text block."""
 
 
 class _Block(Options):
@@ -65,7 +66,7 @@ class ToolUseBlock(_Block):
 
     @property
     def call(self) -> dict[str, Any]:
-        """The call as OpenAI has it, with the arguments as an object, which chat templates read."""
+        """The call in OpenAI's form, but with the arguments as an object, because chat templates read an object."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
@@ -79,7 +80,7 @@ class ToolResultBlock(_Block):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message with the result. A chat template knows no failed results, so the text says it."""
+        """The message with the result. Chat templates have no field for a failed result, so its text begins with `Error:`."""
         text = _text_of(self.content)
         return {
             "role": "tool",
@@ -92,7 +93,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 _ROLES: dict[str, tuple[type[_Block], ...]] = {
     "system": (TextBlock,), "user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
 }  # fmt: skip
-"""The blocks of a turn, by its role."""
+"""The types of the blocks that a turn of each role may have."""
 
 
 class Turn(Options):
@@ -112,7 +113,7 @@ class Turn(Options):
         return self
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that the chat template reads. Each result of a call is one."""
+        """Yield the messages for the chat template. Each result of a call is a message of its own."""
         results = [block.message for block in self.content if isinstance(block, ToolResultBlock)]
         yield from results
         said: dict[str, Any] = {"role": self.role, "content": _text_of(self.content)}
@@ -120,7 +121,8 @@ class Turn(Options):
             said["reasoning_content"] = thought
         if calls := [block.call for block in self.content if isinstance(block, ToolUseBlock)]:
             said["tool_calls"] = calls
-        # An answer begins where an empty last turn does.
+        # Omit an empty turn of the assistant: it only asks for the answer, which begins in its place. Also omit a turn of
+        # the user that had only results of calls.
         if said["content"] or calls or (self.role == "user" and not results):
             yield said
 
@@ -139,8 +141,8 @@ class CustomTool(_Block):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """The tool as OpenAI has it."""
-        # `properties` and `required` may be null.
+        """The tool in OpenAI's form."""
+        # Clients may send null for `properties` and `required`. JSON Schema does not allow null there.
         schema = {name: value for name, value in self.input_schema.items() if value is not None}
         function = {"name": self.name, "description": self.description, "parameters": schema}
         return {"function": {**function, "strict": self.strict}}
@@ -161,7 +163,7 @@ class ToolChoice(Options):
 
     @property
     def wanted(self) -> Any:
-        """The choice as OpenAI has it."""
+        """The choice in OpenAI's form."""
         return {"name": self.name} if self.type == "tool" else "required" if self.type == "any" else self.type
 
 
@@ -199,8 +201,8 @@ class CountRequest(Options):
     output_config: OutputConfig = OutputConfig()
 
     def event(self) -> GenerationRequest:
-        """Return the event that the function gets. Raise BadInput, which names the field."""
-        # A handler that does not know `prompt_only` should make little.
+        """Return the event for the function. Raise BadInput, which names the invalid field."""
+        # A handler that ignores `prompt_only` generates only one token.
         return self._event(prompt_only=True, max_tokens=1)
 
     def _event(self, **more: Any) -> GenerationRequest:
@@ -224,8 +226,8 @@ class CountRequest(Options):
         return validate(GenerationRequest, fields, REMEDY)
 
     def _chat(self) -> list[dict[str, Any]]:
-        """Return the messages that the chat template reads. Neighbours of one role are one turn, as in Anthropic's API, because many
-        templates refuse them.
+        """Return the messages for the chat template. As in Anthropic's API, join neighbouring messages of the same role, because
+        many templates refuse such neighbours. Do not join results of calls, or a message to one with calls or reasoning.
         """
         found = [{"role": "system", "content": _text_of(self.system)}] if self.system else []
         for message in (message for turn in self.messages for message in turn.messages()):
@@ -238,7 +240,7 @@ class CountRequest(Options):
         return found
 
     def _effort(self) -> str | None:
-        """Return how much the model thinks. Raise BadInput if it cannot be promised."""
+        """Return the reasoning effort; None if the request does not set it. Raise BadInput for an unsupported type of thinking."""
         kind = self.thinking.type if self.thinking is not None else ""
         if kind in ("enabled", "between_tools"):
             message = f"The body is invalid: thinking: pilotflame does not support the type {kind} yet."
@@ -262,7 +264,7 @@ class MessagesRequest(CountRequest):
 
     @property
     def shows_thinking(self) -> bool:
-        """True if the answer has what the model thinks."""
+        """True if the answer includes the model's reasoning."""
         thinking = self.thinking
         return thinking is not None and thinking.type == "adaptive" and thinking.display == "summarized"
 
@@ -279,7 +281,7 @@ def supported(body: Any) -> Any:
     for name in sorted(UNSUPPORTED.keys() & body.keys()):
         if body[name] is not None and body[name] not in UNSUPPORTED[name]:
             message = f"The body is invalid: {name}: pilotflame does not support it yet."
-            # With these details, the client's tool runner sends all turns itself.
+            # These details make the tool runner of Anthropic's client send all turns itself.
             more = (
                 {"error_code": "thread_unsupported_request", "unsupported": [name]}
                 if name == "thread"

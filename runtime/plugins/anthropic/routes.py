@@ -1,6 +1,7 @@
 """The routes of Anthropic's API: messages, and the number of their tokens.
 
-`model` is the name of a function, whose handler takes a `GenerationRequest`. This package knows nothing of how it answers.
+The field `model` names a function, whose handler takes a `GenerationRequest`. This package must not depend on how the
+handler makes its answer.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class AnthropicApi(ApiPlugin):
         return await self._respond(request, asked, event, input_tokens(asked))
 
     async def _asked(self, request: web.Request, kind: type[T]) -> tuple[T, GenerationRequest]:
-        """Return the body of a request, and its event. Raise BadInput, which names the field."""
+        """Return (body, event) of a request. Raise BadInput, which names the invalid field."""
 
         def read(body: bytes) -> tuple[T, GenerationRequest]:
             asked = validate(kind, supported(load_json(body)), REMEDY)

@@ -1,4 +1,4 @@
-"""Sends the response of a web app through aiohttp, whose middlewares see it, without buffering it."""
+"""Sends the response of a web app without buffering it. aiohttp's middlewares see it like any other response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .response_encoder import ResponseEncoder
 
 
 class AppResponse(web.StreamResponse):
-    """A response that has been sent when aiohttp gets it. aiohttp only reads its status and whether to close."""
+    """A response that `send` has already sent when the route handler returns it.
+
+    aiohttp sends nothing more. It only reads the status, and whether to close the connection.
+    """
 
     def __init__(self, request: web.Request, invocation: Invocation) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class AppResponse(web.StreamResponse):
     # -- what the plugin calls
 
     async def send(self, pieces: list[ResponsePiece]) -> None:
-        """Send pieces in one write. Raise OutputInvalid if they are no response of HTTP."""
+        """Send pieces in one write. Raise OutputInvalid if they are not a valid HTTP response."""
         encoder = self._encoder
         if not encoder.status:
             encoder.begin(pieces[0], self._own_headers)

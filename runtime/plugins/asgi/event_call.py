@@ -1,4 +1,4 @@
-"""Calls a web app with an event: a request described as JSON. Jobs, queues, schedules and `pilotflame test` call it so."""
+"""Calls a web app with an event: a request described as JSON. Jobs, queues, schedules and `pilotflame test` call apps in this way."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class EventCall:
     async def run(self, app: App, state: dict[str, Any]) -> Any:
         """Return the body of the response: JSON, a text or bytes.
 
-        Raise HandlerFailed, which has the status and the body, if the status is 400 or more.
+        Raise HandlerFailed if the app starts no response, or sends a body that is not JSON although its type is JSON. Raise it
+        also if the status is 400 or more; then `details` has the status and the body.
         """
         facts = self._event.facts()
         await app(scope_of(facts, state), self._receive, self._send)
@@ -98,7 +99,7 @@ class EventCall:
 
     async def _receive(self) -> AsgiMessage:
         if self._asked:
-            # An event has no caller that disconnects earlier.
+            # An event has no caller who could disconnect, so wait until the response is complete.
             await self._complete.wait()
             return {"type": "http.disconnect"}
         self._asked = True

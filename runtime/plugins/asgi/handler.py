@@ -90,7 +90,7 @@ class AppCaller:
     async def call(self, event: Any, context: Context) -> Any:
         """Run a request or a WebSocket of a caller, or a request that an event describes.
 
-        `event` is the body if it is complete.
+        `event` is the body of a caller's request, unless the body follows in pieces.
         """
         state = self.lifespan.state.copy()
         state[CONTEXT_KEY] = context

@@ -1,4 +1,4 @@
-"""Runs one HTTP request of a web app in a worker: gives it the body, and passes its response on."""
+"""Runs one HTTP request of a web app in a worker: passes the body to the app, and the app's response to the gateway."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class HttpCall:
         # True once the app has the whole body.
         self._has_body = False
         self._status, self._head = 0, b""
-        # True once the gateway has the status. Then it cannot be changed.
+        # True once the status was sent to the gateway. Further pieces have no status.
         self._started = False
         # True once the response is complete.
         self._ended = False
         self._waiting: asyncio.Event | None = None
 
     async def run(self, app: App, scope: dict[str, Any]) -> bytes:
-        """Call the app, and return nothing: the pieces of the response are sent at once, also if the app then blocks.
+        """Call the app, and return b"". `send` has already sent the pieces of the response, so that they arrive even if the
+        app then blocks.
 
         Raise the app's error, and HandlerFailed if the app has not completed its response.
         """
@@ -55,8 +56,8 @@ class HttpCall:
         return b""
 
     async def receive(self) -> AsgiMessage:
-        """Return a piece of the body. After the body, wait until the response or the caller has ended, and return a
-        disconnect.
+        """Return a piece of the body. After the body, wait until the response is complete or the caller has disconnected, and
+        return a disconnect.
         """
         if not self._has_body:
             if self._body is not None:

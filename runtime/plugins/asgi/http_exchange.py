@@ -25,14 +25,14 @@ class HttpExchange:
     def __init__(
         self, request: web.Request, revision: Revision, invocation: Invocation, stream: Stream, most: int
     ) -> None:
-        """`most` limits the bytes of the body. Each part of it must arrive within `BODY_TIMEOUT_S`."""
+        """`most` limits the bytes of the body. Each part of the body must arrive within `BODY_TIMEOUT_S`."""
         self._request, self._revision, self._invocation = request, revision, invocation
         self._stream, self._most = stream, most
         self._read = ReadPieces()
         self.response = AppResponse(request, invocation)
 
     async def run(self) -> web.StreamResponse:
-        """Return the response. If the caller disconnects before it is complete, cancel the invocation."""
+        """Return the response. If the caller disconnects before the response is complete, cancel the invocation."""
         body = self._invocation.input
         try:
             return await (self._respond() if body is None else self._respond_while_sending(body))
@@ -52,7 +52,9 @@ class HttpExchange:
         return responding.result()
 
     async def _respond(self) -> web.StreamResponse:
-        """Return the response once it is complete. If it cannot be, respond with the error, or break the response off."""
+        """Return the response once it is complete. On an error, respond with the error, or close the connection if the app's
+        response has started.
+        """
         try:
             await self._send_response()
         except (OutputInvalid, LinkError) as error:
@@ -72,11 +74,12 @@ class HttpExchange:
     async def _send_response(self) -> None:
         """Send the response until it is complete. The app may go on afterwards, as background tasks do.
 
-        Raise the error of the invocation, or OutputInvalid or LinkError if the pieces are no response.
+        Raise the error of the invocation. Raise OutputInvalid or LinkError if the pieces are not a valid response, and
+        DeadlineExceeded if the caller reads too slowly.
         """
         pieces = await self._next()
         if pieces[-1].last:
-            # Up to 256 KiB, which the transport buffers.
+            # The response has at most 256 KiB, which the transport buffers, so set no time limit.
             await self.response.send(pieces)
             return
         left_s = max(0.0, self._invocation.deadline_s - time.monotonic())
@@ -101,7 +104,7 @@ class HttpExchange:
         return [decode_response(output.payload)]
 
     async def _send_body(self, body: InputStream) -> None:
-        """Send the body of the request in pieces. If it is not valid or too long, fail the invocation."""
+        """Send the body of the request in pieces. If the body is invalid, too long or too slow, fail the invocation."""
         try:
             if await body.wait_asked():
                 await continue_body(self._request)

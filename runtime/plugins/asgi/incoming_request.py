@@ -13,24 +13,26 @@ from ...ground.access.control_socket import CONTROL_KEY
 from .messages import HeaderPair
 from .scope import HTTP, WEBSOCKET, Facts
 
-# Headers of one connection. The app's connection is another one.
+# Headers about one connection. Do not pass them on, because the app and the caller have no common connection.
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
      b"transfer-encoding", b"upgrade", CONTROL_KEY.lower().encode())
 )  # fmt: skip
-"""The control key concerns the gateway alone."""
+"""The control key is among them, because it is only for the gateway."""
 _KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 
 
 def scheme_of(request: web.Request, origins: Origins) -> str:
-    """Return "http" or "https". A trusted proxy may have told its scheme."""
+    """Return "http" or "https". If a trusted proxy sent the request, return the scheme that the proxy's headers name."""
     return origins.of(request).partition(":")[0] if origins.trusts(request.remote) else request.scheme
 
 
 def facts_of(request: web.Request, scheme: str, root_path: str, *, keyed: bool, alone: bool = False) -> Facts:
-    """Return the facts of a request. `keyed` is True if it holds an API key of this gateway.
+    """Return the facts of a request. `keyed` is True if the caller sent an API key of this gateway. Then omit the
+    headers that may contain the key.
 
-    `alone` is True if the request names the app's own host. Then the caller sent a path without `root_path`.
+    `alone` is True if the request names the app's own host. Then remove `root_path`, which the gateway has put before the
+    caller's path.
     """
     websocket, raw_path = is_websocket(request), request.rel_url.raw_path
     if alone:

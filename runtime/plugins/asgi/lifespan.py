@@ -10,7 +10,7 @@ from ....errors import HandlerFailed
 from ....handlers.contract import Context
 from .http_call import App, AsgiMessage
 
-# The gateway kills a worker that has not ended 30 s after its last call.
+# Less than 30 s, because the gateway kills a worker that has not exited 30 s after its last call.
 SHUTDOWN_S = 25.0
 CONTEXT_KEY = "pilotflame"
 """The name under which an app finds its Context, in `scope["state"]` and in `app.state`."""
@@ -32,13 +32,13 @@ class Lifespan:
     async def start(self, context: Context) -> None:
         """Run the startup. Raise HandlerFailed, or the app's error, if it fails.
 
-        An app that raises before it asks for a message has no lifespan, which is no failure.
+        If the app raises before it asks for a message, it has no lifespan. That is not a failure.
         """
         self._loop = asyncio.get_running_loop()
         self.state[CONTEXT_KEY] = context
         own = getattr(self._app, "state", None)
         if own is not None:
-            # Frameworks give the app, and not the scope, to the function of its lifespan.
+            # Put the Context into `app.state`, too: frameworks call an app's lifespan function with the app, not with the scope.
             setattr(own, CONTEXT_KEY, context)
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._on_done)

@@ -35,7 +35,7 @@ HeaderPair = tuple[bytes, bytes]
 
 
 class ResponsePiece(NamedTuple):
-    """A part of a response. `status` is 0 if the response has started before; then `head` is empty."""
+    """A part of a response. In every piece but the first, `status` is 0 and `head` is empty."""
 
     status: int
     head: bytes
@@ -44,17 +44,17 @@ class ResponsePiece(NamedTuple):
 
 
 def encode_head(headers: Iterable[HeaderPair]) -> bytes:
-    """Return headers as lines. Raise OutputInvalid if a name or a value cannot be in HTTP, or if there are too many."""
+    """Return headers as lines. Raise OutputInvalid if HTTP does not allow a name or a value, or if the lines are too long together."""
     lines = []
     for name, value in headers:
-        # The rest of such a name would be a part of the value.
+        # The caller would read only the text before the colon as the name, and the rest as part of the value.
         if b":" in name:
             raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
         lines.append(b"%b: %b\r\n" % (name, value))
     head = b"".join(lines)
     check_head(head)
     if head.count(b"\n") != len(lines):
-        # The text of one header looks like two of them.
+        # A header contains a line break, so the caller would read two headers.
         raise OutputInvalid(_INVALID, remedy=_INVALID_REMEDY)
     return head
 
@@ -97,7 +97,7 @@ def decode_response(piece: bytes) -> ResponsePiece:
 
 
 def parts(body: bytes, size: int = PART_BYTES) -> Iterator[bytes]:
-    """Yield a body in parts that fit into a piece; at least one."""
+    """Yield a body in parts of at most `size` bytes. Yield one empty part for an empty body."""
     yield body[:size] if len(body) > size else body
     for start in range(size, len(body), size):
         yield body[start : start + size]
@@ -116,7 +116,7 @@ def decode_accept(data: bytes) -> tuple[str, list[HeaderPair]]:
 
 
 def encode_message(kind: int, data: bytes) -> list[bytes]:
-    """Return a text or bytes of a WebSocket as messages."""
+    """Return the data of a TEXT or BYTES message as one message, or as several messages if it is longer than a piece."""
     found = list(parts(data))
     return [bytes((kind | CONTINUES,)) + part for part in found[:-1]] + [bytes((kind,)) + found[-1]]
 

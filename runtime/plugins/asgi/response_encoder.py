@@ -21,36 +21,37 @@ _STATUS_LINES = {
 _BODILESS = (204, 304)
 _LENGTH = b"content-length"
 _MAX_DIGITS = 18
-# The gateway adds to these headers, unless the app has set them, or may remove them.
+# `headers` gets these headers of the app, because the gateway may complete or remove them.
 _SEEN = frozenset((b"server", b"set-cookie", *(name.lower().encode() for name in ORIGIN_WIDE)))
 _CROSS_ORIGIN = _SEEN | {b"vary", b"access-control-allow-origin"}
 
 
 class ResponseEncoder:
-    """One response. Its header block is bytes of the app: aiohttp would change bytes that are not UTF-8."""
+    """Encodes one response. Most header lines keep the bytes that the app sent: aiohttp would change bytes that are not UTF-8."""
 
     def __init__(
         self, *, head: bool = False, keeps: bool = True, chunks: bool = True, shared: bool = False
     ) -> None:
-        """`head` is True for a HEAD request, `chunks` for a caller of HTTP/1.1. With `shared`, the headers of CORS are put
-        into `headers`, where the gateway completes them.
+        """`head` is True for a HEAD request, `chunks` for a caller that uses HTTP/1.1. With `shared`, `headers` gets the app's
+        headers of CORS, too, so that the gateway can complete them.
         """
         self.keeps = keeps
         """True if the connection stays open after the response."""
         self.headers: CIMultiDict[str] = CIMultiDict()
-        """The headers that the gateway sends beside the app's."""
+        """The gateway's headers, and the app's headers that the gateway may complete or remove."""
         self.status = 0
         self.started = self.complete = False
         self._bodiless, self._may_chunk, self._chunked = head, chunks, False
         self._shared = _CROSS_ORIGIN if shared else _SEEN
         self._lines: list[bytes] = []
-        # The bytes of the body that are missing by the app's Content-Length.
+        # How many bytes of the body must still follow, by the Content-Length. None without a Content-Length.
         self._missing: int | None = None
 
     def begin(self, piece: ResponsePiece, own: Callable[[], Mapping[str, str]]) -> None:
         """Read the status and the headers. `own` returns the gateway's headers, which an app may replace.
 
-        Raise OutputInvalid if HTTP does not allow them. `headers` may be changed before `encode`.
+        Raise OutputInvalid if HTTP does not allow the status or the headers. Before `encode`, the gateway may change
+        `headers`.
         """
         if not piece.status or self.status:
             raise OutputInvalid("The pieces of the response have a wrong order.")
@@ -81,7 +82,7 @@ class ResponseEncoder:
         return name
 
     def encode(self, pieces: list[ResponsePiece]) -> bytes:
-        """Return the bytes of pieces. Call `begin` with the first piece before. Raise OutputInvalid for a wrong body."""
+        """Return the bytes of pieces. Before this, call `begin` with the first piece. Raise OutputInvalid for a wrong body."""
         data = [self._head(pieces[0])] if pieces[0].status else []
         for piece in pieces:
             if self.complete or (piece.status and piece is not pieces[0]):
@@ -114,7 +115,7 @@ class ResponseEncoder:
         if self._missing is not None:
             return b"content-length: %d\r\n\r\n" % self._missing
         if not self._may_chunk:
-            # The end of the connection is the end of the body.
+            # HTTP/1.0 has no chunks. Close the connection to mark the end of the body.
             self.keeps = False
             return b"\r\n"
         self._chunked = True

@@ -57,7 +57,7 @@ class AsgiApi(ApiPlugin):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        # The functions whose log names their host name.
+        # The functions whose log already has the line with their host name.
         self._named = set[str]()
 
     def routes(self) -> list[Route]:
@@ -84,7 +84,7 @@ class AsgiApi(ApiPlugin):
         request[CALLS] = True
         try:
             body, follows = (b"", True) if websocket else await self._body(request, live)
-            # Another revision may have become live while the body arrived.
+            # Look the function up again, because another revision may have become live while the body arrived.
             revision, invocation = self._submit(
                 self._app(name), request, received_s, request_id, body, follows=follows
             )
@@ -104,11 +104,11 @@ class AsgiApi(ApiPlugin):
         return response
 
     def _alone(self, request: web.Request) -> bool:
-        """Return True if the request names a host name of the app's own."""
+        """Return True if the request was sent to the app's own host name."""
         return self.backend.functions.hosts.find(request.headers.get(hdrs.HOST, "")) is not None
 
     def _name_host(self, live: Live, request: web.Request, response: web.StreamResponse) -> None:
-        """Write a host name of the app to its log if a browser has asked for a page that has the gateway's origin."""
+        """If a browser has asked for a page that has the gateway's origin, write the app's own host name to the app's log."""
         if self._alone(request) or SANDBOX not in response.headers.getall(POLICY, ()):
             return
         name = live.record.function
@@ -126,8 +126,8 @@ class AsgiApi(ApiPlugin):
         return live
 
     async def _body(self, request: web.Request, live: Live) -> tuple[bytes, bool]:
-        """Return a body that is short or complete. Return (b"", True) if the body follows. Raise the errors of
-        `read_sent`, and count them.
+        """Return (body, False) for a body of at most SMALL_BYTES. Return (b"", True) for any other body, which is sent to the
+        app in pieces. Raise the errors of `read_sent`, and count them.
         """
         try:
             return await self._read(request, live)
@@ -152,7 +152,7 @@ class AsgiApi(ApiPlugin):
     def _submit(
         self, live: Live, request: web.Request, received_s: float, request_id: str, body: bytes, *, follows: bool
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit the invocation of a request. Raise the error of the headers, or of the queue."""
+        """Submit the invocation of a request. Raise the error of an invalid header, or of the queue."""
         caller = caller_of(request)
         headers, settings, name = request.headers, live.record.settings, live.record.function
         facts = facts_of(

@@ -15,7 +15,7 @@ from .messages import HeaderPair
 KEY = "asgi"
 """The key of the facts in `context.extra`."""
 HTTP, WEBSOCKET = "http", "websocket"
-# A header of HTTP holds no line break, so it can separate headers.
+# No HTTP header contains a line break, so line breaks can separate headers.
 _SEPARATOR = b"\n"
 _PROTOCOLS = b"sec-websocket-protocol"
 # With these versions, Starlette and other frameworks listen for `http.disconnect` while they stream.

@@ -36,7 +36,7 @@ class SocketState(enum.Enum):
     OPEN = "open"
     DENYING = "denying"
     CLOSED = "closed"
-    """The app has closed it, or has denied the handshake."""
+    """The app has closed the WebSocket, or has denied the handshake."""
 
 
 class WebSocketCall:
@@ -117,7 +117,7 @@ class WebSocketCall:
                 self._code = NORMAL if code is None else int(code)
                 self._state = SocketState.CLOSED
                 await self._pass(encode_close(self._code, reason))
-                # Another task of the app may wait in `receive`, and the caller sends nothing any more.
+                # Another task of the app may wait in `receive`. End that wait, because no message follows.
                 self._exchange.close()
             case _:
                 state = self._state.value

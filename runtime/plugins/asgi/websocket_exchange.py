@@ -41,16 +41,18 @@ from .messages import (
 
 # The gateway sends a ping this often, and closes the connection if no pong comes within half of this time.
 HEARTBEAT_S = 20.0
-# How long the other side may take to close a WebSocket, and an app to end once its caller has gone.
+# The caller must close its side of a WebSocket within this time. An app must end within this time after its caller has
+# gone.
 CLOSE_S = 5.0
 RESTART = "service restart"
-# aiohttp holds the parts of a message, and the next message, while a message is passed on.
+# The limit for the bytes that have arrived, in messages of the largest size. While one message is passed on, aiohttp
+# keeps the next message and the parts of a third one.
 MOST_HELD = 3
 _OURS = b"sec-websocket-"
 
 
 class WebSocketExchange:
-    """One WebSocket, from the caller's handshake to its end. It lasts as long as messages pass within the time limit."""
+    """One WebSocket, from the caller's handshake to its end. It ends if no message passes within the function's time limit."""
 
     def __init__(
         self, request: web.Request, revision: Revision, invocation: Invocation, stream: Stream, most: int,
@@ -58,7 +60,7 @@ class WebSocketExchange:
     ) -> None:  # fmt: skip
         """`most` is the largest number of bytes of a message. The invocation must have an `input` and `idle_s`.
 
-        `endless` ends the WebSocket with the caller's API key.
+        `endless` ends the WebSocket when the caller's API key ends.
         """
         if invocation.input is None:
             raise LinkError("The invocation of a WebSocket has no input.")
@@ -66,11 +68,11 @@ class WebSocketExchange:
         self._stream, self._input, self._most, self._endless = stream, invocation.input, most, endless
         self._joined, self._read = MessageParts(most), ReadPieces()
         self._leaving = asyncio.Event()
-        # True once the app has closed the WebSocket. Then it may still run for a while.
+        # True once the app has closed the WebSocket. Do not cancel the invocation then, because the app may still run.
         self._closed_by_app = False
-        # The code and reason with which the caller has closed it.
+        # The code and reason with which the caller or the gateway has closed the WebSocket.
         self._left: tuple[int, str] | None = None
-        # The code and reason with which the gateway closes it.
+        # The code and reason that `_leave` sends.
         self._farewell = (int(WSCloseCode.SERVICE_RESTART), RESTART)
         self._arriving = ArrivingBytes(request.app[INCOMING], caller_of(request).owner)
         invocation.on_leaving = self._leaving.set
@@ -119,7 +121,7 @@ class WebSocketExchange:
         subprotocol, headers = decode_accept(data)
         socket = web.WebSocketResponse(
             protocols=(subprotocol,) if subprotocol else (), heartbeat=HEARTBEAT_S, timeout=CLOSE_S,
-            # aiohttp would unpack messages on the event loop.
+            # Do not offer compression, because aiohttp would unpack messages on the event loop.
             autoclose=False, max_msg_size=self._most, compress=False,
         )  # fmt: skip
         socket.headers.extend(self._headers(headers))
@@ -155,7 +157,7 @@ class WebSocketExchange:
     # -- from the app to the caller
 
     async def _next(self) -> list[tuple[int, bytes]]:
-        """Return the next messages of the app; [] at its end. Raise the error of the invocation if it has failed."""
+        """Return the next messages of the app; [] once the app has ended. Raise the error of the invocation if it has failed."""
         while pieces := await self._stream.take():
             for piece in pieces:
                 if count := self._read.add(len(piece)):
@@ -205,7 +207,7 @@ class WebSocketExchange:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the bytes that have arrived and that the app has not got."""
+        """During the block, count the bytes that have arrived but were not yet passed to the app."""
         connection = cast("ClientConnection", self._request.protocol)
         connection.on_data = self._arrived
         try:
@@ -258,7 +260,9 @@ class WebSocketExchange:
             self._revision.cancel(self._invocation)
 
     async def _leave(self, socket: web.WebSocketResponse) -> None:
-        """Once the worker or the revision is about to end, or too much arrives, close the WebSocket, so that the caller connects again."""
+        """Wait until the worker or the revision is about to end, or too many bytes have arrived. Then close the WebSocket, so
+        that the caller connects again.
+        """
         await self._leaving.wait()
         self._left = self._farewell
         async with asyncio.TaskGroup() as tasks:
@@ -276,7 +280,7 @@ def _denial(kind: int, data: bytes) -> ResponsePiece:
 
 
 def _header_bytes(size: int) -> int:
-    """Return the bytes of a frame of a caller, with its mask, before the data."""
+    """Return the size of the header, with the mask, of a caller's frame that has `size` bytes of data."""
     return 6 if size < 126 else 8 if size < 1 << 16 else 14
 
 
@@ -285,7 +289,7 @@ async def _close(socket: web.WebSocketResponse, code: int, reason: str) -> None:
 
 
 def _valid(code: int) -> int:
-    """Return a code that may be sent. An app may name a code that only stands for a missing one."""
+    """Return `code`, or another code if `code` may not be sent. An app may pass on NO_STATUS or ABNORMAL, for example."""
     if code in (NO_STATUS, ABNORMAL):
         return int(WSCloseCode.OK)
     sendable = 1000 <= code <= 1014 and code != 1004

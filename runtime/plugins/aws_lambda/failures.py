@@ -58,7 +58,10 @@ def is_of_function(error: PilotflameError) -> bool:
 
 
 def aws_error(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error that the function did not cause."""
+    """Return the response for an error of the request or of the gateway.
+
+    A CallEnded that is not repeatable gets the response for an error of the function, so that AWS's clients do not repeat it.
+    """
     if isinstance(error, errors.CallEnded) and is_of_function(error):
         headers = {"x-amzn-RequestId": request_id, "X-Amz-Function-Error": "Unhandled"}
         told = orjson.dumps(function_error(error, request_id))

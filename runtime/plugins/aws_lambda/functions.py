@@ -154,7 +154,7 @@ def _alias(live: Live, name: str) -> AliasConfiguration:
 
 
 def _arn(live: Live, qualifier: str) -> str:
-    # Only the owner sees the function's environment, so its region does not count.
+    # Do not take the region from the function's environment, which only the owner may see.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
     arn = f"arn:aws:lambda:{region}:{ACCOUNT}:function:{live.record.function}"
     return f"{arn}:{qualifier}" if qualifier else arn

@@ -80,7 +80,7 @@ class ExactOutput(LenientOutput):
 
 
 def _exact(value: Any) -> Any:
-    """Return `value`, in which fragments of JSON replace Decimals, and text replaces the keys."""
+    """Return `value` with its Decimals as fragments of JSON, and its keys as text."""
     if isinstance(value, dict):
         return {_key(key): _exact(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -136,7 +136,7 @@ def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
 
 
 def _mapped(event: Any, context: Context) -> Any:
-    """Return the event as AWS's event source mapping makes it, if it is a message of SQS or Kafka."""
+    """Return a message of SQS or Kafka in the form of AWS's event source mapping. Return any other event unchanged."""
     if (record := _record(context)) is None:
         return event
     if record["eventSource"] == KAFKA:

@@ -27,7 +27,7 @@ class ChatAnswer:
     reasoning: str = ""
     finish_reason: str | None = None
     stopped: bool = False
-    """True if Ctrl-C has ended it."""
+    """True if Ctrl-C has ended the answer."""
     usage: dict[str, int] = field(default_factory=dict)
     cold: bool = False
     first_s: float | None = None
@@ -52,7 +52,7 @@ class ChatAnswer:
 
     @property
     def times(self) -> str:
-        """The line about the times."""
+        """The line about the answer's times and tokens."""
         tokens = self.usage.get("completion_tokens", 0)
         parts = [f"first token after {display.milliseconds((self._first_token_s or 0.0) * 1e3)}"]
         parts += ["from zero"] if self.cold else []

@@ -66,7 +66,11 @@ async def _event(
 
 
 def _event_in(attributes: dict[str, Any], output: bytes) -> ReceivedEvent:
-    """Return the event that an output in JSON is, which may lack some of `attributes`, or else an event with the output."""
+    """Return an output in JSON as an event.
+
+    If the output is itself an event, return that event, and take missing attributes from `attributes`. Otherwise return an
+    event with `attributes`, whose data is the output.
+    """
     found = load_output(output)
     if not isinstance(found, dict) or "specversion" not in found:
         return ReceivedEvent(attributes, output, JSON_TYPE)

@@ -85,7 +85,7 @@ class CogYaml(_Section):
 
 
 def _loader(safe: Any) -> Any:
-    """Return a loader of YAML that refuses merged mappings, which would make a small file as large as the memory."""
+    """Return a YAML loader that refuses merged mappings, because a small file with such mappings could fill the memory."""
 
     class Loader(safe):  # type: ignore[misc]
         def flatten_mapping(self, node: Any) -> None:

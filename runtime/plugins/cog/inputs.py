@@ -36,7 +36,8 @@ from ....handlers.files import InputFiles
 from ....handlers.handler import written
 from .sdk import declared_input
 
-# As Cog's server checks a request by the JSON schema of the inputs: an integral 1.0 is an integer, and true is no number.
+# For each annotation, the Python types that a JSON value may have. Cog's server checks requests by the JSON schema of the
+# inputs: 1.0 is an integer, and true is not a number.
 _JSON_TYPES: dict[Any, tuple[ErrorType, tuple[type, ...]]] = {
     bool: ("bool_type", (bool,)), int: ("int_type", (int, float)), float: ("float_type", (int, float)),
 }  # fmt: skip

@@ -142,7 +142,7 @@ class PredictionsApi(ApiPlugin):
         return [checked, *(dataclasses.replace(row, **detailed) for row in rows)]
 
     def bare_routes(self) -> list[Route]:
-        # Without the prefix, these paths belong to the gateway, whose answers have the same fields.
+        # Without the prefix, `/` and `/openapi.json` belong to the gateway, whose answers have Cog's fields, too.
         return [row for row in self.routes() if row.path not in (INDEX, DOCUMENT)]
 
     async def index(self, _request: web.Request) -> web.StreamResponse:
@@ -165,7 +165,7 @@ class PredictionsApi(ApiPlugin):
         check_size(live, body)
         event = await dumped(request, dump_json, wanted.input)
         job, replayed = await self._backend.submit(request, live, event, **fields)
-        # While the caller waits, the input is not kept, neither as bytes nor parsed.
+        # Free the input, both its bytes and the parsed values, while the caller waits.
         job = job.bare()
         del wanted, body, fields, event
         if accepts_events(request):

@@ -27,14 +27,17 @@ def usage_of(usage: TokenUsage) -> dict[str, Any]:
 
 @dataclass
 class CompletionAnswer:
-    """The answer to one request, which grows with each delta. A streamed answer keeps only counts of what it has sent."""
+    """The answer to one request.
+
+    `add` collects the deltas for `whole`. For a stream, `piece` returns chunks instead, and collects only counts.
+    """
 
     id: str
     asked: ChatRequest | CompletionRequest
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, _Choice] = field(default_factory=dict)
     _usages: dict[int, TokenUsage] = field(default_factory=dict)
-    """By the number of the prompt."""
+    """The latest usage of each prompt, by the number of the prompt."""
 
     @property
     def chats(self) -> bool:
@@ -162,19 +165,19 @@ class CompletionAnswer:
 
 @dataclass
 class _Choice:
-    """One answer so far. If it is streamed, it has counts only."""
+    """One answer so far. A streamed answer is counted, but `keep` is not called."""
 
     chars: int = 0
     called: int = 0
     tokens: int = 0
-    # A list of the pieces, because text that grows by a piece is copied each time.
+    # Lists of pieces, because appending a piece to a text would copy the text.
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
     calls: list[tuple[ToolCall, list[str]]] = field(default_factory=list)
     """Each call with the pieces of its arguments."""
     logprobs: list[TokenLogprob] | None = None
     prompt: list[TokenLogprob] | None = None
-    """The tokens of the prompt."""
+    """The tokens of the prompt with their logprobs, if the request asks for them."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -191,7 +194,7 @@ class _Choice:
             self.logprobs += delta.logprobs
 
     def count(self, delta: Delta) -> None:
-        """Raise OutputInvalid for arguments without a call. The pieces of a stored job come here unchecked."""
+        """Count a delta. Raise OutputInvalid if it has arguments without a call: the pieces of a stored job were not checked before."""
         if delta.arguments and not self.called:
             raise OutputInvalid(
                 "The function yields arguments without a call.",
@@ -245,8 +248,8 @@ def _logprob(token: str, value: float) -> dict[str, Any]:
 def _completion_logprobs(
     found: list[TokenLogprob] | None, offset: int, *, first: bool = False
 ) -> dict[str, Any] | None:
-    """Return logprobs in the older form. `offset` is the position of the first token in the text. With `first`, it is the first token of a
-    prompt, which has no logprobs.
+    """Return logprobs in the form of completions. `offset` is the position of the first token in the text. With `first`, the
+    first token begins the prompt, so it has no logprobs.
     """
     if found is None:
         return None
@@ -267,7 +270,10 @@ def _completion_logprobs(
 
 
 def _prompt_logprobs(found: list[TokenLogprob] | None) -> list[dict[str, Any] | None] | None:
-    """Return the logprobs of a prompt in the form of vLLM: by token, and nothing for the first one. None if the function tells none."""
+    """Return the logprobs of a prompt in the form of vLLM: an object for each token, but None for the first token.
+
+    Return None if the function returns no logprobs of prompts.
+    """
     if found is None:
         return None
     shown: list[dict[str, Any] | None] = [None]

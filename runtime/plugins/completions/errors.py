@@ -52,17 +52,18 @@ def openai_error_reply(error: PilotflameError, request_id: str) -> Response:
     # OpenAI has no 422.
     status = 400 if error.status == 422 else error.status
     reply = error_reply(error, request_id)._replace(status=status, body=orjson.dumps(error_body(error)))
-    # The clients repeat a request after any other status from 500 on. A 503 says that nothing has run.
+    # OpenAI's clients repeat a request after any status from 500 on. Forbid it if the call may have run. With a 503 and with
+    # these two kinds of errors, nothing has run.
     if error.status >= 500 and error.status != 503 and not isinstance(error, ActivationFailed | HandlerError):
         reply.headers["x-should-retry"] = "false"
     return reply
 
 
 def unrouted_reply(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for a path that no route has: OpenAI's form, with the fields of our own."""
+    """Return the response for a path without a route. It has OpenAI's form, and also the fields of the gateway's own form."""
     found = {**error.to_wire(), "request_id": request_id, "param": None, "code": error.code}
     return error_reply(error, request_id)._replace(body=orjson.dumps({"error": found}))
 
 
 ERRORS: dict[str, Any] = {"error_format": openai_error_reply, "error_type": OpenAiError}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors in OpenAI's form."""

@@ -8,14 +8,15 @@ from ....errors import BadInput
 from ...front.http.requests import load_json
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The kinds of parts that are texts, and the fields with these texts."""
+"""The types of parts that are texts, each with the field that has the text."""
 
 
 def plain_message(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """Return a message whose content is a text, and whose calls have objects as arguments. A member that is null or empty is left
-    out, because many templates only ask whether it is there.
+    """Return a message with its content as one text, and with the arguments of its calls as objects. Omit members that are
+    null or empty, because many templates only check whether a member exists.
 
-    Raise BadInput, which names the field of the request, if the message has something else than texts.
+    Raise BadInput, which names the request's field `field`, if the content has a part that is not a text, or if a call is
+    malformed.
     """
     content = message.get("content")
     if isinstance(content, list):
@@ -34,7 +35,7 @@ def _given(members: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(parts: list[Any], field: str) -> str:
-    """Return the text of the parts of a content. Raise BadInput if one is something else."""
+    """Return the text of the parts of a content. Raise BadInput if a part is not a text."""
     return "".join(part if isinstance(part, str) else _text_of(part, field) for part in parts)
 
 

@@ -10,7 +10,7 @@ from ....handlers.language_model.contract import Delta
 
 
 class PromptAnswer:
-    """The answer to one request. Only one delta has what it shows."""
+    """The answer to one request. Only one delta of the function has the tokens."""
 
     def __init__(self, model: str, show: Callable[[Delta], Any]) -> None:
         """`show` returns the response, or None for a delta without the tokens."""
@@ -21,7 +21,7 @@ class PromptAnswer:
         self._found = self._found or self._show(delta)
 
     def whole(self) -> Any:
-        """Return the response. Raise NotSupported if the function does not tell the tokens."""
+        """Return the response. Raise NotSupported if the function has not returned the tokens."""
         if self._found is None:
             message = f"{self._model} does not tell the tokens of prompts."
             raise NotSupported(message, remedy="Let its handler yield them as `Delta.prompt`.")

@@ -1,6 +1,7 @@
 """The requests of OpenAI's API, and the events that they become.
 
-A field that would change the answer and is not supported is refused by name. A field that cannot change it is accepted.
+An unsupported field that would change the answer is refused, and the error names it. An unsupported field that cannot
+change the answer is accepted.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .messages import plain_message
 
 MOST_PROMPTS = 128
 MOST_SHARED_BYTES = 16 << 20
-"""The most bytes of the fields that all prompts of a request share, once for each prompt."""
+"""The limit for the size of the fields that all prompts of a request share, multiplied by the number of prompts."""
 T = TypeVar("T")
 Several = Annotated[list[T], Field(max_length=MOST_PROMPTS)]
 MOST_TOKENS = 16
-"""How many tokens a completion has if the request does not say it."""
+"""The limit for the tokens of a completion if the request sets no `max_tokens`."""
 ANY_OBJECT = {"type": "object"}
 """The schema of the format json_object."""
 REMEDY = "docs/language-models.md lists the fields."
@@ -38,8 +39,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (), "vllm_xargs": (), "repetition_detection": (), "thinking_token_budget": (-1,), "include_reasoning": (True,),
     "watermarking": (),
 }  # fmt: skip
-"""The fields of OpenAI's and vLLM's API that would change the answer, and are not supported; with the values that ask for nothing,
-besides empty ones.
+"""The unsupported fields of OpenAI's and vLLM's API that would change the answer. The values after a field ask for nothing,
+so they are accepted. Empty values ask for nothing, too (`_asks`).
 """
 WITHOUT_EFFECT = {
     "user", "store", "service_tier", "prompt_cache_key", "cache_salt", "prompt_cache_retention", "safety_identifier", "verbosity",
@@ -58,7 +59,7 @@ OWN = frozenset(
         "response_format",
     }
 )
-"""The fields that are not for the model, or are added for each event."""
+"""The fields that `_event` does not copy into an event. The model does not need them, or the event has them in another form."""
 
 
 class Options(BaseModel):
@@ -202,7 +203,7 @@ class _Request(Sampling):
     """The fields that chats and completions share."""
 
     own: ClassVar[frozenset[str]] = frozenset()
-    """The fields that the event does not have."""
+    """Further fields that `_event` does not copy, because the event has them in another form."""
 
     model: str = Field(min_length=1, max_length=200, description="The name of a function.")
     metadata: dict[str, Any] = Field(default_factory=dict, description="Without effect.")
@@ -221,7 +222,7 @@ class _Request(Sampling):
 
     @property
     def output(self) -> OutputFormat | None:
-        """What the text of an answer has to be."""
+        """The required format of an answer's text; None if the request sets none."""
         found = self.structured_outputs.output if self.structured_outputs is not None else None
         return found or (self.response_format.output if self.response_format is not None else None)
 
@@ -321,7 +322,7 @@ def check_choice(choice: object, tools: Sequence[object]) -> None:
 
 
 def allowed(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
-    """Return the tools that a request allows. Raise BadInput if it does not have one of them."""
+    """Return the tools with these names. Raise BadInput if a name is not among `tools`."""
     if unknown := {*names} - {tool.function.name for tool in tools}:
         message = f"The body is invalid: tool_choice: {min(unknown)[:64]!r} is not among the tools."
         raise BadInput(message, remedy="Send it in tools.", details={"field": "tool_choice"})
@@ -329,7 +330,7 @@ def allowed(tools: Sequence[Tool], names: Sequence[str]) -> list[Tool]:
 
 
 def schema_of(given: Any) -> Any:
-    """Return a JSON schema that may be written as a text; None if the text is no JSON."""
+    """Return a JSON schema. Parse it if the client has sent it as a text; return None if the text is not JSON."""
     try:
         return load_json(given) if isinstance(given, str) else given
     except BadInput:
@@ -341,7 +342,7 @@ def _asks(name: str, value: Any) -> bool:
     nothing = UNSUPPORTED[name]
     if value is False and True not in nothing:
         return False
-    # An empty object of this field asks for a search.
+    # An empty object as `web_search_options` asks for a search.
     return value not in (None, "", [], *nothing) and (value != {} or name == "web_search_options")
 
 

@@ -186,7 +186,10 @@ def _wanted(source: Path, needs: Requirements) -> list[RequirementLine]:
 
 
 def _is_own(line: RequirementLine) -> bool:
-    """Return True if a line requires pilotflame. It must not come from an index, where others may own its name."""
+    """Return True if a line requires pilotflame.
+
+    Such lines are not installed from an index, where others may own the name. The image gets pilotflame from the wheel.
+    """
     return canonicalize_name(line.requirement.name) == "pilotflame"
 
 

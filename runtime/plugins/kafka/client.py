@@ -24,7 +24,8 @@ _REMEDIES = {
     "TOPIC_AUTHORIZATION_FAILED": "Let the user read and write the topics of the source.",
     "GROUP_AUTHORIZATION_FAILED": "Let the user use the consumer group.",
     "_AUTHENTICATION": f"Check the function's secrets {USERNAME} and {PASSWORD}, and the setting mechanism.",
-    # A broker that needs a login ends connections without it, as a proxy does whose broker is down.
+    # Name both causes: a broker that needs a login closes connections without it, and a proxy whose broker is down closes
+    # connections, too.
     "_ALL_BROKERS_DOWN": f"Check the brokers and the network, and the function's secrets {USERNAME} and {PASSWORD} if the brokers need a login.",
     "_TRANSPORT": "Check the brokers and the network.",
     "_RESOLVE": "Check the names of the brokers.",
@@ -34,7 +35,8 @@ _REMEDIES = {
 def config_of(source: KafkaSource, identity: Identity) -> dict[str, Any]:
     """Return the settings of a client: the brokers, and the function's user.
 
-    Raise BusFailed if the function is not trusted: the library connects to every address that a broker names, and the gateway cannot check it.
+    Raise BusFailed if the function is not trusted: the library connects to every address that a broker names, and the
+    gateway cannot check these addresses.
     """
     if identity.access.own_only or identity.access.addresses is not None:
         fault = f"The topic {source.topic}: functions of keys that are not trusted may not use Kafka"

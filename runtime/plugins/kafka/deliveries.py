@@ -1,4 +1,7 @@
-"""Keeps the messages of the partitions that this member of a consumer group has: which wait, and which are in progress."""
+"""Keeps the messages of the partitions that are assigned to this member of a consumer group.
+
+The messages either wait or are in progress.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,24 @@ from ...jobs.events.message_queue import Message
 from .unfinished import Record, RecordPlace, TakenOffsets, WaitingRecords
 
 BUSY_SLICE_S = 0.05
-"""While messages wait for others with their key, new messages of other keys are looked for this often."""
+"""The interval for reading new messages while messages wait for earlier messages with the same key."""
 MAX_SPAN = 10_000
-"""While this number of messages of a partition are not finished, it is not read on."""
+"""A partition is paused while this many of its messages are unfinished."""
 MAX_WAITING_BYTES = 64 << 20
-"""While the waiting messages have this size, no partition is read on."""
+"""All partitions are paused while the waiting messages have this size."""
 
 
 LAMBDA = "lambda"
-"""The dialect whose handlers get whole records. Their headers and values are stored with each job."""
+"""The dialect whose handlers get whole records. For other dialects, a job stores no headers and no second copy of
+the value. While the dialect is not known, records are whole.
+"""
 _SENT_TYPES = ("NO_TIMESTAMP_TYPE", "CREATE_TIME", "LOG_APPEND_TIME")
 
 
 def facts_of(record: Record, *, whole: bool) -> dict[str, Any]:
-    """Return a record as AWS's event source mapping has it, with headers and value if it is to be `whole`.
+    """Return a record in the form of AWS's event source mapping. With `whole`, include the headers and the value.
 
-    The value is left out if the job's input has its exact bytes.
+    Omit the value if the job's input has the same bytes.
     """
     place, value = record.place, record.value
     facts: dict[str, Any] = {
@@ -38,7 +43,7 @@ def facts_of(record: Record, *, whole: bool) -> dict[str, Any]:
         **({} if record.key is None else {"key": _base64(record.key)}),
     }  # fmt: skip
     if whole:
-        # Java's bytes have a sign.
+        # AWS sends the bytes as signed numbers, because Java's bytes have a sign.
         facts["headers"] = [{name: memoryview(one).cast("b").tolist()} for name, one in record.headers]
         if value is None or not is_compact(value):
             facts["value"] = None if value is None else _base64(value)
@@ -50,22 +55,26 @@ def _base64(data: bytes) -> str:
 
 
 class Deliveries:
-    """The messages from their receipt to their end. Any thread may call it. The partitions of this member change between the calls."""
+    """Keeps each message from its receipt to its end. Any thread may call the methods. Between two calls, this member may get
+    or lose partitions.
+    """
 
     def __init__(self, facts: Mapping[str, str] = NOTHING, dialect: Callable[[], str] = str) -> None:
-        """`facts` describe the topic. A message has them beside its own. `dialect` returns `Identity.dialect`."""
+        """`facts` describe the topic. They are added to the facts of each message. `dialect` is `Identity.dialect`."""
         self._facts, self._dialect = facts, dialect
         self.cluster = ""
-        """The id of the cluster. Another cluster may have a copy of the topic, with the same offsets and times."""
+        """The id of the cluster, for the ids of messages. Another cluster may have a copy of the topic, with the same offsets and
+        times.
+        """
         self._lock = threading.RLock()
         self._epochs: dict[int, int] = {}
         """How often each partition was assigned to this member."""
         self._taken: dict[int, TakenOffsets] = {}
-        """The partitions of this member."""
+        """The offsets of each partition that this member has."""
         self._committed: dict[int, int] = {}
         self._waiting = WaitingRecords()
         self._in_progress: dict[str, Record] = {}
-        """By receipt."""
+        """The messages in progress, by receipt."""
         self._busy: set[str] = set()
         """The groups of the messages in progress."""
         self._freed = threading.Condition(self._lock)
@@ -92,13 +101,15 @@ class Deliveries:
                     self._busy.discard(record.group)
 
     def paused(self) -> set[int]:
-        """Return the partitions that are not read on: they have too many unfinished messages, or too much waits."""
+        """Return the partitions to pause: those with too many unfinished messages, or all if too many bytes wait."""
         with self._lock:
             full = self._waiting.size_bytes >= MAX_WAITING_BYTES
             return {part for part, taken in self._taken.items() if full or taken.span >= MAX_SPAN}
 
     def uncommitted(self) -> dict[int, int]:
-        """Return the offset of the first unfinished message of each partition for which a smaller one is committed."""
+        """Return, by partition, the offsets to commit: the offset of the first unfinished message, if it is larger than the
+        committed offset.
+        """
         with self._lock:
             resume = {part: taken.resume_at for part, taken in self._taken.items()}
             return {
@@ -118,7 +129,7 @@ class Deliveries:
         return len(self._waiting)
 
     def add(self, raw: Any) -> None:
-        """Let a message of the consumer wait."""
+        """Add a received message to the waiting messages. Ignore it if this member has lost its partition."""
         with self._lock:
             if (taken := self._taken.get(raw.partition())) is not None:
                 place = RecordPlace(raw.partition(), raw.offset(), self._epochs[raw.partition()])
@@ -136,13 +147,16 @@ class Deliveries:
             ]
 
     def poll_s(self, timeout_s: float) -> float:
-        """Return the seconds to wait for new messages, at most `timeout_s`: 0 after a wait for a busy group."""
+        """Return the seconds to wait for new messages: at most `timeout_s`, and not after the next waiting message is due.
+
+        If messages wait while groups are busy, first wait up to BUSY_SLICE_S for the end of a busy group. Then return 0.
+        """
         with self._lock:
             due_s = self._waiting.due_s(self._busy) - time.monotonic()
             timeout_s = max(0.0, min(timeout_s, due_s))
             if not self._busy or not len(self._waiting):
                 return timeout_s
-            # These messages may go on sooner than a new one comes.
+            # A waiting message may become free sooner than a new message arrives.
             self._freed.wait(min(timeout_s, BUSY_SLICE_S))
             return 0.0
 
@@ -153,7 +167,7 @@ class Deliveries:
         if record.group:
             self._busy.add(record.group)
         attributes = {name: value.decode("utf-8", "replace") for name, value in record.headers}
-        # A topic that was made anew has the same offsets again.
+        # The id includes the time, because a topic that was deleted and created again has the same offsets.
         message_id = f"{self.cluster}/{place.partition}/{place.offset}/{record.sent_ms}"
         return Message(
             message_id,

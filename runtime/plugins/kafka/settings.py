@@ -11,7 +11,9 @@ from ...ground.settings.event_source import EventSource
 from ...ground.settings.validation import checked, split_text
 
 LEASE_S = 60.0
-"""A consumer that does not poll for five minutes leaves its group. A third of this time is between two polls."""
+"""While messages are in progress, the consumer polls (`KafkaTopic.extend`) every third of this time. Otherwise it would leave
+its group after MAX_POLL_S.
+"""
 _BROKER = re.compile(r"[A-Za-z0-9._-]{1,253}:[0-9]{1,5}|\[[0-9a-fA-F:]{2,45}\]:[0-9]{1,5}")
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
@@ -71,7 +73,7 @@ class KafkaSource(EventSource, frozen=True, extra="forbid", strict=True):
 
     @property
     def scope(self) -> str:
-        """Brokers may come and go, so the ids of messages have the id of the cluster."""
+        """The topic without the brokers, because a cluster's brokers may change. The ids of messages contain the cluster's id."""
         return self.topic
 
     @property

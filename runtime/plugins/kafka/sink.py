@@ -14,21 +14,27 @@ from .client import LOG, REQUEST_S, config_of, failed, failures
 from .settings import KafkaSource
 
 MARGIN_S = 5.0
-"""How much longer than its own limit a write may take."""
+"""How much longer than the producer's own limit (REQUEST_S) `Writer` waits for the outcome of a write."""
 
 MAX_MESSAGE_BYTES = 100_000_000
-"""The client's own limit, so that the limits of brokers and topics decide. Consumers of the library receive no more, either."""
+"""The limit of the producer. It is so high that only brokers and topics limit messages. By default, the library's consumers
+receive no larger messages, either.
+"""
 UNKNOWN_TOPIC_S = 10.0
-"""How long a topic may be unknown. It is less than REQUEST_S, so a missing topic has another error than brokers that are down."""
+"""After this time, the producer reports a missing topic. The time is shorter than REQUEST_S, so that the error is not the
+same as for brokers that are down.
+"""
 MISSING = frozenset({"UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC"})
 _FINAL = frozenset({
     "MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE", "INVALID_MSG_SIZE", "INVALID_RECORD", "TOPIC_EXCEPTION",
 }) | MISSING  # fmt: skip
-"""The errors that each further try would raise, too. A topic of dead letters that is missing may still be made."""
+"""The errors that each further try would raise, too. `KafkaTopic` tries again after MISSING, because the topic of dead
+letters may still be created.
+"""
 
 
 class Writer:
-    """A producer, which waits until all replicas have a message. It is made by the first write."""
+    """Writes messages, and waits until all in-sync replicas have them. The first write creates the producer."""
 
     def __init__(self, source: KafkaSource, identity: Identity) -> None:
         self._source, self._identity = source, identity
@@ -70,7 +76,7 @@ class Writer:
                     self._producer = kafka.Producer(config, logger=LOG)
             self._producer.produce(topic, key=key, value=body, headers=list(headers), on_delivery=told)
             self._producer.flush(REQUEST_S + MARGIN_S)
-            # Another thread may be serving the callback of this message.
+            # `flush` of another thread may have taken this message's callback, but not have run it yet.
             if not stored.wait(MARGIN_S):
                 raise BusFailed(f"{purpose}: the message was not stored in time.")
             if outcome[0] is not None:
@@ -78,7 +84,9 @@ class Writer:
 
 
 class TopicSink:
-    """A sink that writes each output with the key of its message. A second output of the same message is another message."""
+    """A sink that writes each output with the key of its message. If an output is sent twice,
+    the topic has two messages.
+    """
 
     def __init__(self, topic: str, writer: Writer) -> None:
         self._topic, self._writer = topic, writer

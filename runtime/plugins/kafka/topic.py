@@ -1,7 +1,8 @@
 """Receives the messages of a topic as a member of a consumer group, and commits what is finished.
 
-Kafka keeps one offset for each partition. So an offset is committed only when all messages before it are finished, and a message that has to
-be delivered again is kept here. If this process ends, the next member of the group receives all messages from the committed offset on.
+Kafka keeps one offset for each partition. So an offset is committed only when all messages before it are finished, and this
+process keeps each message that it has to deliver again. If this process ends, the next member of the group receives all
+messages from the committed offset on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHECK_S = 5.0
 """How long a deploy waits for the brokers."""
 REFUSALS = frozenset({"_AUTHENTICATION", "SASL_AUTHENTICATION_FAILED", "TOPIC_AUTHORIZATION_FAILED", "CLUSTER_AUTHORIZATION_FAILED"})  # fmt: skip
 SLICE_S = 0.5
-"""After this time, a poll looks whether the topic is being closed."""
+"""The longest single poll. After each poll, `_receive` checks whether the topic is being closed."""
 MAX_POLL_S = 300.0
 # After this time without a heartbeat, the group gives the partitions of a member to others. Brokers accept 6 s or more, and a pause of
 # the network or of this machine for some seconds must not move partitions.
@@ -109,7 +110,10 @@ class KafkaTopic:
             self._deliveries.cluster, self._identified = found.cluster_id or "", True
 
     def _live(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages that may run. The others have failed too often, but could not be written to the dead letters."""
+        """Return the messages that may run.
+
+        The other messages have failed too often, but an earlier write to the dead letters has failed. Try to write them again.
+        """
         live = []
         for message in messages:
             record = self._deliveries.record_of(message)
@@ -120,7 +124,8 @@ class KafkaTopic:
             ):
                 live.append(message)
             elif self._error is not None:
-                # `_poll` raises it. Until then, do not wait for the brokers again.
+                # An earlier write to the dead letters has failed, or Kafka has reported an error. The next `_poll` raises
+                # `_error`. Do not call `_bury` before that, because it would wait for the brokers again.
                 self._deliveries.again(message, self._source.backoff_s, failed=True)
             else:
                 try:
@@ -130,7 +135,9 @@ class KafkaTopic:
         return live
 
     def _poll(self, consumer: Any, limit: int, timeout_s: float) -> None:
-        """Wait for new messages, or until a waiting one may be delivered. Let at most `limit` new messages wait."""
+        """Wait for new messages, or until a waiting message may be delivered. Add at most `limit` new messages to the waiting
+        messages. Raise the latest error, if there is one.
+        """
         timeout_s = self._deliveries.poll_s(min(timeout_s, SLICE_S))
         self._pause_long(consumer)
         if (first := consumer.poll(timeout_s)) is not None:
@@ -141,7 +148,7 @@ class KafkaTopic:
             raise error
 
     def _take(self, raw: Any) -> None:
-        """Let a new message wait. Remember an error."""
+        """Add a new message to the waiting messages. If `raw` is an error, keep the error until `_poll` raises it."""
         if (error := raw.error()) is not None:
             self._error = failed(self._purpose, error)
             return
@@ -174,7 +181,7 @@ class KafkaTopic:
         return waiting + self._deliveries.waiting
 
     def _stay(self) -> None:
-        # If another thread is polling, that is enough.
+        # If another thread is polling, its poll keeps this member in the group.
         if self._consumer is None or not self._polling.acquire(blocking=False):
             return
         try:
@@ -186,7 +193,7 @@ class KafkaTopic:
             self._polling.release()
 
     def _pause_long(self, consumer: Any) -> None:
-        """Do not read on in partitions with too many unfinished messages, or in any if too much waits."""
+        """Pause partitions with too many unfinished messages, or all partitions if too many bytes wait. Resume the others."""
         long = self._deliveries.paused()
         parts = consumer.assignment()
         consumer.pause([one for one in parts if one.partition in long])
@@ -197,7 +204,9 @@ class KafkaTopic:
             self._commit()
 
     def _commit(self) -> None:
-        """Commit all partitions up to their first unfinished message. Calls that wait for the lock have little left to do."""
+        """Commit all partitions up to their first unfinished message. A call that has waited for
+        the lock often finds that the previous call has committed everything.
+        """
         with self._committing, failures(self._purpose) as kafka:
             news = self._deliveries.uncommitted()
             if not news or self._consumer is None:
@@ -220,7 +229,10 @@ class KafkaTopic:
                 self._deliveries.again(message, delay_s, failed=bool(delay_s))
 
     def _bury(self, message: Message, record: Record) -> None:
-        """Write a message to the topic of dead letters. If that fails, try again later, or end the message if no try can succeed."""
+        """Write a message to the topic of dead letters. If the write fails, let the message wait, and raise BusFailed.
+
+        If each further write would fail, too, end the message and raise OutputRefused.
+        """
         place, topic = record.place, self._source.dead_letters or ""
         origin = {
             "source-topic": self._source.topic,
@@ -246,7 +258,7 @@ class KafkaTopic:
         self._finish(message)
 
     def _give_back(self, messages: Sequence[Message]) -> None:
-        """Keep the messages of a request whose caller was cancelled."""
+        """Let the messages of a request wait again, because its caller was cancelled."""
         self._release(messages, 0)
 
     # -- the client
@@ -284,7 +296,7 @@ class KafkaTopic:
         self._deliveries.revoke([one.partition for one in parts])
 
     def _on_error(self, error: Any) -> None:
-        # The library itself connects again. The status of the source says what it tells.
+        # The library itself connects again. Keep the error for the next `_poll`, so that the status of the source shows it.
         self._error = failed(self._purpose, error)
 
     def _close(self) -> None:
@@ -296,13 +308,13 @@ class KafkaTopic:
 
 
 def _metadata(kafka: Any, client: Any, topic: str, found: Sequence[Any]) -> Any:
-    """Return the metadata of a topic, or None if `found`, the client's errors, has a refusal or CHECK_S has passed."""
+    """Return the metadata of a topic. `found` gets the client's errors. Return None once it has a refusal, or after CHECK_S."""
     until_s = time.monotonic() + CHECK_S
     while time.monotonic() < until_s and not any(one.name() in REFUSALS for one in found):
         try:
             return client.list_topics(topic, timeout=SLICE_S)
         except kafka.KafkaException:
-            # This calls `error_cb`, which has the cause.
+            # `poll` calls `error_cb`, which adds the cause to `found`.
             client.poll(0.0)
     return None
 

@@ -1,7 +1,7 @@
-"""Keeps what is not finished of the partitions: the offset up to which all is, and messages that may not be delivered yet.
+"""Keeps the unfinished messages of partitions: the offset up to which all messages are finished, and the waiting messages.
 
-A message waits while an earlier one with its key is in progress, and after it has failed. Kafka itself has no such list: a consumer can only go
-back to an offset.
+A message waits while an earlier message with the same key is in progress, and after it has failed. Kafka itself cannot
+keep single messages back: a consumer can only go back to an offset.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Record:
 
 
 class WaitingRecords:
-    """Records by group. The records of a group keep their order, whenever each is due."""
+    """The waiting records, by group. The records of a group keep their order, even if a later record is due first."""
 
     def __init__(self) -> None:
         self._groups: dict[str, list[tuple[RecordPlace, float, Record]]] = {}
@@ -60,7 +60,7 @@ class WaitingRecords:
         return self._count
 
     def add(self, record: Record, due_s: float) -> None:
-        """Let a record be delivered at `due_s` at the earliest, and after all earlier records of its group that wait."""
+        """Add a record. It is delivered at `due_s` at the earliest, and after all earlier waiting records of its group."""
         heap = self._groups.setdefault(record.group or f"{record.place}", [])
         heapq.heappush(heap, (record.place, due_s, record))
         self._count += 1
@@ -76,7 +76,7 @@ class WaitingRecords:
         return [self._pop(group) for _, group in heapq.nsmallest(limit, ready)]
 
     def due_s(self, busy: Collection[str]) -> float:
-        """Return when the next record may be delivered; infinity if none waits for a time alone."""
+        """Return when the first record of the groups that are not busy is due; infinity if there is no such record."""
         heads = (heap[0][1] for group, heap in self._groups.items() if group not in busy)
         return min(heads, default=math.inf)
 

@@ -18,13 +18,13 @@ class OipError(TypedDict):
 
 
 def error_text(error: PilotflameError) -> str:
-    """Return the text of an error. Triton's clients look for the beginning of the one for unknown models."""
+    """Return the text of an error. The text for an unknown model begins with words that Triton's clients look for."""
     found = f"{error.message} {error.remedy}".strip()
     return f"Request for unknown model: {found}" if isinstance(error, UnknownFunction) else found
 
 
 def load_failure(name: str) -> str:
-    """Return the beginning of the text of an error of a load."""
+    """Return the beginning of the error text for a failed load."""
     return f"failed to load '{name[:80]}', failed to poll from model repository: "
 
 
@@ -40,4 +40,4 @@ def oip_error_reply(error: PilotflameError, request_id: str, beginning: str = ""
 
 
 ERRORS: dict[str, Any] = {"error_format": oip_error_reply, "error_type": OipError}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors in Triton's form."""

@@ -1,4 +1,6 @@
-"""Reads messages of gRPC that are not too expensive: it counts the fields in the bytes before protobuf makes an object of each."""
+"""Reads messages of gRPC. Counts the fields in a message's bytes first and refuses too many, because protobuf makes an object
+of each field.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ MOST_FIELDS = 20_000
 MOST_VALUES = 1_000_000
 """The most values in the contents of all inputs. Each is an object while it is converted."""
 CODINGS = {0x1F: "gzip", 0x78: "deflate"}
-"""The codings by the first byte of a compressed message. No other message begins so: 0x1F is no tag, and no message has the field 15."""
+"""The codings by the first byte of a compressed message. No uncompressed message begins with these bytes: 0x1F is not a valid
+tag, and 0x78 is the tag of field 15, which no message has.
+"""
 _CONTENTS = "InferTensorContents"
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
 _GROUPS = (3, 4)
 _WIDTHS = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8}
 _UNPACKED = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
 _MOST_NUMBER_BYTES = 10
-# All but the last byte of a number of any length.
+# All bytes of a varint but the last are among these bytes.
 _GOES_ON = bytes(range(0x80, 0x100))
 
 
@@ -31,7 +35,7 @@ class _Field(NamedTuple):
     nested: str
     """The message in the field; "" if it has none."""
     width: int
-    """The bytes of a value in a list that is one field; 1 for numbers of any length, and 0 if there is no such list."""
+    """The bytes of each value in a packed list; 1 for varints, which have any length; 0 if the field cannot be packed."""
 
 
 _UNKNOWN = _Field("", 0)
@@ -48,18 +52,21 @@ _FIELDS = {
 
 
 class _Count:
-    """Counts the fields in a message's bytes. Raises BadInput if there are too many, and IndexError if the bytes are no message."""
+    """Counts the fields in a message's bytes. Raises BadInput if there are too many.
+
+    Raises LookupError or StopIteration if the bytes are not a message.
+    """
 
     def __init__(self, data: bytes, most: int, most_values: int) -> None:
         self._data, self._most, self._most_values = data, most, most_values
         self._fields = self._values = 0
 
     def read(self, kind: str, at: int, end: int) -> None:
-        """Count the fields from `at` to `end`, which are a message of this kind, and those of the messages in it."""
+        """Count the fields of the message from `at` to `end`, which is of this kind, and the fields of the messages in it."""
         fields, is_contents, data = _FIELDS[kind], kind == _CONTENTS, self._data
         while at < end:
             self._add(1, is_contents)
-            # Nearly all numbers are one byte. A call for each would take half of the time.
+            # Nearly all numbers are one byte. Read these without a call, because the calls would take half of the time.
             tag, at = (data[at], at + 1) if data[at] < _GOES_ON[0] else self._number(at)
             wire = tag & 7
             if wire == _BYTES:
@@ -87,20 +94,22 @@ class _Count:
             raise BadInput(fault, remedy="Send them in raw_input_contents.")
 
     def _packed(self, at: int, size: int, width: int) -> int:
-        """Return the number of values in a list that is one field."""
+        """Return the number of values in a packed list."""
         return (
             size // width if width > 1 else len(self._data[at : at + size].translate(None, delete=_GOES_ON))
         )
 
     def _number(self, at: int) -> tuple[int, int]:
-        """Return the number at a position, and the position after it."""
+        """Return the varint at a position, and the position after it."""
         part = self._data[at : at + _MOST_NUMBER_BYTES]
         size = next(number for number, byte in enumerate(part, 1) if byte < _GOES_ON[0])
         return sum((byte & 0x7F) << 7 * number for number, byte in enumerate(part[:size])), at + size
 
 
 def check(kind: str, data: bytes, most: int = MOST_FIELDS, most_values: int = MOST_VALUES) -> None:
-    """Raise BadInput if the bytes of a message are no such message, or have more fields, or values, than it may have."""
+    """Raise BadInput if `data` is not a message of this kind, has more than `most` fields, or has more than `most_values`
+    values in contents.
+    """
     try:
         _Count(data, most, most_values).read(kind, 0, len(data))
     except (LookupError, StopIteration):
@@ -108,7 +117,7 @@ def check(kind: str, data: bytes, most: int = MOST_FIELDS, most_values: int = MO
 
 
 def is_small(kind: str, data: bytes, most: int) -> bool:
-    """Return True if a message is not compressed, and has at most this many fields, and values."""
+    """Return True if a message is valid and not compressed, and has at most `most` fields and `most` values in contents."""
     if data and data[0] in CODINGS:
         return False
     try:

@@ -1,7 +1,8 @@
 """The messages of the protocol's gRPC service, as classes of protobuf.
 
-They are made from the table below when this module is imported, in a pool of their own, so that they do not meet those
-of a client in the same process. Maps are lists of entries, and enumerations numbers, because both are the same bytes.
+The import of this module makes the classes from the table below. They have a descriptor pool of their own, so that they do
+not conflict with the classes of a client in the same process. The table has maps as lists of entries, and enumerations as
+numbers, because their bytes are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 _PACKAGE = "inference"
-# A line is a message. Its fields are type, name and number; * follows the type of a list.
+# Each line is a message. Each field has a type, a name and a number. A type with * is a list.
 _TABLE = """
 ServerLiveRequest
 ServerLiveResponse: bool live 1
@@ -81,7 +82,7 @@ def _message(line: str) -> DescriptorProto:
 def _classes() -> dict[str, type[Message]]:
     messages = [_message(line) for line in _TABLE.split("\n") if line]
     pool = DescriptorPool()
-    # In proto2, a field knows whether it was sent, so a parameter that is false differs from a missing one.
+    # Use proto2, where a field records whether it was sent. So a parameter that is false differs from a missing parameter.
     pool.AddSerializedFile(
         FileDescriptorProto(
             name="oip.proto", package=_PACKAGE, syntax="proto2", message_type=messages

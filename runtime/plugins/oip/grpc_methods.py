@@ -43,7 +43,7 @@ _MODEL_ROUTE = "/v2/models/{model}"
 
 
 class Responses:
-    """Writes the responses to a call. Each counts in a room until the caller has read it, or until `close`."""
+    """Writes the responses to a call. The bytes of each response count in `room` until the caller has read it, or until `close`."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], room: SharedRoom, owner: str) -> None:
         self._context, self._room, self._owner = context, room, owner
@@ -52,7 +52,8 @@ class Responses:
         """The bytes of the responses that are being written, or whose write was cancelled."""
 
     async def write(self, response: Message, timeout_s: float | None = None) -> None:
-        """Write a response. gRPC holds it, also after a cancelled write, until the caller reads it or goes.
+        """Write a response. If the write is cancelled, its bytes still count until `close`: gRPC keeps the response in memory
+        until the caller reads it or disconnects.
 
         Raise CallEnded if the owner's callers have left too many bytes unread, TimeoutError if the write takes longer
         than `timeout_s`, and gRPC's InternalError if the caller has gone.
@@ -69,7 +70,7 @@ class Responses:
         self.unread -= size
 
     def close(self) -> None:
-        """Count no response any more."""
+        """Stop counting the unread responses."""
         self._room.remove(self._owner, self.unread)
         self.unread = 0
 
@@ -86,7 +87,7 @@ class GrpcCall(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A submitted request, and the fields of its responses that repeat fields of it."""
+    """A submitted request. All its responses have the fields in `names`."""
 
     asked: InferRequest
     invocation: Invocation
@@ -151,7 +152,7 @@ class GrpcMethods:
     async def _running(
         self, sent: SentRequest, call: GrpcCall, *, streams: bool = False
     ) -> AsyncIterator[_Running]:
-        """Run the request during the block. Cancel it if the block ends before."""
+        """Submit the request, and run the block. Cancel the request if it still runs at the end of the block."""
         received_s, request_id = time.monotonic(), request_id_of(call.headers)
         model = self._model(sent.model_name, sent.model_version, call)
         infer = InferCall(self._backend, self._repository.statistics, model, sent.model_name, streams=streams)
@@ -238,7 +239,7 @@ class GrpcMethods:
         try:
             await self._change(LOAD, request, call, lambda name: self._repository.load(name, parameters))
         except BadInput as error:
-            # Triton answers INTERNAL, and clients look for it.
+            # InvocationError has the status INTERNAL. Triton sends it for a failed load, and clients look for it.
             raise InvocationError(
                 load_failure(request.model_name) + error.message, remedy=error.remedy
             ) from None
@@ -254,7 +255,7 @@ class GrpcMethods:
     async def _change(
         self, route: tuple[str, str], request: Any, call: GrpcCall, change: Callable[[str], Awaitable[None]]
     ) -> None:
-        """Change a function if the caller may, and write it to the audit log."""
+        """Call `change` if the caller may change the function. Write the outcome to the audit log."""
         function, outcome = function_of(request.model_name), "broke off"
         try:
             self._entrance.guard.check_function(call.caller, route, function)
@@ -279,7 +280,9 @@ class Method(NamedTuple):
 
     request: str
     route: tuple[str, str] | None
-    """The HTTP route with the same meaning, whose scope the caller needs. None: it needs no key, and its message is empty."""
+    """The HTTP route that does the same. The caller needs the scope of this route. If it is None, the method needs no key, and
+    its requests are empty.
+    """
     answer: Callable[[GrpcMethods, Any, GrpcCall], Awaitable[Message]]
 
 

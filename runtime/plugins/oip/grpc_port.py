@@ -21,22 +21,26 @@ from ...front.listening.open_connections import ConnectionPlace, OpenConnections
 READ_BYTES = 32 << 10
 """The most bytes that are read from one connection at a time."""
 SHARE = 6
-"""One connection for this many of HTTP. A connection of gRPC has three files: the client's, and both ends of the unix socket."""
+"""The limit of HTTP connections is divided by this number to get the limit of gRPC connections. A connection of gRPC uses three files: the client's, and both
+ends of the unix socket.
+"""
 
 
-# Each side copies the bytes that it has read before another side reads.
+# All sides read into this buffer, because each side copies its bytes before another side reads.
 _received = memoryview(bytearray(READ_BYTES))
 
 
 class _Side(asyncio.BufferedProtocol):
-    """One side of a connection. It sends the bytes that the other side has read, and the other side pauses while it cannot."""
+    """One side of a connection: the client's or gRPC's. It sends the bytes that the other side has read. While it cannot send,
+    the other side stops reading.
+    """
 
     def __init__(self, place: ConnectionPlace) -> None:
         self.other: _Side
         self._place = place
         self.transport: asyncio.Transport | None = None
         self.waits = False
-        """True while the other side has not sent what it got."""
+        """True while the other side cannot send, or is not connected yet. Then this side must not read."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -86,7 +90,7 @@ class GrpcConnection(_Side):
         self._port = port
         self._name, self._early = "", list[bytes]()
         self._calls = 0
-        # Until its first call is admitted, the client owns what arrives.
+        # Until its first call is admitted, the bytes that arrive count for the client's address, not for the owner of a key.
         self._arriving = ArrivingBytes(port.incoming, f"client {place.client}")
         self._owner: str | None = None
         # The timeouts of the calls that wait for a message.
@@ -156,7 +160,8 @@ class GrpcConnection(_Side):
         self._place.connection = self
         sock = socket.socket(socket.AF_UNIX)
         try:
-            # Linux chooses a name, by which gRPC tells the connection of a call.
+            # Linux chooses a name for this socket. gRPC reports it as the peer of each call, so that `GrpcPort.find` finds
+            # the connection.
             sock.bind("")
             sock.setblocking(False)
             sock.connect(self._port.path)
@@ -195,7 +200,9 @@ class GrpcConnection(_Side):
             super().received(data)
 
     def _refuse(self) -> None:
-        """End the calls that wait for a message in the next turn of the event loop. gRPC then drops the bytes that have arrived for them."""
+        """In the next turn of the event loop, end the calls that wait for a message. gRPC then drops the bytes that have arrived
+        for these calls.
+        """
         self._refused = True
         for limit in self._waiting:
             if not limit.expired():
@@ -220,7 +227,7 @@ class GrpcPort:
         self._acceptor = Acceptor(sock, places, self.tasks, partial(GrpcConnection, self), None, 0.0)
 
     def find(self, peer: str) -> GrpcConnection | None:
-        """Return the connection of a call by what gRPC knows as its peer; None if it is closed."""
+        """Return the connection of a call with this peer; None if it is closed, or did not come through this port."""
         return self.connections.get(peer.removeprefix("unix-abstract:"))
 
     def stop_accepting(self) -> None:

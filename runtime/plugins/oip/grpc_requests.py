@@ -45,19 +45,21 @@ class _Outputs(BaseModel, frozen=True, strict=True):
 
 
 class SentRequest(NamedTuple):
-    """What a ModelInferRequest holds."""
+    """The content of a ModelInferRequest."""
 
     model_name: str
     model_version: str
     id: str
     size: int
-    """The bytes of the message, unpacked."""
+    """The number of bytes of the unpacked message."""
     asked: InferRequest | PilotflameError
-    """The error is raised once the model is known, where it is counted."""
+    """The request, or the error of an invalid request. `GrpcMethods` raises the error once the model is known, so that the error
+    is counted for the model.
+    """
 
 
 def read_request(data: bytes) -> SentRequest:
-    """Return what a ModelInferRequest holds. Raise BadInput if the bytes are no such message."""
+    """Return the content of a ModelInferRequest. Raise BadInput if the bytes are not such a message."""
     sent = read_message("ModelInferRequest", data)
     asked: InferRequest | PilotflameError
     try:
@@ -95,7 +97,8 @@ def _infer_request(sent: Any) -> InferRequest:
     ]
     parameters = parameters_of(sent.parameters)
     found = {"id": sent.id, "inputs": inputs, "outputs": outputs, "parameters": parameters}
-    # The worker reads nothing else, and calls that differ in nothing else are equal for the response cache.
+    # Send only the inputs, because the worker reads no other field of the JSON. So calls with other ids have the same body
+    # for the response cache.
     header = orjson.dumps({"inputs": inputs})
     return InferRequest.of(found, b"".join([header, *data]), len(header), binary=True)
 

@@ -1,7 +1,7 @@
 """Serves the protocol over gRPC, at the address that the gateway's setting `plugin_ports` has for this plugin.
 
-Each call is admitted by its metadata before its message is read, so all methods are streams here. On the wire, a call
-with one message each way is the same.
+Each call is admitted by its metadata before its message is read, so all methods are streams in this module: gRPC
+reads the message of any other call first. On the wire, a stream with one message each way is the same as a plain call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-# The gateway forks no process that goes on to use gRPC, whose handlers at each fork would only print warnings.
+# No forked process uses gRPC. Without this setting, gRPC's fork handlers would print warnings at each fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 from multidict import CIMultiDict
@@ -52,11 +52,13 @@ from .repository import Repository
 LOG = logging.getLogger(__name__)
 SERVICE = "/inference.GRPCInferenceService/"
 MOST_OPEN = 4096
-"""The most calls and streams that are open. The owners of API keys share them."""
+"""The limit for open calls and streams. The owners of API keys share it."""
 MOST_STREAMED = 32
-"""The most requests of one stream that run, or whose answers are not sent."""
+"""The limit for the requests of one stream that run, or whose answers were not sent yet."""
 FEW_FIELDS = 200
-"""The event loop itself reads messages that have no more fields, and no more values in contents."""
+"""The event loop itself reads messages with at most this many fields and this many values in contents. Threads read the
+others.
+"""
 SOCKET = "run/oip.sock"
 """gRPC's unix socket in the state folder. Its path must not be longer than the path of the link socket, whose length is checked."""
 IDLE_S = 600.0
@@ -114,7 +116,7 @@ class GrpcServer(grpc.GenericRpcHandler):
             options=[
                 ("grpc.max_receive_message_length", self._backend.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
-                # gRPC compares the size of a message with its limit only after it has unpacked it.
+                # Do not let gRPC unpack messages: it checks the size of a message only after it has unpacked the message.
                 ("grpc.per_message_decompression", 0),
             ]
         )
@@ -148,7 +150,7 @@ class GrpcServer(grpc.GenericRpcHandler):
     ) -> None:  # fmt: skip
         """Admit a call, and answer it. End it with the status of its error."""
         if (connection := self._port.find(context.peer())) is None:
-            # It is closed, or was not accepted at the port.
+            # The client's connection is closed, or the caller connected to gRPC's unix socket directly and not through the port.
             with contextlib.suppress(grpc.aio.InternalError):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "The connection is closed.")
             return
@@ -161,10 +163,11 @@ class GrpcServer(grpc.GenericRpcHandler):
                 )
                 text = error_text(error).encode()[:MOST_TEXT_BYTES].decode(errors="ignore")
                 code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
-                # The error keeps the message of the call. gRPC keeps this frame until a garbage collection.
+                # gRPC keeps this frame until a garbage collection. Clear the error, so that the frame does not keep
+                # the call's message in memory.
                 error = None
-                # gRPC sends the status after a response that is being written. It holds the response, and this call
-                # counts, until the caller has read it or has gone.
+                # gRPC sends the status only after a response that is being written. Until the caller has read that response or
+                # has gone, gRPC keeps the response in memory, and this call counts.
                 with contextlib.suppress(grpc.aio.InternalError):  # the caller has gone
                     await context.abort(code, text)
 
@@ -172,7 +175,7 @@ class GrpcServer(grpc.GenericRpcHandler):
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
         connection: GrpcConnection, counts: contextlib.ExitStack,
     ) -> PilotflameError | None:  # fmt: skip
-        """Answer a call. Return its error. `counts`: what the call counts in until its end."""
+        """Answer a call. Return its error, or None. `counts` stops counting the call at its end."""
         try:
             admitted = await self._entrance.admit(headers, method.route, connection.transport)
             responses = Responses(context, self._unread, admitted.caller.owner)
@@ -189,19 +192,21 @@ class GrpcServer(grpc.GenericRpcHandler):
         except TimeoutError:
             return UNREAD
         except grpc.aio.InternalError:
-            # `context.done()` may become true later.
+            # The caller has gone, although `context.done()` may not be true yet.
             return Cancelled("The caller has gone.")
         except Exception:
-            # gRPC would send the text of the exception.
+            # Catch every exception, because gRPC would send its text to the caller.
             LOG.exception("a call with a %s failed", method.request)
             return InvocationError("The call failed.", remedy="The gateway's log has the reason.")
         else:
-            # The end of the caller's key may have ended a stream during a write.
+            # When the caller's key ends, a stream ends without an exception, even during a write. Then a response is unread.
             return UNREAD if responses.unread else None
 
     @contextlib.contextmanager
     def _counted(self, owner: str, admitted: Admitted) -> Iterator[None]:
-        """Count an open call. Raise Overloaded, and let the request leave its quota, if its owner has too many."""
+        """Count an open call during the block. If its owner has too many open calls, raise Overloaded, and stop counting the
+        request in the owner's quota.
+        """
         if not self._open.takes(owner, 1):
             admitted.leave()
             raise Overloaded("Too many calls of this API key are open.", remedy="End some of them.")
@@ -227,14 +232,16 @@ class GrpcServer(grpc.GenericRpcHandler):
             admitted.leave()
 
     async def _stream(self, call: GrpcCall, admitted: Admitted) -> None:
-        """Answer each request of a stream when it is done. Each counts in the caller's quota, and the stream itself does not.
+        """Answer the requests of a stream, each as soon as it is done. Each request counts in the caller's quota, but the stream
+        itself does not.
 
         The stream ends when the caller's key is revoked or expires, or when the gateway ends.
         """
         places = asyncio.Semaphore(MOST_STREAMED)
         first: Admitted | None = admitted
         try:
-            # gRPC sends the metadata with the first response otherwise, and sends no status if that write is cancelled.
+            # Otherwise gRPC would send the metadata with the first response, and if that write is cancelled, it would send no
+            # status.
             await call.context.send_initial_metadata(())
             async with self._backend.endless.limited(call.caller), asyncio.TaskGroup() as tasks:
                 while (sent := await self._next_request(call)) is not grpc.aio.EOF:
@@ -265,11 +272,11 @@ class GrpcServer(grpc.GenericRpcHandler):
     async def _answer(
         self, sent: bytes, call: GrpcCall, admitted: Admitted | None, places: asyncio.Semaphore
     ) -> None:
-        """Answer one request of a stream. `admitted`: its admission, if it has one already."""
+        """Answer one request of a stream. `admitted` is its admission, or None if it was not admitted yet."""
         request_id = ""
 
         async def write(response: Any, **fields: Any) -> None:
-            # A caller that does not read lets nothing be written, and then the function's stream stops too.
+            # While the caller does not read, this waits, and then the function's stream waits, too. Limit the wait.
             streamed = message("ModelStreamInferResponse", infer_response=response, **fields)
             await call.responses.write(streamed, BODY_TIMEOUT_S)
 
@@ -297,7 +304,9 @@ def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
     used = certificate.pem
 
     def renewed() -> Any:
-        """Return the configuration of another certificate, or None. gRPC asks for each new connection, in its own thread."""
+        """Return the configuration if the certificate has changed, or None. gRPC calls this for each new connection, in a
+        thread of its own.
+        """
         nonlocal used
         if (found := certificate.pem) == used:
             return None

@@ -30,13 +30,13 @@ _MAX_DIGITS = 12
 
 
 class InferCall(Invoker):
-    """One request for inference. It has the methods with which the gateway serves calls."""
+    """One request for inference. The gateway serves it through the methods of `Invoker`."""
 
     def __init__(
         self, backend: Backend, statistics: Statistics, model: TensorModel, name: str, *, streams: bool = False
     ) -> None:  # fmt: skip
-        """`name` is the model's name as the client writes it. Raise NotSupported if the model sends several responses to a
-        request, unless it `streams` them.
+        """`name` is the model's name as the client writes it. Raise NotSupported if the model may send several
+        responses to a request, unless `streams` is True.
         """
         super().__init__(backend)
         if model.decoupled and not streams:

@@ -1,6 +1,6 @@
 """Reads requests for inference: which outputs a client wants in which form, the deadline and the priority.
 
-The values of the inputs are not read here: the worker checks them (`handlers/tensors.py`).
+The gateway does not read the values of the inputs. The worker checks them (`handlers/tensors.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Part(BaseModel):
     def _supported(cls, given: Any) -> Any:
         parameters = _without_nulls(given)
         for name in _UNSUPPORTED if isinstance(parameters, dict) else ():
-            # Clients send 0 and false where a call belongs to no sequence.
+            # Accept 0 and false, which clients send for a call that belongs to no sequence.
             if parameters.pop(name, None):
                 raise ValueError(f"{name} is not supported")
         return parameters
@@ -112,12 +112,12 @@ class InferRequest:
     accept: str
     id: str = ""
     headers: Mapping[str, str] | None = None
-    """The headers that the parameters of the request stand for."""
+    """The headers with the request's parameters `timeout` and `priority`; None if it has neither."""
     extra: Mapping[str, Any] | None = None
     rows: int = 0
     """The longest first axis of its inputs."""
     empty_final: bool = False
-    """True if an empty response must follow the last one, if the model may send several."""
+    """True if the client wants an empty response after the last response of a model that may send several."""
 
     @classmethod
     def read(cls, headers: Headers, body: bytes, model: TensorModel) -> Self:
@@ -162,7 +162,7 @@ class InferRequest:
         )
 
     def with_headers(self, headers: Headers) -> Headers:
-        """Return the headers of a request with the parameters of this one."""
+        """Return `headers`, with this request's timeout and priority in place of theirs."""
         if self.headers is None:
             return headers
         merged = CIMultiDict(headers)
@@ -181,7 +181,7 @@ def json_bytes(headers: Headers, size: int) -> int:
 
 
 def _header_of_raw(body: bytes, model: TensorModel) -> bytes:
-    """Return the JSON of a body that is the only input without JSON, as its length 0 says. Raise BadInput."""
+    """Return the JSON for a body that has none, because the body is the data of the model's only input. Raise BadInput."""
     if len(model.inputs) != 1:
         raise BadInput(f"A body without JSON needs a model with one input; it has {len(model.inputs)}.")
     (name, tensor), fixed = next(iter(model.inputs.items())), 1
@@ -210,7 +210,7 @@ def _item_bytes(datatype: str) -> int:
 
 
 def _headers(parameters: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return the headers that a request's timeout, in microseconds, and its priority stand for. Raise BadInput."""
+    """Return headers with a request's parameters `timeout`, in microseconds, and `priority`. Raise BadInput."""
     found = {}
     for name in ("timeout", "priority"):
         value = parameters.get(name, 0)

@@ -23,7 +23,7 @@ EXTENSIONS = (
     "schedule_policy",
 )
 SERVER_NAME = "triton"
-"""Clients check that the server has this name, which stands for the extensions that Triton defines."""
+"""Clients check this name. It says that the server supports the extensions that Triton defines."""
 PLATFORM = "pilotflame"
 _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 _Facts: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Tensor], int]
@@ -47,8 +47,8 @@ class TensorModel:
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     max_batch_size: int = 0
-    """The most rows of a request, and of a batch of requests, which the latest load has set; 0 for no limit. A row is an
-    index of the first axis.
+    """The most rows of a request, and of a batch of requests; 0 for no limit. The latest load of the model has set it. A row is
+    one index of the first axis.
     """
 
     @property
@@ -57,7 +57,7 @@ class TensorModel:
 
     @property
     def ready(self) -> bool:
-        """True if calls succeed. A function without workers is ready."""
+        """True if calls can succeed. A function without workers is ready, too, because a call starts a worker."""
         return not self.live.unavailable
 
     @property
@@ -84,10 +84,9 @@ class TensorModel:
         }  # fmt: skip
 
     def config(self, name: str) -> dict[str, Any]:
-        """Return the configuration as Triton has it. If `max_batch_size` is 0, the shapes have all axes, and otherwise all
-        but the first.
+        """Return the configuration in Triton's form. Unless `max_batch_size` is 0, the shapes omit the first axis.
 
-        The gateway forms batches of whole requests, which the handler gets as a list.
+        The gateway forms batches of whole requests. The handler gets a batch as a list.
         """
         first = 1 if self.max_batch_size else 0
         return {
@@ -106,13 +105,14 @@ class TensorModel:
         return replace(self, max_batch_size=max_batch_size)
 
     def largest_batch(self, rows: int) -> int:
-        """Return how many requests a batch with a request of `rows` rows may have, so that it keeps `max_batch_size`; 0 for
-        any number. Raise BadInput if the request alone has too many rows.
+        """Return the largest number of requests in a batch with a request of `rows` rows, so that the batch has at most
+        `max_batch_size` rows; 0 for no limit. Raise BadInput if the request alone has too many rows.
         """
         if self.max_batch_size and rows > self.max_batch_size:
             message = f"inference request batch-size must be <= {self.max_batch_size}; it is {rows}."
             raise BadInput(message, remedy="Send fewer rows, or load the model without max_batch_size.")
-        # The other requests may have fewer rows, and a request with more rows lets fewer requests in.
+        # Assume that no other request has more rows. A larger request has a smaller limit, and a batch keeps the smallest
+        # limit of its requests.
         return self.max_batch_size // max(1, rows)
 
     def indexed(self) -> dict[str, str]:
@@ -127,13 +127,14 @@ class TensorModels:
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
-        # The fields of a TensorModel after `live`: with it, no entry would ever be freed.
+        # The fields of a TensorModel without `live`. A value that refers to its key `live` would never be freed.
         self._known: WeakKeyDictionary[Live, _Facts | None] = WeakKeyDictionary()
 
     def find(self, name: str, check: Callable[[str], None]) -> TensorModel:
         """Return the model `name`. Names of functions have hyphens where `name` may have underscores.
 
-        `check` gets the function's name. Raise its errors, UnknownFunction, and BadInput for a function without tensors.
+        `check` gets the function's name. Raise the errors of `check`, UnknownFunction, and BadInput for a function without
+        tensors.
         """
         function = function_of(name)
         check(function)

@@ -20,7 +20,7 @@ _MOST_ROWS = 2**31 - 1
 
 
 class Repository:
-    """The functions as a model repository, with their counts. To unload a model is to pause its function."""
+    """The functions as a model repository, with their counts. Unloading a model pauses its function."""
 
     def __init__(self, functions: Functions) -> None:
         self.models, self.statistics = TensorModels(functions), Statistics()
@@ -89,7 +89,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> int:
-    """Return a number of rows. The JSON of protobuf has numbers as text, too."""
+    """Return a number of rows. `value` may be text, because the JSON form of protobuf may have numbers as text."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 11:
         value = int(value)
     if type(value) is not int or not 0 <= value <= _MOST_ROWS:

@@ -46,7 +46,7 @@ class OipApi(ApiPlugin):
     def listening(self, entrance: Entrance) -> AbstractAsyncContextManager[None]:
         """Serve gRPC. Raise PackageMissing if grpcio is not installed."""
         with needs("The Open Inference Protocol over gRPC", "grpc"):
-            # It takes time to import.
+            # Imported only here, because the import takes long.
             from .grpc_server import GrpcServer  # noqa: PLC0415
 
         return GrpcServer(self.backend, self._repository, entrance).listening()
@@ -184,7 +184,9 @@ class OipApi(ApiPlugin):
     plain_path: ClassVar = f"{MODEL}/infer"
 
     def plain(self, path: str, headers: Headers, length: int) -> tuple[InferCall, str] | None:
-        """Return what answers a plain request for inference. Return None, or raise PilotflameError, if aiohttp must read it."""
+        """Return the InferCall and the function of a plain request for inference. Return None, or raise PilotflameError, if
+        aiohttp must read the request.
+        """
         name, slash, verb = path.rpartition("/v2/models/")[2].partition("/")
         if (slash, verb) != ("/", "infer") or json_bytes(headers, length) > MAX_ON_LOOP_BYTES:
             return None

@@ -28,7 +28,7 @@ class _Duration:
 
 @dataclass(slots=True)
 class _Counts:
-    """The calls of one function. A batch is counted by the parts that its calls are of it."""
+    """The calls of one function. Each call in a batch of n calls adds 1/n to `batches`."""
 
     success: _Duration = field(default_factory=_Duration)
     fail: _Duration = field(default_factory=_Duration)
@@ -69,7 +69,7 @@ class Statistics:
         """Return the counts of a model. `queue` is all time outside of the handler."""
         counts = self._counts.get(model.live.record.function) or _Counts()
         nothing = _Duration().shown()
-        # The time is in `queue`. perf_analyzer divides by the count.
+        # Report no time for these phases, because `queue` includes it. The count must not be 0: perf_analyzer divides by it.
         passed = _Duration(counts.compute.count).shown()
         return {
             "name": name, "version": model.version, "last_inference": counts.last_ms,
